@@ -21,11 +21,11 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes, getenv
 from attn.accuracy import Verdict, judge, law_of, law_of_gradients
-from attn.calls.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
 from attn.api.custom_kernel import flash_attention_fn
+from attn.cache import tuned
+from attn.calls.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
 from attn.calls.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
-from attn.cache import tuned
 from attn.chips.matrix import contraction
 from attn.choose.backward import can_differentiate, choose_backward, choose_parts
 from attn.choose.dispatch import single_kernel
@@ -33,7 +33,7 @@ from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
 from attn.emulator.checks import EmulatorError
 from attn.extras import needs
-from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.plain import TiledTile
 from attn.problem import Problem, problem_of

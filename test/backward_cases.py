@@ -7,7 +7,7 @@ import numpy as np
 import cases
 from attn.accuracy import Law, judge
 from attn.choose.backward import choose_bias_tile, dbias_of, dkdv_of, dq_of, tiles_of
-from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Options, arrange, restore, rounded, same

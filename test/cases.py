@@ -13,7 +13,7 @@ from attn.chips import Chip, get_chip
 from attn.choose import dispatch
 from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
 from attn.kernels.combine import combine_arguments
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.problem import OF_MASKS, OF_TERMS, Problem, problem_of

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Iterable
 from attn.api.checked_call import CheckedCall
-from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_device, check_means, region
-from attn.parallel.context import first_launch, run_shared_rows
-from attn.parallel.context_gradient import with_context_gradient
 from attn.api.dropout import drawn_seed, first_of_each
-from attn.calls.gradient import INPUTS, gradient_of, lse_axes, no_gradient
 from attn.api.pages import plain_attention_of_pages
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_device, check_means, region
+from attn.calls.gradient import INPUTS, gradient_of, lse_axes, no_gradient
 from attn.calls.placement import AXES, Placement, empty, place
 from attn.calls.plain import plain_attention
 from attn.calls.views import flat_buffer
 from attn.choose.backward import can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, combine_of, program_of
 from attn.kernels.combine import combine_arguments
-from attn.kernels.parts.tensors import arguments, of_backward
+from attn.kernels.parts.grid.tensors import arguments, of_backward
+from attn.parallel.context import first_launch, run_shared_rows
+from attn.parallel.context_gradient import with_context_gradient
 from attn.problem import Problem
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels
 from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels

@@ -17,7 +17,7 @@ from attn.chips import Chip
 from attn.choose.backward import Parts, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
-from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments, log_sums, of_backward
+from attn.kernels.parts.grid.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments, log_sums, of_backward
 from attn.problem import EXTRAS, Problem
 from attn.score.terms import TERM_TENSORS, check_differentiable, has_sum, summed_tensor
 from attn.tinygrad_compat import Tensor, UOp, differentiated

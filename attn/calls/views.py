@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from attn.calls.placement import AXES
 from attn.calls.plain import bhsd
-from attn.kernels.parts.rows import strides
+from attn.kernels.parts.memory.rows import strides
 from attn.problem import Count, Strided
 from attn.tinygrad_compat import AxisType, GroupOp, Ops, Tensor, UOp, buffer_under, dtypes, linear_view
 

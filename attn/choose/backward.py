@@ -10,9 +10,9 @@ from attn.choose.dispatch import asked_for
 from attn.choose.forced import BY_TINYGRAD, UNITS, WAYS
 from attn.choose.gradient_kernels import BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS, Tiles
 from attn.choose.refusals import NO_UNIT, Refusal, lacks_nothing, most_telling, no_tiles
-from attn.kernels.parts.bias_share import BiasShare
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.tensors import dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.backward.bias_share import BiasShare
+from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.problem import MAX_SPLITS, Problem

@@ -5,14 +5,14 @@ AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those t
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
+from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.chips.nvidia import DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, cautious_backward
-from attn.cache import tuned
 from attn.choose.refusals import wgmma_refuses
 from attn.choose.rows import burden, fitting, in_units
-from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile

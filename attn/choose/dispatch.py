@@ -22,12 +22,12 @@ from attn.kernels.combine import combine
 from attn.kernels.forward import forward
 from attn.kernels.mma.forward import MmaForward
 from attn.kernels.mma.latent import MmaLatent
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.rectangle import beyond_registers, for_rectangles
-from attn.kernels.parts.tensors import check_range
+from attn.kernels.parts.grid.tensors import check_range
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.plain.forward import PlainForward
+from attn.kernels.plain.rectangle import beyond_registers, for_rectangles
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.wgmma import WgmmaTile
-from attn.kernels.plain.forward import PlainForward
 from attn.kernels.wgmma.forward import WgmmaForward
 from attn.ops.plain import plain
 from attn.problem import INVARIANT_KEYS, Problem

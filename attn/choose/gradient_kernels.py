@@ -12,10 +12,10 @@ from attn.kernels.amd.dbias import AmdBias
 from attn.kernels.backward import backward_dbias, backward_dkdv, backward_dq
 from attn.kernels.mma.backward import MmaBackward
 from attn.kernels.mma.dbias import MmaBias
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.rectangle import beyond_registers, for_rectangles
-from attn.kernels.parts.tensors import check_backward
+from attn.kernels.parts.grid.tensors import check_backward
+from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.plain.backward import PlainBackward
+from attn.kernels.plain.rectangle import beyond_registers, for_rectangles
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.kernels.tiles.plain import TiledBackwardTile

@@ -1,13 +1,13 @@
 """The tiles of the kernels of latent attention, mla and mla_mma, whose waves share rows of O and of K that are too long for one."""
 from __future__ import annotations
 from typing import Any
+from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.chips.nvidia import LATENT_MMA
 from attn.chips.shapes import MlaMmaShape, MlaShape, UpTo, cautious_latent
-from attn.cache import tuned
 from attn.choose.rows import fitting
-from attn.kernels.parts.layouts import LINE
+from attn.kernels.parts.memory.layouts import LINE
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.mma import MlaMmaTile, fragments
 from attn.problem import Problem

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from attn.chips import CHIPS, FAMILIES, Chip
 from attn.chips.matrix import MMA
-from attn.kernels.parts.rectangle import serial_items
-from attn.kernels.parts.tensors import too_wide
+from attn.kernels.parts.grid.tensors import too_wide
+from attn.kernels.plain.rectangle import serial_items
 from attn.problem import Problem
 
 MATRIX_DTYPES = ("float16", "bfloat16")

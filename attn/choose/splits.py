@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from attn.chips import Chip
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import MlaTile, Tile
 from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.kernels.tiles.mma import MlaMmaTile, MmaTile

@@ -5,11 +5,11 @@ room for.
 """
 from __future__ import annotations
 from dataclasses import replace
+from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.shapes import UpTo
-from attn.cache import tuned
 from attn.choose.rows import fitting
-from attn.kernels.parts.rectangle import MAX_WIDTH
+from attn.kernels.plain.rectangle import MAX_WIDTH
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.problem import Problem
 

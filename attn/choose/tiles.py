@@ -3,14 +3,14 @@ from __future__ import annotations
 import functools, itertools, math
 from dataclasses import dataclass, replace
 from enum import Flag, auto
+from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA, Matrix, contraction
 from attn.chips.nvidia import FEW_QUERIES, FORWARD_MMA, FORWARD_WGMMA
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, cautious
-from attn.cache import tuned
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
 from attn.kernels import dual_wave, staggered
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.kernels.tiles.wgmma import WgmmaTile

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_wit
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # files that emit operations on behalf of a kernel; an operation's place is the line of the kernel that called them
-OURS_INSIDE = ("ops/", "kernels/parts/statements.py", "kernels/parts/layouts.py", "tinygrad_compat/", "emulator/")
+OURS_INSIDE = ("ops/", "kernels/parts/program/statements.py", "kernels/parts/memory/layouts.py", "tinygrad_compat/", "emulator/")
 INTERNAL = (tinygrad_folder, *(str(PACKAGE/name) for name in OURS_INSIDE))
 WIDTH = 160             # characters of a statement that an error shows
 REMEMBERED = 64         # number of kernels that are remembered

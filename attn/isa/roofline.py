@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from collections.abc import Iterable
 from attn.chips import CHIPS, Card, Chip
 from attn.chips.matrix import contraction
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import Tile
 from attn.problem import Problem
 

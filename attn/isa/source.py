@@ -5,27 +5,27 @@ import functools, hashlib, json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from attn.cache.user_cache import kept
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
+from attn.chips.matrix import contraction
 from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, choose
-from attn.choose.refusals import MATRIX_DTYPES
 from attn.choose.mla_tiles import UP_TO
+from attn.choose.refusals import MATRIX_DTYPES
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
 from attn.emulator.listing import Listing
 from attn.isa.report import PRODUCTS, LoopProducts
-from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.gradients import PASSES
-from attn.kernels.parts.tensors import MAX_D, arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.backward.gradients import PASSES
+from attn.kernels.parts.grid.tensors import MAX_D, arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.program.counts import round_up
+from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
+from attn.kernels.tiles.common import heads_of
 from attn.ops.renderers import printer_of, render
 from attn.problem import Problem, Shapes
 from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
-from attn.cache.user_cache import kept
-from attn.chips.matrix import contraction
-from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
-from attn.kernels.tiles.common import heads_of
 from attn.values import FLOATS
 
 MASKS = ("full", "causal")

@@ -2,9 +2,9 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import bounded, ceildiv, left_alone
-from attn.kernels.parts.rows import Table, strides
+from attn.kernels.parts.memory.rows import Table, strides
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import Pages, Strided

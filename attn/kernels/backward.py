@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 from attn.chips import Chip
-from attn.kernels.parts.bias_share import BiasShare
-from attn.kernels.parts.tensors import Shapes, check_backward, dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.parts.backward.bias_share import BiasShare
+from attn.kernels.parts.grid.tensors import Shapes, check_backward, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.problem import Problem
 from attn.score.term import ScoreTerm
 from attn.score.terms import summed_term

@@ -1,6 +1,6 @@
 """Split-KV: key ranges of one head go to workgroups of their own, which leave partial results; this kernel makes the result of them.
 
-The merge is that of attn/kernels/parts/merging.py:
+The merge is that of attn/kernels/parts/weights/merging.py:
 
   p = splits.resolve(p, arch, tile)                                 # chooses p.num_splits, G
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
@@ -12,11 +12,11 @@ from __future__ import annotations
 import functools
 from typing import Callable
 from attn.chips import Chip
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.epilogue import OPTIMISED
-from attn.kernels.parts.merging import MergedRow, reference_of, store_merged, weight_of
-from attn.kernels.parts.scores import NEG_INF
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.weights.epilogue import OPTIMISED
+from attn.kernels.parts.weights.merging import MergedRow, reference_of, store_merged, weight_of
+from attn.kernels.parts.weights.scores import NEG_INF
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import Problem

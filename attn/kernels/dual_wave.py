@@ -16,18 +16,17 @@ import functools, itertools
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
-from attn.chips.matrix import UNIT_BYTES
-from attn.chips.matrix import Matrix
-from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import bounded
-from attn.kernels.parts.dropout import Kept
-from attn.kernels.parts.lanes import Lane, units_of
-from attn.kernels.parts.layouts import ExchangedChunks, LdsTile
-from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.softmax import Softmax, Sums
-from attn.kernels.parts.statements import InOrder, Statements, store_all
-from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.chips.matrix import UNIT_BYTES, Matrix
+from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
+from attn.kernels.parts.memory.lanes import Lane, units_of
+from attn.kernels.parts.memory.layouts import ExchangedChunks, LdsTile
+from attn.kernels.parts.memory.rows import GlobalRows
+from attn.kernels.parts.program.blocks import trip_count
+from attn.kernels.parts.program.counts import bounded
+from attn.kernels.parts.program.statements import InOrder, Statements, store_all
+from attn.kernels.parts.weights.dropout import Kept
+from attn.kernels.parts.weights.scores import Scores
+from attn.kernels.parts.weights.softmax import Softmax, Sums
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem

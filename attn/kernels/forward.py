@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 from attn.chips import Chip
-from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.trips import TileLoop
+from attn.kernels.parts.grid.tensors import check_problem
+from attn.kernels.parts.program.trips import TileLoop
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 

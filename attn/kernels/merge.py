@@ -3,18 +3,18 @@
   merge(p, arch, parts)(o, [lse, [lse_rest,]] part_0, part_1, ..., [sinks])
 
 A part is one float32 buffer, so that it goes to another device in one copy: o of some of the rows, normalised, in the layout of the problem, then the
-natural-log LSE of the same rows, and of wide scores what fp32 has lost of that. The formula is that of attn/kernels/parts/merging.py.
+natural-log LSE of the same rows, and of wide scores what fp32 has lost of that. The formula is that of attn/kernels/parts/weights/merging.py.
 """
 from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from attn.chips import Chip
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.epilogue import OPTIMISED
-from attn.kernels.parts.merging import MergedRow, reference_of, store_merged, weight_of
-from attn.kernels.parts.rows import strides
-from attn.kernels.parts.scores import NEG_INF
+from attn.kernels.parts.memory.rows import strides
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.weights.epilogue import OPTIMISED
+from attn.kernels.parts.weights.merging import MergedRow, reference_of, store_merged, weight_of
+from attn.kernels.parts.weights.scores import NEG_INF
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import Problem

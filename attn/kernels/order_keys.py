@@ -1,7 +1,7 @@
 """Puts the rows of k or v that a device holds of a sequence where it gathers those of all devices, in the order of the sequence."""
 from __future__ import annotations
 import math
-from attn.kernels.parts.rows import strides
+from attn.kernels.parts.memory.rows import strides
 from attn.ops.common import flat
 from attn.problem import DealtRows, Problem
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.amd.forward import AmdForward, ForwardState
-from attn.kernels.parts.dropout import Kept
-from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.tensors import check_problem
-from attn.kernels.parts.trips import StagedTrips, TileLoop, tile_loops
+from attn.kernels.parts.grid.tensors import check_problem
+from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.trips import StagedTrips, TileLoop, tile_loops
+from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem

@@ -5,7 +5,7 @@ sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the ot
 """
 from __future__ import annotations
 from collections.abc import Callable
-from attn.kernels.parts.scores import NEG_INF
+from attn.kernels.parts.weights.scores import NEG_INF
 from attn.ops.dropout import kept_elements
 from attn.score.term import Positions
 from attn.tinygrad_compat import Tensor

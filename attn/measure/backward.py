@@ -15,7 +15,7 @@ from attn.calls.checked_kernel import device_arch
 from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
-from attn.kernels.parts.tensors import Shapes, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.measure.peers import OURS, ROUND_SECONDS, as_tensor, backends, in_turn, on_the_host, random_inputs
 from attn.ops import renderers
 from attn.problem import Problem

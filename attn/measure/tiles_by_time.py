@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+from attn.cache import tuned
 from attn.calls.gradient import BackwardLaunch
 from attn.chips import Chip
-from attn.cache import tuned
-from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
+from attn.choose.backward import can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import backward_tile
 from attn.choose.dispatch import KERNELS, choose
 from attn.choose.rows import misfit
@@ -17,7 +17,7 @@ from attn.choose.tiles import amd_tile
 from attn.compilers import clang
 from attn.compilers.found import NoCompiler
 from attn.extras import needs
-from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import dkdv_arguments, dq_arguments
 from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.ops.renderers import render

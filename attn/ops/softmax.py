@@ -6,8 +6,9 @@ becomes the maximum of its scores so far, the accumulators are rescaled to it, a
 
 If |addend| would exceed LARGE, its rounding error would show in the result of one fma. Such a row has a NaN as its addend: then every trip takes the
 branch, which first subtracts the reference from the score. Every trip with a score that is NaN or +inf takes the branch too: correct, but slow. A row
-that has seen no key has the reference LOWEST: with it every score overflows to inf, and -inf gives 0. Wide scores (kernels/parts/scores.py) are kept
-as natural logarithms and not in base 2, so not all of them would overflow: for them the addend of such a row is NaN.
+that has seen no key has the reference LOWEST: with it every score overflows to inf, and -inf gives 0. Wide scores
+(kernels/parts/weights/scores.py) are kept as natural logarithms and not in base 2, so not all of them would overflow: for them the addend of such a
+row is NaN.
 """
 from __future__ import annotations
 import functools, operator
@@ -17,8 +18,7 @@ from typing import Any
 import numpy as np
 from attn.ops.common import f32, length
 from attn.ops.language import compound
-from attn.ops.operation import Value, Variable
-from attn.ops.operation import emit, statement
+from attn.ops.operation import Value, Variable, emit, statement
 from attn.tinygrad_compat import UOp
 
 LARGE = 2.0**14                             # a larger |addend| (in powers of two) has a rounding error that shows in exp2

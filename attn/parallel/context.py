@@ -19,12 +19,12 @@ from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape, rows_dimension
 from attn.calls.views import whole_places
 from attn.chips import CHIPS, Chip
-from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
 from attn.choose.dispatch import choose
 from attn.kernels.merge import RowRange, merge, part_size
 from attn.kernels.order_keys import order_keys
-from attn.kernels.parts.tensors import of_backward
+from attn.kernels.parts.grid.tensors import of_backward
 from attn.ops.plain import plain
+from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
 from attn.problem import ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, copy_call, dtypes, remembered

@@ -7,14 +7,14 @@ same from run to run.
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from attn.parallel.context import SharedRows, filled_with_rows, in_buffers, launch_problem, launch_tensors, passed, rows_in_buffer, shards_of
 from attn.calls.gradient import INPUTS, OUTPUTS, backward_kernels, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
 from attn.calls.history import keep_inputs
 from attn.calls.placement import AXES, rows_dimension
 from attn.calls.plain import bhsd, from_bhs
-from attn.parallel.sequence import in_order, shard_sequence
 from attn.choose.backward import can_differentiate, choose_parts
-from attn.kernels.parts.tensors import log_sums
+from attn.kernels.parts.grid.tensors import log_sums
+from attn.parallel.context import SharedRows, filled_with_rows, in_buffers, launch_problem, launch_tensors, passed, rows_in_buffer, shards_of
+from attn.parallel.sequence import in_order, shard_sequence
 from attn.parallel.shards import ContextLaunch, PieceRun
 from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, dtypes

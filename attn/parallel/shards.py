@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.parts.rows import strides
+from attn.kernels.parts.memory.rows import strides
 from attn.problem import BYTES, ORDERS, DealtRows, Problem, Strided
 from attn.score.masks import hiding
 from attn.score.terms import goes_by_distance, score_terms

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
-from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, over_keys
+from attn.kernels.parts.program.blocks import Blocks, Extent, blocks_seen, over_keys
 from attn.pictures.svg import EMPTY, FAINT, INK, TINTS, Drawing
 from attn.problem import Problem, problem_of
 from attn.reference import visible

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from attn.chips.cdna3 import CDNA3
 from attn.chips.cdna4 import CDNA4
+from attn.chips.matrix import MMA, Matrix, Mma, contraction
 from attn.chips.rdna3 import RDNA3
 from attn.chips.rdna4 import RDNA4
-from attn.chips.matrix import MMA, Matrix, Mma, contraction
-from attn.kernels.parts.lanes import units_of
+from attn.kernels.parts.memory.lanes import units_of
 from attn.pictures.svg import FAINT, INK, STRONG, TINTS, Drawing
 from attn.tinygrad_compat import UOp
 

@@ -8,9 +8,9 @@ from attn.chips.family import Family
 from attn.chips.matrix import MMA, Matrix
 from attn.chips.rdna4 import RDNA4
 from attn.emulator.banks import phases
+from attn.kernels.amd.staging import Staging
 from attn.kernels.dual_wave import HEAD, K_LAYOUT, V_LAYOUT
-from attn.kernels.parts.layouts import PaddedRows, SwizzledRows
-from attn.kernels.parts.staging import Staging
+from attn.kernels.parts.memory.layouts import PaddedRows, SwizzledRows
 from attn.kernels.tiles.amd import v_columns, v_skew
 from attn.pictures.matrices import UNIT
 from attn.pictures.svg import FAINT, STRONG, TINTS, Drawing

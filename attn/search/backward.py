@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip, get_chip
-from attn.choose.backward_tiles import backward_tile
 from attn.chips.matrix import contraction
 from attn.chips.shapes import BackwardShape, UpTo
+from attn.choose.backward_tiles import backward_tile
 from attn.choose.refusals import MATRIX_DTYPES
 from attn.choose.rows import misfit
-from attn.search.forward import MATRICES, RESERVE, VARIANTS, Bound, Each, bound_of, conflict
 from attn.compilers.clang import assembly
 from attn.isa.costs import report_of_text
 from attn.isa.source import Spec, kernel_source, problem_of_spec
-from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile
+from attn.search.forward import MATRICES, RESERVE, VARIANTS, Bound, Each, bound_of, conflict
 from attn.tinygrad_compat import CompileError
 
 BACKWARD_SPACE: dict[str, tuple[Any, ...]] = {

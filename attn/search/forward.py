@@ -31,7 +31,7 @@ from attn.isa.source import MASKS, Source, Spec, kernel_source, problem_of_spec
 from attn.isa.timing.predict import Division, fed_by_l2, walked_in_a_trip
 from attn.isa.timing.trips import timing_of
 from attn.isa.waits import time_of_loads
-from attn.kernels.parts.counts import round_up
+from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.tinygrad_compat import CompileError
 with needs("isa", "python -m attn.tune", __name__): from tqdm import tqdm

@@ -15,12 +15,13 @@ from attn.chips import get_chip
 from attn.choose.dispatch import choose_tile, forward_of
 from attn.kernels.amd import backward as amd_backward, forward as amd_forward
 from attn.kernels.mma import forward as mma_forward
-from attn.kernels.parts import gradients, warp_gradients
-from attn.kernels.parts.dropout import Kept, kept_scores
-from attn.kernels.parts.epilogue import finish
-from attn.kernels.parts.gradients import Exponent, scaled_delta
-from attn.kernels.parts.tensors import arguments
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.nvidia import warp_gradients
+from attn.kernels.parts.backward import gradients
+from attn.kernels.parts.backward.gradients import Exponent, scaled_delta
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.weights.dropout import Kept, kept_scores
+from attn.kernels.parts.weights.epilogue import finish
 from attn.kernels.wgmma import backward as wgmma_backward, forward as wgmma_forward
 from attn.ops.dropout import philox
 from attn.ops.interpret_numpy import Numbers

@@ -12,8 +12,8 @@ from attn.calls import checked_kernel
 from attn.chips import get_chip
 from attn.choose.dispatch import single_kernel
 from attn.emulator.device import renderer_of
-from attn.kernels.parts.statements import InOrder, Statements, awaited_by
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.program.statements import InOrder, Statements, awaited_by
 from attn.ops.renderers import OperationsCUDARenderer, OperationsNVCCRenderer, printer_of
 from attn.tinygrad_compat import DEBUG, AddrSpace, Compiler, Context, Target, Tensor, TinyELF, UOp, dtypes
 from attn.tinygrad_compat.cuda import dynamic_shared_program

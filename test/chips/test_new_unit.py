@@ -10,8 +10,8 @@ from attn.chips.rdna import wmma
 from attn.choose.backward import choose_backward
 from attn.choose.dispatch import choose, single_kernel
 from attn.emulator.chips import EMULATED, INSTRUCTIONS, EmulatedChip, Layout, MatrixInstruction
-from attn.kernels.parts.lanes import operands
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.memory.lanes import operands
 from attn.ops import common as ops
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp, dtypes

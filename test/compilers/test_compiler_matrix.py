@@ -15,7 +15,6 @@ from attn.chips import MODELLED, SEARCHED, get_chip
 from attn.choose.backward import choose_bias_tile, dbias_of, dkdv_of, dq_of, kernel_tiles
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, choose, choose_tile, forward_of
-from attn.search.forward import ENOUGH, waves_of
 from attn.choose.splits import AnyTile
 from attn.compilers.clang import Toolchain, assembly
 from attn.compilers.found import NoCompiler
@@ -26,11 +25,12 @@ from attn.isa.report import Report, analyse
 from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, problem_of_spec
 from attn.kernels.append import Append, append
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
 from attn.ops import renderers
 from attn.ops.renderers import render
 from attn.problem import Pages
+from attn.search.forward import ENOUGH, waves_of
 from attn.tinygrad_compat import UOp
 from cases import TYPES, floats, ints, problem
 from isa_sample import PARKED

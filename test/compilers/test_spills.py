@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 import numpy as np
 import pytest
+from attn.cache.tuned import CLASSES
 from attn.chips import get_chip
 from attn.choose.backward import can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
 from attn.choose.dispatch import choose, program_of
-from attn.search.forward import FILLS, LARGEST_TILE
-from attn.cache.tuned import CLASSES
 from attn.compilers.clang import assembly, toolchain
 from attn.isa.check import findings
-from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import render
 from attn.problem import Problem, Shapes
+from attn.search.forward import FILLS, LARGEST_TILE
 from attn.tinygrad_compat import UOp
 from cases import ARCHS, TYPES, problem
 pytest.importorskip("ziglang")

@@ -7,8 +7,8 @@ from attn.chips.shapes import ForwardShape, UpTo
 from attn.choose.tiles import amd_tile, dual_wave_tile
 from attn.emulator import last_run
 from attn.emulator.banks import phases
+from attn.kernels.amd.staging import key_rows
 from attn.kernels.dual_wave import dual_wave
-from attn.kernels.parts.staging import key_rows
 from attn.kernels.tiles.amd import both_ways_layout, v_columns
 from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 

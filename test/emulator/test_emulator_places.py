@@ -11,7 +11,7 @@ import attn.emulator as emulator
 from attn import flash_attention_fn
 from attn.emulator import checks, listing
 from attn.emulator.device import UOpCompiler
-from attn.kernels.parts import trips
+from attn.kernels.parts.program import trips
 from attn.ops import amd, common
 from attn.ops.operation import OPERATIONS, Operation, emit
 from attn.ops.renderers import OperationsHIPCCRenderer, render

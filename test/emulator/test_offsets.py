@@ -12,8 +12,8 @@ from attn.choose.dispatch import KERNELS, choose
 from attn.choose.mla_tiles import mla_tile
 from attn.emulator.offsets import Part, may_be_negative
 from attn.emulator.ranges import Ranges
-from attn.kernels.parts import workgroup
-from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid import workgroup
+from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.common import not_negative, opaque_uniform
 from attn.ops.operation import Call
 from attn.ops.renderers import printer_of

@@ -16,7 +16,7 @@ from attn.isa.buffer_offsets import KnownRegisters
 from attn.isa.check import findings
 from attn.isa.instruction import Instruction
 from attn.isa.source import Shape, Spec, problem_of_spec, uneven_shape
-from attn.kernels.parts.tensors import dbias_arguments
+from attn.kernels.parts.grid.tensors import dbias_arguments
 from attn.ops import renderers
 from attn.ops.renderers import render
 from attn.tinygrad_compat import UOp

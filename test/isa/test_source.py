@@ -9,10 +9,10 @@ from attn.chips import SEARCHED, get_chip
 from attn.choose.dispatch import single_kernel
 from attn.compilers.clang import assembly
 from attn.isa.source import MASKS, Spec, text_of
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.epilogue import OPTIMISED
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.blocks import trip_count
+from attn.kernels.parts.weights.epilogue import OPTIMISED
 from attn.ops.renderers import render
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes
 from cases import TYPES, in_turn, problem

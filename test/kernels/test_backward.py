@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 from attn.accuracy import judge
 from attn.chips import get_chip
+from attn.chips.shapes import BackwardShape, UpTo
 from attn.choose.backward import can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.rows import misfit
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
-from attn.chips.shapes import BackwardShape, UpTo
 from attn.kernels.amd.backward import AmdBackward, AmdTrip
 from attn.kernels.mma.backward import MmaTrip
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.bias_share import BiasPart
-from attn.kernels.parts.gradients import Exponent, RowNumbers
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.parts.warp_gradients import WarpRows, WarpTrip
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.nvidia.warp_gradients import WarpRows, WarpTrip
+from attn.kernels.parts.backward.bias_share import BiasPart
+from attn.kernels.parts.backward.gradients import Exponent, RowNumbers
+from attn.kernels.parts.grid.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.wgmma import backward as wgmma_backward
 from attn.kernels.wgmma.backward import WgmmaBackward, WgmmaTrip
 from attn.ops import common as ops, hopper, nvidia

@@ -21,15 +21,16 @@ from attn.choose.tiled_tiles import BACKWARD_ALONE, tiled_backward_tile
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead, UnwrittenOutput
 from attn.emulator.plan import Plan
+from attn.kernels.parts.backward import gradients
+from attn.kernels.parts.grid.tensors import dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.weights import dropout
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.plain import backward as plain_backward
-from attn.kernels.parts import dropout, gradients
-from attn.kernels.parts.rectangle import Rectangle
-from attn.kernels.parts.tensors import dkdv_arguments, dq_arguments
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.plain.rectangle import Rectangle
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
-from attn.reference import rounded
 from attn.problem import Problem
+from attn.reference import rounded
 from attn.tinygrad_compat import VECTORS, Context, Ops, UOp, dtypes
 from attn.values import FLOATS
 import cases

@@ -11,9 +11,9 @@ import attn
 import backward_cases, contract
 from attn.accuracy import Law, judge, law_of
 from attn.kernels import combine
-from attn.kernels.parts import workgroup
-from attn.kernels.parts.epilogue import LogSum, finish
-from attn.kernels.parts.merging import weight_of
+from attn.kernels.parts.grid import workgroup
+from attn.kernels.parts.weights.epilogue import LogSum, finish
+from attn.kernels.parts.weights.merging import weight_of
 from attn.ops import common as ops, numerics
 from attn.ops.operation import OPERATIONS
 from attn.problem import Problem

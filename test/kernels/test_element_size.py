@@ -9,12 +9,12 @@ from attn.chips.matrix import Matrix, contraction
 from attn.chips.rdna3 import RDNA3
 from attn.compilers.clang import assembly
 from attn.emulator.matrix import MatrixUnit, to_float32
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.epilogue import OPTIMISED
-from attn.kernels.parts.lanes import Lane, operands, units_of
-from attn.kernels.parts.layouts import LdsTile, PaddedRows
-from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.staging import Staging
+from attn.kernels.amd.staging import Staging
+from attn.kernels.parts.memory.lanes import Lane, operands, units_of
+from attn.kernels.parts.memory.layouts import LdsTile, PaddedRows
+from attn.kernels.parts.memory.rows import GlobalRows
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.weights.epilogue import OPTIMISED
 from attn.ops.amd import shaped_wmma
 from attn.ops.common import extract, flat, splat
 from attn.ops.renderers import render

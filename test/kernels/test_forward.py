@@ -7,7 +7,7 @@ from attn.chips import get_chip
 from attn.emulator import plan
 from attn.emulator.checks import LdsRace, UninitialisedRead
 from attn.emulator.plan import Plan
-from attn.kernels.parts.layouts import LdsTile
+from attn.kernels.parts.memory.layouts import LdsTile
 from attn.ops.interpret_numpy import Numbers
 from attn.problem import Problem
 from attn.reference import rounded

@@ -16,7 +16,7 @@ from attn.emulator.ranges import Ranges
 from attn.kernels.append import Append, append
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.merge import RowRange, merge, part_size
-from attn.kernels.parts.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import printer_of
 from attn.problem import DealtRows, Pages, Problem, Strided
 from attn.tinygrad_compat import Ops, UOp, dtypes, lower

@@ -10,8 +10,8 @@ import pytest
 import attn
 from attn.accuracy import judge, law_of
 from attn.api.attention import backward_choice_of, choice_of
-from attn.chips import CHIPS, get_chip
 from attn.cache import tuned
+from attn.chips import CHIPS, get_chip
 from attn.choose.dispatch import KERNELS, choose, choose_tile
 from attn.choose.mla_tiles import UP_TO, mla_mma_tile, mla_tile
 from attn.emulator import plan
@@ -20,10 +20,10 @@ from attn.emulator.matrix import Layout
 from attn.emulator.plan import Plan
 from attn.kernels.amd import latent as amd_latent
 from attn.kernels.amd.latent import AmdLatent
+from attn.kernels.amd.products import LdsColumns
 from attn.kernels.mma import latent as mma_latent
 from attn.kernels.mma.latent import MmaLatent
-from attn.kernels.parts.products import LdsColumns
-from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.common import Told
 from attn.kernels.tiles.mma import MlaMmaTile

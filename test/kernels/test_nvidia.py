@@ -11,9 +11,9 @@ from attn.chips.matrix import MMA
 from attn.choose.dispatch import choose, forward_of
 from attn.choose.tiles import mma_tile
 from attn.emulator.checks import LdsRace, NotWaitedFor
-from attn.kernels.parts import ring
-from attn.kernels.parts.layouts import SwizzledRows
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.nvidia import ring
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.tiles.mma import MmaTile
 from attn.ops import nvidia
 from attn.ops.renderers import render

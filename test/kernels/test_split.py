@@ -13,7 +13,7 @@ from attn.choose.dispatch import Choice, Work, choose_tile, forward_of
 from attn.choose.splits import key_tiles, resolve, split_heuristic
 from attn.compilers import clang
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.parts.tensors import arguments
+from attn.kernels.parts.grid.tensors import arguments
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes

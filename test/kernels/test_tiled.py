@@ -20,9 +20,9 @@ from attn.choose.dispatch import KERNELS, _choose, forward_of
 from attn.choose.tiled_tiles import ALONE, TILED, tiled_tile
 from attn.emulator.checks import LdsRace
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.parts.tensors import arguments
-from attn.kernels.parts import dropout as kept
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.weights import dropout as kept
 from attn.kernels.plain.forward import PlainForward
 from attn.kernels.tiles.plain import Sections, TiledTile
 from attn.ops import common as ops, dropout

@@ -12,8 +12,8 @@ from attn.choose.dispatch import forward_of
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
 from attn.emulator.machine import Frame
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.layouts import SwizzledPanels
+from attn.kernels.parts.memory.layouts import SwizzledPanels
+from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles import wgmma as wgmma_tiles
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.kernels.wgmma import forward as wgmma_forward

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from attn.chips import get_chip
 from attn.chips.matrix import MMA
-from attn.emulator.matrix import MatrixUnit
 from attn.emulator.chips import EMULATED
-from attn.kernels.parts.softmax import Sums
+from attn.emulator.matrix import MatrixUnit
+from attn.kernels.parts.weights.softmax import Sums
 from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
 from attn.ops.branches import ACROSS_LANES
 from attn.ops.language import KernelText

@@ -15,8 +15,8 @@ from attn.calls import checked_kernel
 from attn.chips import get_chip, other_chip
 from attn.emulator.checks import UninitialisedRead
 from attn.kernels.merge import RowRange, merge, part_size
-from attn.kernels.parts.blocks import extent
-from attn.kernels.parts.workgroup import rows_of_block
+from attn.kernels.parts.grid.workgroup import rows_of_block
+from attn.kernels.parts.program.blocks import extent
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.measure import context as measure
 from attn.ops.plain import plain

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import attn
-from attn.kernels.parts import workgroup
-from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, over_keys, over_queries
+from attn.kernels.parts.grid import workgroup
+from attn.kernels.parts.program.blocks import Blocks, Extent, blocks_seen, over_keys, over_queries
 from attn.problem import OF_MASKS, Problem
 from attn.reference import Array, visible
 from attn.score import masks

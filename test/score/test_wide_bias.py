@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import attn
 from attn.accuracy import Array
-from attn.kernels.parts import epilogue
+from attn.kernels.parts.weights import epilogue
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from api_cases import check_attention, emulated

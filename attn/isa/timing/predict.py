@@ -16,8 +16,8 @@ from attn.chips import Card
 from attn.isa.report import PRODUCTS, LoopProducts
 from attn.isa.roofline import makespan
 from attn.isa.timing.trips import Timing
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.tensors import arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.program.counts import ceildiv
 from attn.problem import BYTES, Problem, Shapes
 
 @dataclass(frozen=True)

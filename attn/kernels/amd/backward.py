@@ -11,21 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 from attn.chips import Chip
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import below, round_up
-from attn.kernels.parts.dropout import Kept, kept_scores
-from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import (OF_KEYS, OF_QUERIES, PASSES, WEIGHTED, Exponent, NumbersOfRows, RowNumbers, Weights, dp_start, exponent_of,
-                                          gradients_of, less_delta, scaled_delta, weights_of, where_known)
-from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
-from attn.kernels.parts.layouts import LdsTile, SharedLayout
-from attn.kernels.parts.products import OwnRows, Products, zeros
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.staging import StagedTile
-from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.tensors import Shapes
-from attn.kernels.parts.trips import StagedTrips, TripState
-from attn.kernels.parts.workgroup import Workgroup, head_fastest, kv_head_fastest
+from attn.kernels.amd.products import OwnRows, Products, zeros
+from attn.kernels.amd.staging import StagedTile
+from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, PASSES, WEIGHTED, Exponent, NumbersOfRows, RowNumbers, Weights, dp_start,
+                                                   exponent_of, gradients_of, less_delta, scaled_delta, weights_of, where_known)
+from attn.kernels.parts.grid.tensors import Shapes
+from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest, kv_head_fastest
+from attn.kernels.parts.memory.lanes import Lane, element_sum, fragment_operands, sum_over_groups
+from attn.kernels.parts.memory.layouts import LdsTile, SharedLayout
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.counts import below, round_up
+from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.trips import StagedTrips, TripState
+from attn.kernels.parts.weights.dropout import Kept, kept_scores
+from attn.kernels.parts.weights.epilogue import place_of_row
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
 from attn.kernels.tiles.common import numbers_of_queries
 from attn.ops import amd, common as ops

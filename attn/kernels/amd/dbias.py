@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 from attn.chips import Chip
 from attn.kernels.amd.backward import AmdBackward, AmdTrip, KeysState, TripStores, own_rows
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.bias_share import BiasPart, BiasShare
-from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.gradients import exponent_of
-from attn.kernels.parts.lanes import Lane, element_sum, sum_over_groups
-from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.products import zeros
-from attn.kernels.parts.staging import StagedTile
-from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.tensors import Shapes
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.amd.products import zeros
+from attn.kernels.amd.staging import StagedTile
+from attn.kernels.parts.backward.bias_share import BiasPart, BiasShare
+from attn.kernels.parts.backward.gradients import exponent_of
+from attn.kernels.parts.grid.tensors import Shapes
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups
+from attn.kernels.parts.memory.layouts import LdsTile
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.blocks import trip_count
+from attn.kernels.parts.program.statements import Statements, store_all
 from attn.kernels.tiles.amd import BackwardTile, row_layout
 from attn.ops import amd, common as ops
 from attn.problem import Problem

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import Matrix, contraction
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.lanes import Lane, units_of
-from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.products import FENCE_UNITS, OwnRows, Products, zeros
-from attn.kernels.parts.softmax import Softmax, Sums
-from attn.kernels.parts.staging import StagedTile
-from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.trips import StagedTrips, TileLoop, TripState
-from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.kernels.amd.products import FENCE_UNITS, OwnRows, Products, zeros
+from attn.kernels.amd.staging import StagedTile
+from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
+from attn.kernels.parts.memory.lanes import Lane, units_of
+from attn.kernels.parts.memory.layouts import LdsTile
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.counts import round_up
+from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.trips import StagedTrips, TileLoop, TripState
+from attn.kernels.parts.weights.dropout import kept_scores
+from attn.kernels.parts.weights.softmax import Softmax, Sums
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem

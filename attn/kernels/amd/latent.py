@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.lanes import Lane, operands, sum_over_groups, units_of
-from attn.kernels.parts.layouts import LINE, LdsTile
-from attn.kernels.parts.products import LdsColumns, OwnRows, Products, zeros
-from attn.kernels.parts.shared_rows import RowScalars, Share
-from attn.kernels.parts.softmax import Sums, row_sum
-from attn.kernels.parts.staging import StagedTile
-from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.trips import StagedTrips, TileLoop, TripState
-from attn.kernels.parts.workgroup import Workgroup, head_fastest
+from attn.kernels.amd.products import LdsColumns, OwnRows, Products, zeros
+from attn.kernels.amd.staging import StagedTile
+from attn.kernels.parts.grid.shared_rows import RowScalars, Share
+from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
+from attn.kernels.parts.memory.lanes import Lane, operands, sum_over_groups, units_of
+from attn.kernels.parts.memory.layouts import LINE, LdsTile
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.trips import StagedTrips, TileLoop, TripState
+from attn.kernels.parts.weights.softmax import Sums, row_sum
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.common import Told
 from attn.ops import amd, common as ops

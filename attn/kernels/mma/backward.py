@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.blocks import Blocks
-from attn.kernels.parts.gradients import PASSES, WEIGHTED, Exponent, dp_start, kinds_of_exponents, less_delta, shared_numbers
-from attn.kernels.parts.layouts import SwizzledRows
-from attn.kernels.parts.ring import CopyGroups
-from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.tensors import Shapes
-from attn.kernels.parts.trips import over_tiles
-from attn.kernels.parts.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
-from attn.kernels.parts.warps import Warps
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.nvidia.ring import CopyGroups
+from attn.kernels.nvidia.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
+from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.backward.gradients import PASSES, WEIGHTED, Exponent, dp_start, kinds_of_exponents, less_delta, shared_numbers
+from attn.kernels.parts.grid.tensors import Shapes
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.parts.program.blocks import Blocks
+from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.trips import over_tiles
 from attn.kernels.tiles.common import numbers_of_queries
 from attn.kernels.tiles.mma import MmaBackwardTile, fragments
 from attn.ops import nvidia as nv

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
 from attn.kernels.mma.backward import MmaBackward, MmaBackwardState, MmaTrip, MmaWork
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.bias_share import BiasPart, BiasShare
-from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.lanes import MmaLane, element_sum
-from attn.kernels.parts.layouts import SwizzledRows
-from attn.kernels.parts.statements import workgroup_barrier
-from attn.kernels.parts.tensors import Shapes
-from attn.kernels.parts.warp_gradients import OwnNumbers, WarpRows
-from attn.kernels.parts.warps import Warps, sum_over_quad
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.nvidia.warp_gradients import OwnNumbers, WarpRows
+from attn.kernels.nvidia.warps import Warps, sum_over_quad
+from attn.kernels.parts.backward.bias_share import BiasPart, BiasShare
+from attn.kernels.parts.grid.tensors import Shapes
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.memory.lanes import MmaLane, element_sum
+from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.blocks import trip_count
+from attn.kernels.parts.program.statements import workgroup_barrier
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.ops import common as ops, nvidia as nv
 from attn.problem import Problem

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.layouts import SwizzledRows
-from attn.kernels.parts.ring import CopyGroups
-from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.trips import TileLoop, tile_loops
-from attn.kernels.parts.warps import Warps
+from attn.kernels.nvidia.ring import CopyGroups
+from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.parts.program.counts import ceildiv, round_up
+from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.trips import TileLoop, tile_loops
+from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.tiles.mma import MmaTile, fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.counts import round_up
-from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
-from attn.kernels.parts.ring import CopyGroups
-from attn.kernels.parts.shared_rows import RowScalars, Share
-from attn.kernels.parts.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.trips import TileLoop, tile_loops
-from attn.kernels.parts.warps import Warps, sum_over_quad
+from attn.kernels.nvidia.ring import CopyGroups
+from attn.kernels.nvidia.warps import Warps, sum_over_quad
+from attn.kernels.parts.grid.shared_rows import RowScalars, Share
+from attn.kernels.parts.memory.layouts import LINE, LongRows, SwizzledRows
+from attn.kernels.parts.program.counts import round_up
+from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.tiles.common import Told
 from attn.kernels.tiles.mma import MlaMmaTile
 from attn.ops import common as ops, nvidia as nv

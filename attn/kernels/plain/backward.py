@@ -1,6 +1,6 @@
 """The steps of backward in plain UOps: for every device that tinygrad renders for, as plain/forward.py.
 
-To threads in a rectangle (parts/rectangle.py) a workgroup that owns queries and one that owns keys are the same: scores are products of what is
+To threads in a rectangle (rectangle.py) a workgroup that owns queries and one that owns keys are the same: scores are products of what is
 walked over with the own rows, so are the dP, and what is wanted is summed with P or with dS as weights. Those go to local memory first.
 """
 from __future__ import annotations
@@ -8,16 +8,16 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from attn.chips import Chip
-from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.dropout import KeptHere, kept_here
-from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, Weights, exact_exponent, exact_weights, gradients_of, less_delta,
-                                          scaled_delta, where_known)
-from attn.kernels.parts.lanes import element_sum
-from attn.kernels.parts.rectangle import Portion, Rectangle, grid_of
-from attn.kernels.parts.tensors import Shapes, log_sums
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, Weights, exact_exponent, exact_weights, gradients_of,
+                                                   less_delta, scaled_delta, where_known)
+from attn.kernels.parts.grid.tensors import Shapes, log_sums
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.memory.lanes import element_sum
+from attn.kernels.parts.program.blocks import trip_count
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.weights.dropout import KeptHere, kept_here
+from attn.kernels.parts.weights.epilogue import place_of_row
+from attn.kernels.plain.rectangle import Portion, Rectangle, grid_of
 from attn.kernels.tiles.common import numbers_of_queries
 from attn.kernels.tiles.plain import KEPT, QUAD, TiledBackwardTile
 from attn.ops import common as ops

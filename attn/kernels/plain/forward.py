@@ -1,6 +1,6 @@
 """The steps of forward in plain UOps: for every device that tinygrad renders for, every type of inputs, and rows of up to MAX_WIDTH elements.
 
-They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products by threads in a rectangle (parts/rectangle.py): a thread has some rows of
+They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products by threads in a rectangle (rectangle.py): a thread has some rows of
 S^T and of O^T, and of each some quads of four neighbouring queries. In local memory K and Q lie transposed, V as it is, and P^T as it comes. m is the
 maximum so far, and every trip rescales.
 
@@ -11,13 +11,13 @@ import functools, math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from attn.chips import CHIPS, Chip
-from attn.kernels.parts.blocks import trip_count
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.dropout import kept_here
-from attn.kernels.parts.rectangle import Portion, Rectangle, grid_of
-from attn.kernels.parts.statements import Carried
-from attn.kernels.parts.trips import TileLoop
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.program.blocks import trip_count
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.program.statements import Carried
+from attn.kernels.parts.program.trips import TileLoop
+from attn.kernels.parts.weights.dropout import kept_here
+from attn.kernels.plain.rectangle import Portion, Rectangle, grid_of
 from attn.kernels.tiles.common import blocks_of_queries
 from attn.kernels.tiles.plain import QUAD, TiledTile
 from attn.ops import common as ops
@@ -138,7 +138,7 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """What the softmax takes, of the raw scores of some keys: natural logarithms. `parts.scores` takes the scores of one query at a time."""
+    """What the softmax takes, of the raw scores of some keys: natural logarithms. parts/weights/scores.py takes the scores of one query at a time."""
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 

@@ -5,8 +5,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
 from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape
-from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.layouts import PaddedRows
+from attn.kernels.parts.memory.layouts import PaddedRows
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 

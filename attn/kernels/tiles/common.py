@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.parts.counts import ceildiv
+from attn.kernels.parts.program.counts import ceildiv
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 

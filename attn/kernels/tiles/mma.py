@@ -4,8 +4,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.chips.shapes import MlaMmaShape, MmaBackwardShape, MmaShape
-from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.layouts import LINE, LongRows, SwizzledRows
+from attn.kernels.parts.memory.layouts import LINE, LongRows, SwizzledRows
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import ClassVar
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.problem import Problem
 
 QUAD = 4     # neighbouring elements of a vector where a kernel chooses

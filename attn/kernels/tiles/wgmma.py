@@ -4,8 +4,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.chips.shapes import WgmmaBackwardShape, WgmmaShape
-from attn.kernels.parts.counts import ceildiv, round_up
-from attn.kernels.parts.layouts import SwizzledPanels
+from attn.kernels.parts.memory.layouts import SwizzledPanels
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import units_of_numbers
 from attn.ops import hopper as wgmma
 from attn.problem import Problem

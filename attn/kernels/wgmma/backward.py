@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.parts.blocks import Blocks
-from attn.kernels.parts.gradients import PASSES, WEIGHTED, Exponent, kinds_of_exponents, less_delta, scaled_delta
-from attn.kernels.parts.layouts import LINE, SwizzledPanels
-from attn.kernels.parts.ring import Arrivals
-from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.tensors import Shapes
-from attn.kernels.parts.trips import over_tiles
-from attn.kernels.parts.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
-from attn.kernels.parts.warps import Warps
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.nvidia.ring import Arrivals
+from attn.kernels.nvidia.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
+from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.backward.gradients import PASSES, WEIGHTED, Exponent, kinds_of_exponents, less_delta, scaled_delta
+from attn.kernels.parts.grid.tensors import Shapes
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
+from attn.kernels.parts.program.blocks import Blocks
+from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.trips import over_tiles
 from attn.kernels.tiles.common import numbers_of_queries
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import RING, WgmmaBackwardTile

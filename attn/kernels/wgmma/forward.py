@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
-from attn.kernels.parts.counts import below, round_up
-from attn.kernels.parts.dropout import kept_scores
-from attn.kernels.parts.layouts import LINE, SwizzledPanels
-from attn.kernels.parts.ring import Arrivals
-from attn.kernels.parts.statements import Statements, store_all
-from attn.kernels.parts.trips import TileLoop, tile_loops
-from attn.kernels.parts.warps import Warps
+from attn.kernels.nvidia.ring import Arrivals
+from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
+from attn.kernels.parts.program.counts import below, round_up
+from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.trips import TileLoop, tile_loops
+from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import STAGES, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv

@@ -3,12 +3,12 @@ from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import bounded
-from attn.kernels.parts.lanes import Lane, operands, units_of
-from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.rows import Rows
-from attn.kernels.parts.statements import Statements, workgroup_barrier
+from attn.kernels.parts.memory.lanes import Lane, operands, units_of
+from attn.kernels.parts.memory.layouts import LdsTile
+from attn.kernels.parts.memory.rows import Rows
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.counts import bounded
+from attn.kernels.parts.program.statements import Statements, workgroup_barrier
 from attn.kernels.tiles.amd import row_layout
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp, dtypes

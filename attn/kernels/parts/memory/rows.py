@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Callable, Self
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.parts.counts import below, bounded, left_alone
+from attn.kernels.parts.program.counts import below, bounded, left_alone
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 

@@ -1,8 +1,8 @@
 """Where the waves of a workgroup share the rows of O: each has some of its columns, and of the scores some queries and some keys of each trip."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
-from attn.kernels.parts.allocator import Allocator, InLds
-from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.program.allocator import Allocator, InLds
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.common import Told
 from attn.tinygrad_compat import UOp, dtypes
 

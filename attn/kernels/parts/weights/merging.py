@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Mapping
 from attn.chips import Chip
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.epilogue import OF_NO_SEQUENCE, LogSum, store_row
-from attn.kernels.parts.rows import strides
-from attn.kernels.parts.scores import NEG_INF
+from attn.kernels.parts.memory.rows import strides
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.weights.epilogue import OF_NO_SEQUENCE, LogSum, store_row
+from attn.kernels.parts.weights.scores import NEG_INF
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.score.term import LOG2E

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from attn.chips import Chip
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.lanes import OwnKeys, ThreadPlace
-from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.statements import workgroup_barrier
-from attn.kernels.parts.workgroup import Grid, Workgroup
+from attn.kernels.parts.grid.workgroup import Grid, Workgroup
+from attn.kernels.parts.memory.lanes import OwnKeys, ThreadPlace
+from attn.kernels.parts.memory.rows import GlobalRows
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.program.statements import workgroup_barrier
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.plain import LONG_SUM, QUAD, RectangleTile, SectionShape, Sections
 from attn.ops import common as ops
 from attn.problem import Problem

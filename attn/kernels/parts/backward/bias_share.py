@@ -4,16 +4,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.blocks import Blocks, trip_count
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.epilogue import store_row
-from attn.kernels.parts.workgroup import Grid, Workgroup
+from attn.kernels.parts.grid.workgroup import Grid, Workgroup
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.blocks import Blocks, trip_count
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.weights.epilogue import store_row
 from attn.ops.common import flat
 from attn.problem import Problem
 from attn.score.masks import hiding
-from attn.score.terms import summed_tensor
 from attn.score.term import Row
+from attn.score.terms import summed_tensor
 from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@ from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.allocator import InLds
-from attn.kernels.parts.counts import bounded, ceildiv, left_alone
-from attn.kernels.parts.layouts import LdsTile
-from attn.kernels.parts.rows import Rows
+from attn.kernels.parts.memory.layouts import LdsTile
+from attn.kernels.parts.memory.rows import Rows
+from attn.kernels.parts.program.allocator import InLds
+from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
 from attn.kernels.tiles.amd import v_columns
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp

@@ -4,13 +4,13 @@ import functools, math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.allocator import Allocator, InLds
-from attn.kernels.parts.dropout import Kept, KeptHere
-from attn.kernels.parts.lanes import Lane
-from attn.kernels.parts.rows import GlobalRows
-from attn.kernels.parts.scores import NEG_INF, Scores
-from attn.kernels.parts.tensors import log_sums
-from attn.kernels.parts.workgroup import Workgroup
+from attn.kernels.parts.grid.tensors import log_sums
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.memory.lanes import Lane
+from attn.kernels.parts.memory.rows import GlobalRows
+from attn.kernels.parts.program.allocator import Allocator, InLds
+from attn.kernels.parts.weights.dropout import Kept, KeptHere
+from attn.kernels.parts.weights.scores import NEG_INF, Scores
 from attn.kernels.tiles.common import numbers_of_queries, units_of_numbers
 from attn.ops import common as ops
 from attn.ops.softmax import LOWEST

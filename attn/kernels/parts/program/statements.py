@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
-from attn.kernels.parts.allocator import Allocator
+from attn.kernels.parts.program.allocator import Allocator
 from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
-from attn.kernels.parts.rows import strides
+from attn.kernels.parts.memory.rows import strides
 from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided

@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
-from attn.kernels.parts.counts import ceildiv
-from attn.kernels.parts.lanes import MmaLane
-from attn.kernels.parts.layouts import LINE, CopiedLayout
-from attn.kernels.parts.rows import GlobalRows, Rows
-from attn.kernels.parts.statements import store_all
-from attn.kernels.parts.tensors import Shapes
-from attn.kernels.parts.workgroup import Workgroup, head_in_group_fastest, kv_head_in_group_fastest
+from attn.kernels.parts.grid.tensors import Shapes
+from attn.kernels.parts.grid.workgroup import Workgroup, head_in_group_fastest, kv_head_in_group_fastest
+from attn.kernels.parts.memory.lanes import MmaLane
+from attn.kernels.parts.memory.layouts import LINE, CopiedLayout
+from attn.kernels.parts.memory.rows import GlobalRows, Rows
+from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.program.statements import store_all
 from attn.kernels.tiles.common import BlockTile
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, first_addend

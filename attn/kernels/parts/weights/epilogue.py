@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Callable, Mapping
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.counts import below
-from attn.kernels.parts.blocks import Extent, Outside, outside, trip_count
-from attn.kernels.parts.rows import strides
-from attn.kernels.parts.scores import NEG_INF, Scores
+from attn.kernels.parts.memory.rows import strides
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.blocks import Extent, Outside, outside, trip_count
+from attn.kernels.parts.program.counts import below
+from attn.kernels.parts.weights.scores import NEG_INF, Scores
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import BYTES, Problem

@@ -4,14 +4,14 @@ import functools, math
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
-from attn.kernels.parts.counts import below, ceildiv
-from attn.kernels.parts.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
-from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
-from attn.kernels.parts.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.tensors import Shapes, arguments
+from attn.kernels.parts.grid.tensors import Shapes, arguments
+from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
+from attn.kernels.parts.memory.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
+from attn.kernels.parts.program.counts import below, ceildiv
+from attn.kernels.parts.weights.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat

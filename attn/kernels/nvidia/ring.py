@@ -1,9 +1,9 @@
 """How tiles come to shared memory on NVIDIA: what the states of kernels know of the copies that are under way."""
 from __future__ import annotations
 from typing import Self
-from attn.kernels.parts.lanes import MmaLane
-from attn.kernels.parts.layouts import SwizzledRows
-from attn.kernels.parts.statements import InOrder, workgroup_barrier
+from attn.kernels.parts.memory.lanes import MmaLane
+from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.parts.program.statements import InOrder, workgroup_barrier
 from attn.ops import hopper as wgmma, nvidia as nv
 from attn.tinygrad_compat import UOp
 

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
-from attn.kernels.parts.allocator import Allocator, InLds
-from attn.kernels.parts.blocks import Blocks, trip_count
-from attn.kernels.parts.statements import Carried, Statements, workgroup_barrier
+from attn.kernels.parts.program.allocator import Allocator, InLds
+from attn.kernels.parts.program.blocks import Blocks, trip_count
+from attn.kernels.parts.program.statements import Carried, Statements, workgroup_barrier
 from attn.ops import amd
 from attn.tinygrad_compat import AxisType, UOp
 

@@ -3,7 +3,7 @@ does."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
-from attn.kernels.parts.counts import bounded
+from attn.kernels.parts.program.counts import bounded
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import Count, Problem

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Callable
 from attn.chips import Chip
 from attn.chips.matrix import Matrix
-from attn.kernels.parts.allocator import Allocator
-from attn.kernels.parts.dropout import Kept
-from attn.kernels.parts.lanes import Lane, element_sum, fragment_operands, sum_over_groups
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.statements import Carried
+from attn.kernels.parts.memory.lanes import Lane, element_sum, fragment_operands, sum_over_groups
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.statements import Carried
+from attn.kernels.parts.weights.dropout import Kept
+from attn.kernels.parts.weights.scores import Scores
 from attn.ops import amd, common as ops
 from attn.ops.softmax import DOT, LANE, LOWEST, ONES, UNPACKED, RowLanes, correct, rounded_sum
 from attn.tinygrad_compat import UOp

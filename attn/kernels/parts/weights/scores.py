@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
+from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.score.mask import Walk

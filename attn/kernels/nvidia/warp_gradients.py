@@ -4,16 +4,16 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 from attn.chips.matrix import Mma
-from attn.kernels.parts.counts import below, round_up
-from attn.kernels.parts.dropout import Kept, kept_scores
-from attn.kernels.parts.epilogue import place_of_row
-from attn.kernels.parts.gradients import (OF_KEYS, OF_QUERIES, Exponent, Weights, exponent_of, gradients_of, scaled_delta, weights_of_rows,
-                                          where_known)
-from attn.kernels.parts.lanes import element_sum
-from attn.kernels.parts.layouts import CopiedLayout
-from attn.kernels.parts.rows import Rows
-from attn.kernels.parts.scores import Scores
-from attn.kernels.parts.warps import Warps, sum_over_quad
+from attn.kernels.nvidia.warps import Warps, sum_over_quad
+from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, Exponent, Weights, exponent_of, gradients_of, scaled_delta, weights_of_rows,
+                                                   where_known)
+from attn.kernels.parts.memory.lanes import element_sum
+from attn.kernels.parts.memory.layouts import CopiedLayout
+from attn.kernels.parts.memory.rows import Rows
+from attn.kernels.parts.program.counts import below, round_up
+from attn.kernels.parts.weights.dropout import Kept, kept_scores
+from attn.kernels.parts.weights.epilogue import place_of_row
+from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.common import BlockTile
 from attn.kernels.tiles.mma import fragments
 from attn.ops import common as ops, nvidia as nv

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 from attn.chips.matrix import Int
-from attn.kernels.parts.allocator import Allocator, InLds
-from attn.kernels.parts.counts import ceildiv, round_up
+from attn.kernels.parts.program.allocator import Allocator, InLds
+from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp, dtypes
 

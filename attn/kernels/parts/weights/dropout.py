@@ -7,8 +7,8 @@ columns.
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
-from attn.kernels.parts.lanes import Lane, MmaLane, ThreadPlace
-from attn.kernels.parts.scores import Scores
+from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
+from attn.kernels.parts.weights.scores import Scores
 from attn.ops import common as ops, dropout as bits
 from attn.ops.common import flat
 from attn.ops.dropout import OCTET, WORD
