@@ -8,7 +8,7 @@ from guarded import SIDES
 from night_oracle import Facts
 
 CHIPS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1030", "gfx1010", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-FLUSHING = ("gfx90a",)                                                    # whose matrix unit takes numbers below the normal ones for zero
+FLUSHING = ("gfx90a",)                                                    # chips whose matrix unit takes numbers below the normal range for zero
 MACHINE = {"CPU": "CPU", "CL": "CL", "CUDA": "CUDA"}                      # real devices, not emulated chips
 AXES = {"bhsd": "bhsd", "bshd": "bshd", "nsd": "hsd", "thd": "shd"}       # axes of each layout: b batch, h heads, s rows, d width
 COUNTS = (2, 3, 4, 5, 8)                                                  # numbers of devices

@@ -82,7 +82,7 @@ def test_no_kernel_imports_another() -> None:
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
 def test_an_algorithm_knows_no_unit() -> None:
-  """The modules with the algorithms import nothing that computes their steps, directly or indirectly."""
+  """Modules with the algorithms import nothing, directly or indirectly, that computes the steps of an algorithm."""
   of = {module_of(path): imports(path) for path in MODULES}
   for name in ("forward", "backward"):
     taken = {f"attn.kernels.{name}"}

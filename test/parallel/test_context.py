@@ -262,7 +262,8 @@ def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dty
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 def test_wide_scores_of_an_odd_number_of_rows() -> None:
-  """What lse loses is a number a row: in a part of 5 rows it begins between two of the units by which kernels write rows of o."""
+  """Results are right where the numbers that lse loses in fp32, one for each row, begin between two of the 16-byte units in which kernels write rows
+  of o: here a part has 5 rows."""
   check(2, keys=True, H=1, Sq=5, Sk=12, D=16, extras={"bias": floats(1, 1, 1, 12)})
 
 @pytest.mark.thorough
@@ -405,7 +406,7 @@ def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
 class AnyOrder(collections.deque[Any]):
-  """The kernels that tinygrad's scheduler may take next, of which it takes any, and not the one that could be taken first."""
+  """Queue of the kernels that tinygrad's scheduler may take next. It gives out a random one instead of the first."""
   def __init__(self, ready:Iterable[Any], rng:random.Random) -> None:
     super().__init__(ready)
     self.rng = rng
@@ -414,7 +415,7 @@ class AnyOrder(collections.deque[Any]):
     return super().popleft()
 
 def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
-  """Has tinygrad schedule what is computed in a random one of the orders that its dependencies leave open, and anew each time."""
+  """Makes tinygrad schedule kernels in a random order among those that their dependencies allow, a new one each time."""
   rng = random.Random(seed)
   monkeypatch.setattr(tinygrad.schedule, "deque", lambda ready: AnyOrder(ready, rng))
   return Context(SCACHE=0)
@@ -422,8 +423,8 @@ def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
 @pytest.mark.parametrize("launches", (1, 3))
 @pytest.mark.parametrize("seed", (1, 2))
 def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
-  """Launches wait for every copy of keys to their device, and for their own, whatever else the scheduler could take first: no copy has to be the last
-  one."""
+  """A launch waits for every copy of keys to its device, and for the device's own keys, in whatever order the scheduler takes them: no copy has to
+  come last."""
   monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(head, p.Hkv//launches) for head in range(0, p.Hkv, p.Hkv//launches)])
   with in_any_order(monkeypatch, seed): check(4, H=launches, Sq=16, D=16)
 
