@@ -118,7 +118,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """Into how many fp32 parts each device writes each gradient. There is at least one part if several devices have the same keys, or the same
+  """Numbers of fp32 parts into which each device writes each gradient. There is at least one part if several devices have the same keys, or the same
   tensor of a term, because these parts are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen

@@ -97,8 +97,9 @@ class WgmmaShape:
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
-  """With how fast a tile is: of how many blocks a multiprocessor has the registers, and TFLOP/s with a large grid and many keys, without and with a
-  causal mask. What a block does besides its trips (waits for Q and its first K and V, stores O) takes as long as `prologue` keys."""
+  """A row that also says how fast the tile is: TFLOP/s with a large grid and many keys, without and with a causal mask. A multiprocessor has
+  registers for `resident` blocks. A block's work besides its trips (waiting for Q and its first K and V, storing O) takes as long as `prologue`
+  keys."""
   resident: int
   full: int
   causal: int
@@ -130,7 +131,7 @@ class WgmmaBackwardShape:
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """With conditions that gradients alone have."""
+  """A row with conditions that only gradients have."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for the derivative of a term that is not 1
   few_queries: int|None = None   # for at most so many: of one head, or where keys are owned of all heads that share them
