@@ -143,3 +143,7 @@ MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mm
 def contraction(matrix:Matrix, length:int) -> int:
   """`length` rounded up to whole operands, and whole units of every lane group."""
   return -(-length//matrix.span)*matrix.span
+
+def row_registers(matrix:Matrix, length:int) -> int:
+  """Registers of a lane that hold its part of a row of `length` elements, as an operand."""
+  return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

@@ -14,7 +14,7 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # a release of LLVM that is newer than all: what is for it and older ones is for every release
 
 class Burden(IntEnum):
-  """What the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next."""
+  """Things that the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -25,7 +25,7 @@ AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
-  """A shape for head dimensions up to `up_to`, where the conditions hold that a row names."""
+  """Row of a table: a shape for head dimensions up to `up_to`, where the conditions hold that the row names."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
@@ -44,7 +44,7 @@ class UpTo(Generic[AnyShape]):
 
 @dataclass(frozen=True)
 class ForwardShape:
-  """How the forward kernels on AMD's matrix units divide their work."""
+  """Shape of a tile of the forward kernels on AMD's matrix units."""
   waves: int         # waves of a workgroup, each with its own queries
   q_tiles: int       # tiles of matrix.N queries of a wave: they share the K and V operands
   block_n: int       # keys of a trip
@@ -56,7 +56,7 @@ BOTH = (True, True)     # of own rows in LDS
 
 @dataclass(frozen=True)
 class BackwardShape:
-  """How a backward kernel on AMD's matrix units divides its work."""
+  """Shape of a tile of a backward kernel on AMD's matrix units."""
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int       # rows of a trip
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
@@ -69,7 +69,7 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class MlaShape:
-  """How mla divides its work."""
+  """Shape of a tile of mla."""
   row_tiles: int               # of matrix.N queries of a workgroup, those of all heads that share a key/value head
   block_n: int                 # keys of a trip
   key_parts: int               # into which they are divided for the scores: so many waves have the same queries
@@ -82,7 +82,7 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class MmaShape:
-  """How forward_mma divides its work."""
+  """Shape of a tile of forward_mma."""
   q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
   block_n: int                 # keys of a trip
   q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
@@ -91,7 +91,7 @@ class MmaShape:
 
 @dataclass(frozen=True)
 class WgmmaShape:
-  """How forward_wgmma divides its work."""
+  """Shape of a tile of forward_wgmma."""
   groups: int                  # warpgroups of a block, each with 64 queries
   block_n: int                 # keys of a trip
 
@@ -108,14 +108,14 @@ class RatedUpTo(UpTo[WgmmaShape]):
 
 @dataclass(frozen=True)
 class MlaMmaShape:
-  """How mla_mma divides its work."""
+  """Shape of a tile of mla_mma."""
   row_tiles: int               # of 16 queries of a block, those of all heads that share a key/value head
   block_n: int                 # keys of a trip
   key_parts: int               # into which they are divided for the scores: so many warps have the same queries
 
 @dataclass(frozen=True)
 class MmaBackwardShape:
-  """How a backward kernel on mma.sync divides its work."""
+  """Shape of a tile of a backward kernel on mma.sync."""
   row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
   block_n: int             # rows of a trip
   part_n: int              # of them those whose P and dS are computed and used at a time
@@ -124,7 +124,7 @@ class MmaBackwardShape:
 
 @dataclass(frozen=True)
 class WgmmaBackwardShape:
-  """How a backward kernel on wgmma divides its work."""
+  """Shape of a tile of a backward kernel on wgmma."""
   groups: int              # warpgroups of a block
   block_n: int             # rows of a trip
   passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice

@@ -9,7 +9,7 @@ BY_TINYGRAD = "backward_three_pass"      # the gradient by tinygrad, from three_
 UNITS = tuple(GRADIENT_KERNELS)          # the units that backward kernels are for, as their names end
 
 def together_on(unit:str) -> Iterator[str]:
-  """The names for the kernels that compute gradients together on a unit. AMD's, which end with nothing, stand for the same kernels on any."""
+  """Names for the kernels that compute gradients together on a unit. Names without an ending are AMD's, and stand for these kernels on every unit."""
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix

@@ -1,4 +1,4 @@
-"""The kernels that compute gradients, a record for those of each unit: what they refuse, their tiles and their programs."""
+"""Kernels that compute gradients, with one record for each unit: what they refuse, their tiles and their programs."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -43,7 +43,7 @@ def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class BiasKernel:
-  """The kernel of dbias that runs beside others."""
+  """Kernel of dbias, which runs beside those of a unit."""
   suffix: str                                                       # of its name
   tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]     # raises NotImplementedError
   program: Callable[..., Callable[..., UOp]]

@@ -25,7 +25,7 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   return next((f"{name}={value}: its tiles are for up to {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """The tile of a row. Raises ValueError where the matrix instruction doesn't divide it."""
+  """Tile of a row. Raises ValueError if the matrix instruction does not divide it."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   for name, parts in (("key_parts", tile.key_parts), ("weight_parts", tile.weight_parts)):
@@ -34,14 +34,14 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """The same on NVIDIA: a warp has pairs of fragments of scores."""
+  """Tile of a row on NVIDIA. Raises ValueError if a warp gets no pairs of fragments of scores."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   if tile.block_n//tile.key_parts % (2*tile.matrix.N): raise ValueError(f"key_parts={tile.key_parts}: no parts of {tile.block_n} keys")
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """The tile of a row that is none of a table. Raises ValueError also where LDS has no room for it, or O no columns for each warp of mla_mma, of
-  which none waits while others multiply with V."""
+  """Tile of a row that no table has. Raises ValueError also if LDS has no room for it, or if O has no columns for each warp of mla_mma: no warp
+  waits while others multiply with V."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > max(1, fragments(p.Dv, tile.matrix)//LINE):
     raise ValueError(f"{tile.waves} warps: O has {p.Dv} columns, of which each has {LINE*tile.matrix.N}")
@@ -51,11 +51,11 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
 ENTRY = "mla"       # of the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
-  """The one that TUNE=1 found, or that of the first row that fits."""
+  """Tile that TUNE=1 found, or tile of the first row that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
-  """The one that TUNE=1 found, or that of the first row that fits."""
+  """Tile that TUNE=1 found, or tile of the first row that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *LATENT_MMA)
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

@@ -12,7 +12,7 @@ MATRIX_DTYPES = ("float16", "bfloat16")
 WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
 def lacks_nothing(arch:Chip) -> None:
-  """For kernels of plain UOps."""
+  """Reason of a kernel of plain UOps, which every chip runs: none."""
 
 def no_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"

@@ -14,6 +14,7 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
+  """Heaviest thing that the loop of a problem needs registers for."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
@@ -25,12 +26,12 @@ def in_units(p:Problem, unit:int) -> bool:
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """The rows of a table that count for a release of LLVM: of each class those for the oldest release that is no older."""
+  """Rows of a table that count for a release of LLVM: in each class the rows for the oldest release that is not older."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
-  """None if `tile`, which a row makes of a problem with this burden, is for it on `arch`, else why not."""
+  """Reason why `tile`, which a row makes of a problem with this burden, is not for the problem on `arch`, or None."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile} reads {tile.fenced} units together, an operand is made of more"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} has the registers for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on: return f"tile {tile} has not the registers for this problem's loop on {arch.name}"
@@ -46,7 +47,7 @@ T = TypeVar("T", bound=BlockTile)
 
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:
-  """The tiles of the rows that fit, best first. Raises NotImplementedError, with every reason, where none does."""
+  """Yields the tiles of the rows that fit, best first. Raises NotImplementedError, with every reason, if none fits."""
   reasons, found = [], False
   for row in rows:
     if (reason := misfit(p, arch, row, tile := tile_of(row), load)) is not None: reasons.append(reason)

@@ -33,7 +33,7 @@ TILED = (
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """The one that TUNE=1 found, or that of the first row that fits."""
+  """Tile that TUNE=1 found, or tile of the first row that fits."""
   rows = (*tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads), *(TILED if arch.lds else [UpTo(MAX_WIDTH, ALONE)]))
   return next(fitting("tiled", p, arch, rows, lambda row: row.shape))
 
@@ -63,8 +63,8 @@ DKDV_TILED = (
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
-  """The tile of the kernel of dq, which owns queries, or of that of dk and dv, which owns `keys`, as changes what lies in local memory: the one that
-  TUNE=1 found, or that of the first row that fits."""
+  """Tile of the kernel of dq, which owns queries, or of the kernel of dk and dv, which owns `keys`: what lies in local memory differs. It is the tile
+  that TUNE=1 found, or the tile of the first row that fits."""
   kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
   rows = (*tuned.kept_rows(p, arch, kernel, TiledBackwardTile, tuned.check_threads), *(table if arch.lds else [UpTo(MAX_WIDTH, BACKWARD_ALONE)]))
   return next(fitting(kernel, p, arch, rows, lambda row: replace(row.shape, keys=keys)))

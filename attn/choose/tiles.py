@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from attn.cache import tuned
 from attn.chips import Chip
-from attn.chips.matrix import MMA, Matrix, contraction
+from attn.chips.matrix import MMA, Matrix, row_registers
 from attn.chips.nvidia import FEW_QUERIES, FORWARD_MMA, FORWARD_WGMMA
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
@@ -98,7 +98,7 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
   least = mat.least_keys
   if p.Sk < 2*block_n and round_up(p.Sk, least) < round_up(p.Sk, block_n): block_n = least     # few keys: smaller tiles have fewer rows of none
   staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane that would carry K and V on its own
-  of_q = 0 if c.q_in_lds else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  of_q = 0 if c.q_in_lds else row_registers(mat, p.D)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
   waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
   few = needed < c.waves
@@ -111,7 +111,7 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """That of the first row that fits."""
+  """Tile of the first row that fits."""
   rows = (*tuned.winner(p, arch), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
 
@@ -131,7 +131,7 @@ def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """That of the first row of which two blocks share a multiprocessor, or the first that fits, no larger than the queries."""
+  """Tile of the first row of which two blocks share a multiprocessor, or of the first row that fits. It is no larger than the queries."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
   rows = p.Sq*group

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip, get_chip
-from attn.chips.matrix import contraction
+from attn.chips.matrix import contraction, row_registers
 from attn.chips.shapes import BackwardShape, UpTo
 from attn.choose.backward_tiles import backward_tile
 from attn.choose.refusals import MATRIX_DTYPES
@@ -35,7 +35,7 @@ class RankedBackwardTile:
 def backward_held(tile:BackwardTile, d:int) -> int:
   """Least number of vector registers of a lane that the tile takes: accumulators, S and dP, own rows, and tiles on their way."""
   mat = tile.matrix
-  row = contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  row = row_registers(mat, d)
   accumulators = (2 if tile.keys and tile.passes == 1 else 1)*round_up(d, mat.M)//mat.groups
   on_the_way = 2*tile.block_n*d*mat.size//(4*tile.threads) if tile.prefetch else 0
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from attn import chips
 from attn.chips import LLVM, SEARCHED, Chip, get_chip
-from attn.chips.matrix import Matrix, contraction
+from attn.chips.matrix import Matrix, contraction, row_registers
 from attn.chips.shapes import EVERY, ForwardShape, UpTo
 from attn.choose.refusals import MATRIX_DTYPES
 from attn.choose.rows import misfit
@@ -74,7 +74,7 @@ class RankedTile:
 def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
   """Least number of vector registers of a lane that the tile takes: accumulators and scores, Q, and the tiles of K and V on their way."""
   mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
-  of_q = 0 if c.q_in_lds else contraction(mat, d)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  of_q = 0 if c.q_in_lds else row_registers(mat, d)
   on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 

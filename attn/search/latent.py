@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 from attn.chips import Chip
-from attn.chips.matrix import contraction
+from attn.chips.matrix import row_registers
 from attn.chips.shapes import MlaMmaShape, MlaShape, UpTo
 from attn.cache.tuned import LIMITS, head_class
 from attn.choose.mla_tiles import checked_latent
@@ -17,7 +17,7 @@ def latent_numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
   """Least number of registers of a lane for its part of Q, S and O."""
   if isinstance(tile, MlaMmaTile): return 4*(tile.row_tiles*tile.columns(p) + tile.block_n//tile.key_parts//tile.matrix.N)
   mat = tile.matrix
-  own = 0 if tile.q_anew else contraction(mat, p.D)*mat.size//4//(1 if mat.duplicated else mat.groups)
+  own = 0 if tile.q_anew else row_registers(mat, p.D)
   return own + tile.row_tiles*tile.columns(p)*mat.accumulator + tile.block_n//tile.key_parts//mat.groups
 
 def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, UpTo[Any]]:
