@@ -14,7 +14,7 @@ are equal. A row has one delta, whose error moves all dS of the row together.
 `slack` is what fp32 adds, and what weights lose below the normal numbers of float16.
 
 Where slack < sigma/4, the root mean square of error/sigma is at most 1, over 10^4 elements or more. NaN and inf stand exactly where `exact` has
-them."""
+them, and inf also where the output's dtype has no number as large."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
@@ -29,6 +29,7 @@ SIGMAS = 6.0                    # standard deviations of the random part by whic
 ENOUGH_ELEMENTS = 10**4                  # elements that a root mean square needs
 FP32 = ROUNDOFF["float32"]
 SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # normal numbers
+OVERFLOWS = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}      # from here on a number is rounded to inf
 VANISHING = 2.0**-96            # error below the normal numbers of fp32, 2^-126, times the largest size and number of inputs
 MOST = 700.0                    # exponent of e: beyond it float64 overflows
 STEP = 16                       # keys, or elements of a row, that a matrix instruction adds at a time
@@ -57,7 +58,8 @@ class Law:
     self.alike[at] |= law.alike
   def rounded_to(self, dtype:str) -> Law:
     """The law of the output after one more rounding, to `dtype`."""
-    return replace(self, sigma=np.hypot(self.sigma, _largest_error(_finite(self.exact), dtype)/math.sqrt(3)))
+    exact = _in_dtype(self.exact, dtype)
+    return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
@@ -132,6 +134,10 @@ def _finite(x:Array) -> Array:
   """x with 0 in place of NaN and inf."""
   return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
 
+def _in_dtype(x:Array, dtype:str) -> Array:
+  """x, or inf of its sign where `dtype` has no number as large."""
+  return np.where(np.abs(x) >= OVERFLOWS[dtype], np.copysign(np.inf, x), x)
+
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
@@ -154,6 +160,7 @@ class _Moments:
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
   """The law of a result stored as `dtype`. An element below the normal numbers is `alike`: its errors may all be as large as the law allows,
   instead of 0.73 of that."""
+  x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))

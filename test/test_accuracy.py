@@ -175,6 +175,12 @@ def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> Non
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
+@pytest.mark.parametrize("dtype, largest", (("float16", 65504.0), ("bfloat16", 2.0**128 - 2.0**120)))
+def test_what_a_type_has_no_number_for_is_inf(dtype:str, largest:float) -> None:
+  law = Law(np.array([largest, -1.0001*largest, -1.01*largest]), np.ones(3), np.zeros(3), np.zeros(3, np.bool_)).rounded_to(dtype)
+  assert judge(np.array([largest, -largest, -np.inf]), law).ok
+  for wrong in ([np.inf, -largest, -np.inf], [largest, -largest, -largest], [largest, -largest, np.inf]): assert judge(np.array(wrong), law).pattern
+
 def test_infinite_inputs_stay_where_they_are() -> None:
   """A row of NaN or inf leaves the law of all other rows unchanged."""
   p = problem(H=1, Sq=30, Sk=40, D=16)
