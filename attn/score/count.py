@@ -1,4 +1,4 @@
-"""The number of keys and of queries that there are: of a tensor with room for more, of a packed sequence, or of a last tile that is not whole."""
+"""Hides columns beyond the last key or query of a sequence: the rest of a larger tensor, or of a last tile that is not full."""
 from __future__ import annotations
 from typing import Any
 from attn.problem import Problem

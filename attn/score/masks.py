@@ -1,4 +1,4 @@
-"""The masks there are, in their order, and what is asked of those that a problem has."""
+"""Table of all masks, and questions about the masks of a problem."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -13,34 +13,33 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """What each mask leaves of the columns to a row."""
+  """Interval that each mask leaves to a row."""
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
 
 def first_seen(walk:Walk, row:UOp) -> UOp|None:
-  """The first column that a row sees, None where that is the first there is in all rows."""
+  """First column that a row sees. None if all rows see the first one."""
   found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """The last column that each mask leaves a row. One does: there are so many."""
+  """Last column that each mask leaves to a row. The row COUNT always has one."""
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
 
 def seen_up_to(walk:Walk, row:UOp) -> UOp:
-  """How many columns there are up to the last one that a row sees, itself included."""
+  """Number of columns up to and including the last one that a row sees."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def hides_some(walk:Walk, columns:int) -> bool:
-  """Whether something may be hidden in a tile of so many columns."""
+  """Whether a mask may hide something in a tile of so many columns."""
   return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 
 class Hiding(NamedTuple):
-  """The masks that hide keys before the first one that a query sees, and those that hide keys after the last one. Where there are no more keys,
-  nothing is hidden."""
+  """Masks that hide keys before the first key that a query sees, and masks that hide keys after the last one. The end of the keys is no mask here."""
   before: tuple[Mask, ...]
   after: tuple[Mask, ...]
 
@@ -50,15 +49,15 @@ def hiding(p:Problem) -> Hiding:
   return Hiding(tuple(mask for mask, x in found.items() if x.first is not None), tuple(mask for mask, x in found.items() if isinstance(x.last, UOp)))
 
 def told(p:Problem, masks:tuple[Mask, ...]) -> str:
-  """What a problem says of masks."""
+  """Fields of a problem that these masks read, with their values."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError for a mask that goes by more than how far queries and keys are apart."""
+  """Raises NotImplementedError for a mask that depends on more than the distance of query and key. Devices that share rows call it."""
   if fixed := tuple(mask for masks in hiding(p) for mask in masks if not mask.moves):
-    raise NotImplementedError(f"{told(p, fixed[:1])} with rows that devices share: it goes by the numbers of keys, which each of them "
-                              "counts from its own first one; shard q, k and v along batch or heads instead")
+    raise NotImplementedError(f"{told(p, fixed[:1])} with rows that devices share: each device counts keys from its own first one, and the "
+                              "mask needs their places in the whole sequence; shard q, k and v along batch or heads instead")
 
 def plain_masks(p:Problem) -> Callable[[Positions], Tensor|None]:
-  """All of a problem in tensor operations: whether a query sees a key, None where it sees all."""
+  """Masks of a problem in tensor operations: whether a query sees a key, None if it sees all."""
   return lambda at: functools.reduce(both_hold, [mask.plain(p, at) for mask in SCORE_MASKS])

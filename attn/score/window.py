@@ -1,4 +1,4 @@
-"""A window around the diagonal, of which the causal mask is one: a query sees the keys from `left` before its place to `right` behind it."""
+"""Window around the diagonal: a query sees the keys from `left` before its place to `right` after it. A causal mask is a window with right = 0."""
 from __future__ import annotations
 from typing import Any
 from attn.score.mask import Interval, Mask, Walk, by_places
