@@ -71,14 +71,15 @@ FULL_GRIDS = 4
 
 @dataclass(frozen=True)
 class Parts:
-  """Into how many parts the backward kernels divide what they sum, 0 for none: fp32, added by one more kernel each, always in the same order."""
+  """Numbers of fp32 parts into which the backward kernels divide their sums; 0 for no parts. One more kernel adds the parts of each gradient, always
+  in the same order."""
   dq: int
   dkdv: int
   dbias: int
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """As many as make up for a grid that leaves compute units idle, by the model of `splits.split_heuristic`. Their workgroups, each of which leaves
-  fp32 numbers for its own rows, are never more than the kernel's own and FULL_GRIDS that fill the chip: that bounds their memory."""
+  """Chooses parts for a grid that would leave compute units idle, by the model of `splits.split_heuristic`. Each workgroup leaves fp32 numbers for
+  its own rows. To bound that memory, the workgroups are at most the kernel's own and FULL_GRIDS grids that fill the chip."""
   dq, dkdv = tiles_of(p, arch)
   if arch.serial or not arch.cus: return Parts(0, 0, 0)      # of which nothing is known
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head
@@ -106,7 +107,7 @@ def memory_of(p:Problem, parts:Parts) -> int:
   return 8*p.rows + left
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Of the backward kernels, which compute the gradient of `p`."""
+  """Tiles of the backward kernels for `p`, whose gradient these kernels must be able to compute."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
@@ -138,7 +139,7 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   return "; ".join(dict.fromkeys(reasons))
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
-  """For a reason that ATTN_KERNEL cannot overcome."""
+  """The choice that tinygrad differentiates. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
   check_not_forced(reason)
   return BackwardChoice(None, arch, reason)
 

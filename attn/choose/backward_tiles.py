@@ -79,7 +79,8 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Those of a table of plain problems that are for this one: dk's and dv's without a mask, with which moves between registers take over."""
+  """Yields the rows of a table of plain problems that are for this problem. Those of dk and dv need a problem without a mask, because with one moves
+  between registers dominate."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)

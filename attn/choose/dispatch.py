@@ -104,7 +104,7 @@ def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """With as many key ranges as are asked for, or as the heuristic finds, and two at least."""
+  """Work with at least two key ranges: num_splits of them, or as many as the heuristic finds; or why there is no split."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -117,7 +117,7 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """With as many key ranges as are asked for, or as the heuristic finds."""
+  """Work of a kernel of plain UOps, with num_splits key ranges or as many as the heuristic finds; or why it cannot compute the problem."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason

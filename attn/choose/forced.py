@@ -25,7 +25,8 @@ class Forced:
   units: tuple[str, ...] = UNITS
 
 def forced(kernels:Sequence[str]) -> Forced:
-  """Of the environment; `kernels` are those of the forward. Raises ValueError for a name that there is not, and for two that exclude each other."""
+  """Reads the names in ATTN_KERNEL; `kernels` are the names of forward kernels. Raises ValueError for an unknown name, and for names that exclude
+  each other."""
   return _parsed(os.environ.get("ATTN_KERNEL", ""), tuple(kernels))
 
 @functools.cache

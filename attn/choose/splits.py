@@ -1,4 +1,4 @@
-"""Into how many key ranges a problem is divided: the occupancy model behind num_splits=0.
+"""The number of key ranges into which a problem is divided: the occupancy model behind num_splits=0.
 
 Where B*H heads of Sq queries make fewer workgroups than the chip has compute units, as in decoding, dividing the keys fills it (Flash-Decoding,
 pytorch.org/blog/flash-decoding). The ranges' results are merged by attn/kernels/combine.py.

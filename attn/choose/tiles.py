@@ -25,7 +25,7 @@ LONG = 128     # beyond it O takes a good part of the registers of RDNA
 WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
 
 class Economy(Flag):
-  """By which a loop gets by with fewer registers."""
+  """Ways for a loop to need fewer registers."""
   NONE = 0
   FENCED = auto()         # one tile is worked on before the next one is read from LDS
   NO_PREFETCH = auto()    # no tile is on its way meanwhile
@@ -127,7 +127,7 @@ WARPS = 4     # of a block of forward_mma: two or three blocks share a multiproc
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
 def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
-  """For how many blocks a multiprocessor has shared memory."""
+  """Number of blocks for which a multiprocessor has shared memory."""
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
