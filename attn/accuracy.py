@@ -165,15 +165,15 @@ def _stored(x:Array, found:_Moments, dtype:str) -> Law:
   sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
-def _rounding(w:Array, dtype:str, flushes:bool) -> tuple[Array, Array|None]:
+def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
   """(the largest error of w rounded to `dtype`, what w loses). Below the normal numbers of float16 the error is that of the smallest normal
   number. In the last two bits of these it is no longer random: weights may be too small to count, however many they are. There it is not an error
-  but a loss, which is added up, at most w itself. A unit that `flushes` loses everything below the normal numbers. float32 is not rounded.
-  bfloat16 reaches as far down as exponentials, so it loses nothing."""
+  but a loss, which is added up, at most w itself. A unit that `flushes` loses everything below the normal numbers, and w may come to lie there
+  that is `off` by so much. float32 is not rounded. bfloat16 reaches as far down as exponentials, so it loses nothing."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
-  small = size < (1 if flushes else 2**-8)*SMALLEST[dtype]
+  small = size < (SMALLEST[dtype] + off if flushes else 2**-8*SMALLEST[dtype])
   lost = size if flushes else np.minimum(size, largest)
   return np.where(small, 0, largest), lost*small if (small & (size > 0)).any() else None
 
@@ -377,6 +377,10 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
   types = {"q": dtype, "k": dtype, "v": dtype, "bias": bias_dtype, "sinks": "float32", "alibi_slopes": "float32"}
   results = {n: a for n in types if (a := getattr(want, n)) is not None}
   total = {n: _Moments.none(a.shape) for n, a in results.items()}
+  if flushes:       # that is what the unit sees
+    q, k, v, do = (_flushed(a, dtype) for a in (q, k, v, do))
+    seen = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
+    for name, a in results.items(): total[name].slack[...] += np.abs(_finite(getattr(seen, name)) - _finite(a))
   for one, n, shift, x in _batches(k, options):
     keys = (one, Ellipsis, slice(n), slice(None))
     t = _pairs(q[one], k[keys], v[keys], scale, window, offset + shift, x, dtype, flushes)
@@ -390,9 +394,6 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
       found["alibi_slopes"] = (of_batch(slopes) if slopes.ndim == 2 else Ellipsis,), g.of_slopes(offset + shift, x.alibi_slopes.shape)
     if x.sinks is not None: found["sinks"] = (Ellipsis,), g.of_sinks(x.sinks.astype(np.float64))
     for name, (into, moments) in found.items(): total[name].add(into, moments)
-  if flushes:
-    small = exact_backward(_flushed(q, dtype), _flushed(k, dtype), _flushed(v, dtype), _flushed(do, dtype), dlse, scale, window, offset, options)
-    for name, a in results.items(): total[name].slack[...] += np.abs(_finite(getattr(small, name)) - _finite(a))
   return Laws(**{n: _stored(a, total[n], types[n]) for n, a in results.items()})
 
 @dataclass(frozen=True)
@@ -435,21 +436,22 @@ class _Gradients:
     """The queries that share keys: (..., Hkv, rows, D)."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
-  def product(self, w:Array, off:Array, x:Array) -> _Moments:
-    """Moments of w @ x, where w has an error of its own and is then rounded to be a factor."""
-    r, lost = _rounding(w, self.t.dtype, self.t.flushes)
+  def product(self, w:Array, off:Array, x:Array, common:Array|float=0.0) -> _Moments:
+    """Moments of w @ x, where w has an error of its own, and besides one in `common` with others, and is then rounded to be a factor."""
+    r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + common))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
 
   def of_q(self) -> _Moments:
-    x, scale = self.product(self.capped, self.capped_off, self.t.k), self.t.scale
+    common, scale = np.square(self.t.p*self.t.slope)*(self.variance + self.fp32), self.t.scale
+    x = self.product(self.capped, self.capped_off, self.t.k, common)
     moved = np.square((self.t.p*self.t.slope) @ self.t.k)          # an error of delta moves all dS of a row
     slack = x.slack + SIGMAS*np.sqrt(self.fp32*moved) + self.t.lse_off*np.abs(self.capped @ self.t.k)
     return _Moments((x.variance + self.variance*moved)*scale**2, slack*abs(scale), x.alike | self.alike)
 
   def of_k(self) -> _Moments:
     moves, q, scale = np.square(self.t.p*self.t.slope), self.rows(self.t.q), self.t.scale
-    x = self.product(self.by_key(self.capped), self.by_key(self.capped_off + moves*self.fp32), q)
+    x = self.product(self.by_key(self.capped), self.by_key(self.capped_off + moves*self.fp32), q, self.by_key(moves*self.variance))
     return _Moments((x.variance + self.by_key(moves*self.variance) @ (q*q))*scale**2, x.slack*abs(scale), x.alike)
 
   def of_v(self) -> _Moments:

@@ -175,6 +175,15 @@ def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> Non
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
+def test_what_a_unit_that_flushes_makes_of_the_inputs_may_lose_a_weight() -> None:
+  """dS is +-2^-14 and a little more, of which 2^-17 come from an element of V that the unit takes for 0: then all of dS is lost, and dq is 0."""
+  q, k, do = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, 2, 16), np.float32), np.ones((1, 1, 1, 16), np.float32)
+  k[0, 0, :, 0], v = (1, -1), np.zeros((1, 1, 2, 16), np.float32)
+  v[0, 0, 0, :2] = 4*(2.0**-14 + 2.0**-18 - 2.0**-17), 4*2.0**-17
+  law = law_of_gradients(q, k, v, do, None, 1.0, dtype="float16", out_dtype="float16", flushes=True).q
+  assert law.exact[0, 0, 0, 0] > 2.0**-13 and judge(np.zeros_like(q), law).ok
+  assert not judge(-law.exact, law).ok
+
 @pytest.mark.parametrize("dtype, largest", (("float16", 65504.0), ("bfloat16", 2.0**128 - 2.0**120)))
 def test_what_a_type_has_no_number_for_is_inf(dtype:str, largest:float) -> None:
   law = Law(np.array([largest, -1.0001*largest, -1.01*largest]), np.ones(3), np.zeros(3), np.zeros(3, np.bool_)).rounded_to(dtype)
