@@ -11,14 +11,13 @@ what lay there before either read a barrier earlier at the latest. Packed fp32 e
 the kernel has none (docs/tried.md).
 """
 from __future__ import annotations
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
 from attn.kernels.amd.forward import AmdForward, ForwardState
 from attn.kernels.parts.grid.tensors import check_problem
 from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
-from attn.kernels.parts.program.trips import StagedTrips, TileLoop, tile_loops
+from attn.kernels.parts.program.trips import StagedTrips, over_tiles
 from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
@@ -66,8 +65,7 @@ class Staggered:
     apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start(group.scores)
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
     s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
-    loops:Iterator[TileLoop[StaggeredState]] = tile_loops(group.walked, self.common.new)
-    for loop in loops: s = loop.end(self.trip(*loop.begin(s), loop.masked))
+    s = over_tiles(s, group.walked, self.common.new, self.trip)
     s = s.after(self.statements.do(amd.barrier_of(1 - second, s.softmax.acc[0].load())))
     return group.kernel("staggered", self.common.outputs(s.softmax))
 

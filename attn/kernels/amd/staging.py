@@ -2,7 +2,7 @@
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
-from attn.chips.matrix import Matrix
+from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.memory.layouts import LdsTile
 from attn.kernels.parts.memory.rows import Rows
 from attn.kernels.parts.program.allocator import InLds
@@ -10,6 +10,13 @@ from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
 from attn.kernels.tiles.amd import v_columns
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
+
+# Transposing: an item is a quad of rows, and what it stores of each column is half a unit, four elements of 16 bits.
+TURNED_ROWS, QUADS_OF_UNIT = 4, 2     # rows of an item; quads whose elements of a column make a unit
+UNITS_APART = 2                   # units from one neighbouring item to the next, where columns so go to different banks
+FAST_QUADS = 8                    # quads that vary fastest over threads: their stores fill a row of V^T
+FIRST_OF_FOUR = 0x05040100        # byte_perm: the low halves of two dwords side by side
+SECOND_OF_FOUR = 0x07060302       # and their high halves
 
 @dataclass(frozen=True)
 class Staging:
@@ -29,7 +36,7 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """(row group, unit, whether there is such an item). Up to eight row groups run fastest when rows are transposed: their stores fill a row."""
+    """Returns (row, or quad of rows, unit, whether there is such an item). Up to FAST_QUADS quads vary fastest."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -37,25 +44,25 @@ class Staging:
     index, groups = self.thread + j*self.threads, self.rows//self.group
     gate = left_alone((index < groups*self.units).simplify())
     if self.group == 1: return index//self.units, index%self.units, gate
-    fast, block = math.gcd(groups, 8), self.together*self.apart
+    fast, block = math.gcd(groups, FAST_QUADS), self.together*self.apart
     row, unit = index%fast, index//fast
-    if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # else all items that there are lie in the first eight
+    if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # else all items lie in the first FAST_QUADS
     return row, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
 
 def transpose(rows:list[UOp]) -> list[UOp]:
-  """Four rows of eight 16-bit elements -> eight columns of four (dword pairs)."""
+  """Transposes four rows of eight 16-bit elements to eight columns of four, two dwords each."""
   columns = []
-  for w in range(4):
-    r0, r1, r2, r3 = [ops.extract(r, w) for r in rows]
-    for selector in (0x05040100, 0x07060302): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
+  for dword in range(UNIT_BYTES//4):
+    r0, r1, r2, r3 = [ops.extract(r, dword) for r in rows]
+    for selector in (FIRST_OF_FOUR, SECOND_OF_FOUR): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
   return columns
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """The keys that a row of V^T has in the four slots from quad*4 on: unit quad//2 belongs to lane group quad//2 % groups."""
-  unit = quad//2
-  n = unit//matrix.groups*matrix.unit + quad%2*4
+  """Lists the keys that a row of V^T has in the slots of a quad. Two quads make a unit, and unit u belongs to lane group u % groups."""
+  unit, half = quad//QUADS_OF_UNIT, quad%QUADS_OF_UNIT
+  n = unit//matrix.groups*matrix.unit + half*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
-  return [first + matrix.c_row(0, i) for i in range(4)]
+  return [first + matrix.c_row(0, i) for i in range(TURNED_ROWS)]
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
@@ -73,8 +80,8 @@ class StagedTile(InLds):
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)
-    spread = (fast, 2) if units % (2*fast) == 0 else (1, 1)
-    return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, 4, *spread), lies, turned)
+    spread = (fast, UNITS_APART) if units % (UNITS_APART*fast) == 0 else (1, 1)
+    return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, TURNED_ROWS, *spread), lies, turned)
 
   def after(self, *deps:UOp) -> StagedTile:
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
@@ -117,7 +124,7 @@ class StagedTile(InLds):
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
     stores = []
     for j, (quad, unit, gate) in enumerate(self.items):
-      four = parts[4*j:4*j + 4]
+      four = parts[TURNED_ROWS*j:TURNED_ROWS*(j + 1)]
       if self.lies is not None:
         inside = gate & (unit < self.lies.layout.units).simplify()
         stores += [self.lies.store(row, unit, part, inside) for row, part in zip(key_rows(self.matrix, quad), four)]
