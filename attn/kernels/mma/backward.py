@@ -39,7 +39,7 @@ class MmaBackwardState(CopyGroups):
 
   @staticmethod
   def of(warps:Warps, tile:MmaBackwardTile, accs:int) -> MmaBackwardState:
-    """With so many accumulators for each tile of rows."""
+    """The state with `accs` accumulators for each tile of rows."""
     new = warps.group.grid.allocator
     return MmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
                             new.registers(len(numbers_of_queries(warps.group.p))*tile.carried), Statements.of(new))

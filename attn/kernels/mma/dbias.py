@@ -88,7 +88,7 @@ class MmaBias:
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, tiles) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, tiles:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Those of dS of tile t, from some part of it on."""
+    """Stores of dS of tile t, from part `part` on."""
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, tiles) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, row.there)]

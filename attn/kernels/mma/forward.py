@@ -70,7 +70,7 @@ class MmaForward:
   def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> int:
-    """Of row sums."""
+    """Number of kinds of row sums."""
     return self.state.l.max_numel()//self.tile.q_tiles
   @property
   def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N

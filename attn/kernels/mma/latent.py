@@ -146,7 +146,7 @@ class MmaLatent:
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """That number of the lane's two rows of the 16 from `first` on."""
+    """Loads the `i`-th number of each of the lane's two rows among the 16 rows from `first` on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
   def met(self, s:LatentMmaState) -> LatentMmaState:
     """All warps have done what they did."""
@@ -199,7 +199,7 @@ class MmaLatent:
 
   # ***** after the last trip *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """With the reference of each row, and its sums over each part of the keys, in shared memory."""
+    """The state with the reference of each row, and its sums over each part of the keys, in shared memory."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # of the lane's own P
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]

@@ -8,7 +8,7 @@ from attn.ops import hopper as wgmma, nvidia as nv
 from attn.tinygrad_compat import UOp
 
 class CopyGroups(InOrder):
-  """Of mma.sync: copies go in groups, and a barrier follows those that are waited for. Operands are read by ldmatrix."""
+  """The ring of mma.sync: copies go in groups, and a barrier follows a wait for them. ldmatrix reads the operands."""
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
@@ -24,7 +24,7 @@ class CopyGroups(InOrder):
     return nv.ldmatrix(self.shared[place], step, transposed)
 
 class Arrivals(InOrder):
-  """Of wgmma: all threads arrive at an mbarrier when their part of a tile is there."""
+  """The ring of wgmma: all threads arrive at an mbarrier when their part of a tile is there."""
   shared: UOp
 
   @property
@@ -32,6 +32,6 @@ class Arrivals(InOrder):
     """The mbarrier, in the last unit of shared memory."""
     return self.shared[self.shared.max_numel() - 1]
   def expected(self, at:MmaLane, threads:int) -> Self:
-    """It is ready for the arrivals of so many threads."""
+    """Makes the mbarrier ready for the arrivals of `threads` threads."""
     s = self.do(wgmma.init(self.arrivals, at.thread.eq(0), threads))
     return s.after(workgroup_barrier(s.done))

@@ -33,7 +33,7 @@ class WarpsTile(BlockTile, Protocol[L_co]):
   def row_tiles(self) -> int: """Tiles of 16 rows of a warp."""
   @property
   def keys(self) -> bool: """Whether its own rows are keys."""
-  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """So many rows in shared memory, of q or k, and of do or v."""
+  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Layouts of `rows` rows in shared memory: those of q or k, and those of do or v."""
 
 Exponents = list[list[Exponent]]     # of each own row of a lane: of each of its vectors of scores
 Lse = list[Exponents]                # of each tile of own rows
@@ -64,7 +64,7 @@ class WarpRows(Generic[L]):
   def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
 
   def of_head(self, head:UOp) -> WarpRows[L]:
-    """The same in walks over the rows of another head."""
+    """The rows for a walk over another head."""
     return replace(self, head=head)
 
   @functools.cached_property
@@ -92,7 +92,7 @@ class WarpRows(Generic[L]):
 
   # ***** shared memory: own rows, then tiles of those that are walked over *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """So many rows of this tensor, where those of both that are alike begin with unit `first`."""
+    """Layout of `rows` rows of this tensor. The rows of q or k begin at unit `first`, and those of do or v follow."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
@@ -107,7 +107,7 @@ class WarpRows(Generic[L]):
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
-    """Those that are walked over, of a head: so many of them."""
+    """Rows of a head that are walked over, `there` in number."""
     return self.warps.group.operand_rows(name, head).up_to(there)
 
   # ***** the numbers of own queries *****

@@ -44,7 +44,7 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """The same of warps that each have so many keys of a trip."""
+    """The warps, each with `keys` keys of a trip."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
@@ -73,7 +73,7 @@ class Warps:
             for row, unit in places]
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
-    """The same of rows that are copied as they are."""
+    """Starts the copies of rows that are copied as they are."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []

@@ -123,13 +123,13 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Of own rows, of a thread."""
+    """Quads of a thread's own rows."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """Of what a thread has at a time."""
+    """Scores that a thread has at a time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
@@ -159,14 +159,14 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Of registers that have a number for each own row: those of each quad."""
+    """Registers of each quad; `x` has a number for each own row."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
     """Columns of a sum of a thread."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
-    """In which a thread goes through them."""
+    """Number of blocks of columns in which a thread goes through a sum."""
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
     """The registers of one of them."""
@@ -254,7 +254,7 @@ class Rectangle:
     return (shape.rows if shape.turned else self.tile.width(self.rows_of(portion.tensor).width))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """By each thread."""
+    """Number of quads that each thread carries."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:

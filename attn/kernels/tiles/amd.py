@@ -32,7 +32,7 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, units, 1, 8)
 
 def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
-  """The same tile transposed: operand A of products that contract over its `block_n` rows."""
+  """Layout of a transposed tile: operand A of products that contract over its `block_n` rows."""
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class MmaBackwardTile(MmaBackwardShape):
   @property
   def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
   def layouts(self, p:Problem, rows:int) -> tuple[SwizzledRows, SwizzledRows]:
-    """So many rows in shared memory, of q or k, and of do or v."""
+    """Layouts of `rows` rows in shared memory: those of q or k, and those of do or v."""
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:

@@ -22,7 +22,7 @@ KEPT = ("kept", "kept of dp")      # own rows of a kernel of gradients: of D and
 
 @dataclass(frozen=True)
 class SectionShape:
-  """Of a matrix in local memory: rows, floats from one to the next, and whether what it holds lies transposed there."""
+  """Shape of a matrix in local memory: rows, floats from one row to the next, and whether its contents lie transposed."""
   rows: int
   pitch: int
   turned: bool = False
@@ -94,7 +94,7 @@ class RectangleTile:
     """Parts in which rows of so many elements come to local memory."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Of the own rows of so many elements, where all of them stay in local memory."""
+    """Shape of own rows of `width` elements, where all of them stay in local memory."""
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:

@@ -62,7 +62,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem, rows:int) -> tuple[SwizzledPanels, SwizzledPanels]:
-    """So many rows in shared memory, of q or k, and of do or v."""
+    """Layouts of `rows` rows in shared memory: those of q or k, and those of do or v."""
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def stage(self, p:Problem) -> int:

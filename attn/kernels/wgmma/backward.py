@@ -41,7 +41,7 @@ class WgmmaBackwardState(Arrivals):
 
   @staticmethod
   def of(warps:Warps, tile:WgmmaBackwardTile, accs:int) -> WgmmaBackwardState:
-    """With so many accumulators."""
+    """The state with `accs` accumulators."""
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
     return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
                               new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new))

@@ -29,7 +29,7 @@ class BiasShare:
     return self.p.extras[summed_tensor(self.p).name]
   @property
   def broadcast(self) -> tuple[bool, ...]:
-    """Of batches, heads, rows and keys: whether they share one bias, and there are several."""
+    """Whether several batches, heads, rows and keys share one bias: four answers."""
     return tuple(size == 1 and n > 1 for size, n in zip(self.tensor[0], (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
   @property
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
@@ -107,7 +107,7 @@ class BiasPart:
     return first, (trips - first).maximum(0).minimum(each)
 
   def grid_of_trip(self, i:UOp) -> Grid:
-    """By the numbers of the head and of the block of queries that it works on in trip i."""
+    """The grid of trip i, with the numbers of the head and of the block of queries that the workgroup works on."""
     _, heads, blocks = self.share.walked
     batch, head = self.grid.head//self.share.owned[1] + i//(heads*blocks), self.grid.head%self.share.owned[1] + i//blocks%heads
     return replace(self.grid, head=batch*self.share.p.H + head, block=self.grid.block + i%blocks)
@@ -127,12 +127,12 @@ class BiasPart:
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else row.index))*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Of consecutive elements of that row, in the order of its keys."""
+    """Stores consecutive elements of a row of the bias, in the order of its keys."""
     (shape, own), gradient = self.share.tensor, flat(group.given[f"d{summed_tensor(self.share.p).name}"])
     return store_row(group.arch, gradient, "float32" if self.parts else own, shape[3], self.row_start(row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Those, in loops, to the tiles of keys that no query of the block sees: `stores` of each."""
+    """Stores, in loops, to the tiles of keys that no query of the block sees; `stores` gives those of one tile."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

@@ -1,4 +1,4 @@
-"""From scores and dP to P and dS, and what that takes of each query: its lse, of which fp32 may have lost a rest, and its delta."""
+"""Computes P and dS from scores and dP, and reads what that takes of each query: its delta, and its lse with the rest that fp32 may have lost."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ def weights_of(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, 
   return weights_of_rows(scores, raw, [exponents], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """The same of vectors that have the elements of several rows, one row after another; `exponents` row by row."""
+  """P and dS's factors of vectors that hold the elements of several rows, one row after another. `exponents` has one entry for each row."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)
     return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
@@ -169,7 +169,7 @@ class RowNumbers(InLds):
   def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
-    """The same with one item of a thread each: it has no more."""
+    """One staged part for each item of a thread: a thread has one item only."""
     return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:

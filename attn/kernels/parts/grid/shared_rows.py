@@ -15,7 +15,7 @@ class Share:
   key_parts: int
   @property
   def keys(self) -> int:
-    """Of a part."""
+    """Number of keys of a part."""
     return self.block_n//self.key_parts
   @property
   def tile(self) -> UOp:
@@ -26,7 +26,7 @@ class Share:
     """The keys of a trip whose scores it computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Those of the wave, among the scores of the workgroup: its tile number in trip t is `tile_number(t)`."""
+    """The wave's scores among those of the workgroup. The wave's tile number in trip t is `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 

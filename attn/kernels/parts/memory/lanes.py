@@ -21,18 +21,18 @@ class Lane:
   # what lanes exchange: over which distances, and how (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
-    """With those that share a row."""
+    """Exchange with the lanes that share a row: its steps and its name."""
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """With those that have the other rows of an octet, eight neighbouring rows."""
+    """Exchange with the lanes that hold the other rows of an octet, eight neighbouring rows: its steps and its name."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
 
 @dataclass(frozen=True)
 class MmaLane:
-  """The same for mma.sync: `h` says which columns of a tile of C the lane has."""
+  """A lane of a warp of mma.sync: `h` says which columns of a tile of C it holds."""
   lane: UOp
   wave: UOp
   matrix: Mma

@@ -28,7 +28,7 @@ class SharedLayout:
     """Where a unit of a row lies."""
     raise NotImplementedError
   def moved_to(self, base:UOp|int) -> Self:
-    """The same tile elsewhere."""
+    """The tile at another place, which begins at unit `base`."""
     return replace(self, base=base)
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ExchangedChunks(SharedLayout):
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """At which place of row `row` of a chunk a unit lies, and which unit lies at a place."""
+    """The place of a unit in row `row` of a chunk. The function is its own inverse: of a place it is the unit that lies there."""
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
     in_chunk = row%self.chunk
@@ -111,7 +111,7 @@ class SwizzledRows(CopiedLayout):
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """The same of rows of many lines, which few threads copy line by line: what a thread copies is a constant way from its first unit."""
+  """Swizzled rows of many lines, which few threads copy line by line: each unit that a thread copies is a constant distance from its first one."""
   @property
   def across(self) -> int: return LINE
   @property
@@ -141,7 +141,7 @@ class LdsTile(InLds):
   layout: SharedLayout
   @staticmethod
   def of(new:Allocator, layout:SharedLayout, buffers:int=1) -> LdsTile:
-    """So many tiles of this layout."""
+    """Reserves `buffers` tiles of this layout."""
     return LdsTile(new.lds(buffers*layout.size), layout)
   def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
   def nth(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.moved_to(i*self.layout.size))

@@ -36,7 +36,7 @@ class GlobalRows:
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
 
   def after(self, *deps:UOp) -> Self:
-    """To be loaded after these."""
+    """The rows, loaded only after `deps`."""
     return replace(self, buffer=self.buffer.after(*deps))
 
   @property
@@ -50,7 +50,7 @@ class GlobalRows:
     """Where row `first` + `row` begins in the buffer."""
     return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
-    """The same of which so many are read."""
+    """The rows, of which `count` are read."""
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -153,7 +153,7 @@ class PackedRows(GlobalRows):
 
   @staticmethod
   def of(rows:GlobalRows, heads:int, head_stride:int) -> PackedRows:
-    """Those of `heads` heads of which `rows` are the first one's."""
+    """The packed rows of `heads` heads; `rows` are those of the first head."""
     reach = ((UOp.const(0) + rows.count - 1)*rows.stride + (heads - 1)*head_stride + rows.width).maximum(0)*rows.size
     return PackedRows(rows.buffer, rows.base, rows.stride, rows.count*heads, rows.width, rows.size, False, rows.begins_whole, heads, head_stride,
                       reach)
@@ -172,7 +172,7 @@ class PackedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class ConvertedRows:
-  """The same of rows whose units are wanted in another dtype, `to`, of 16 bits."""
+  """Rows in global memory whose units are wanted in another dtype, `to`, of 16 bits."""
   given: GlobalRows
   dtype: str
   to: str
@@ -186,10 +186,10 @@ class ConvertedRows:
     """Where `gate` does not hold what is loaded is never stored."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """As `GlobalRows.load_floats`, of numbers that are rounded to `dtype`, which is `to`."""
+    """Loads numbers as `GlobalRows.load_floats` does, rounded to `dtype`, which is `to`."""
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """As `GlobalRows.load_quads`, likewise."""
+    """Loads quads as `GlobalRows.load_quads` does, rounded to `dtype`, which is `to`."""
     return halves(self.load_units(first, rows, row, part), dtype)
 
 Rows = GlobalRows|ConvertedRows

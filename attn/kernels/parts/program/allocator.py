@@ -23,5 +23,5 @@ class Allocator:
     """n values of each thread."""
     return UOp.placeholder((n,), dtype, next(self._slots), AddrSpace.REG)
   def lds(self, units:int, dtype:DType=LDS_UNIT) -> UOp:
-    """So many units of 16 bytes, as vectors of four dwords, that a workgroup shares."""
+    """Reserves `units` units of 16 bytes in LDS, as vectors of four dwords."""
     return UOp.placeholder((units,), dtype, next(self._slots), AddrSpace.LOCAL)

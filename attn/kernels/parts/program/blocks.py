@@ -78,7 +78,7 @@ class Outside:
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
-  """Of q and what is like it, or of k and v. Of rows that devices hold these are the padding behind them."""
+  """Rows of no sequence, of q and tensors like it, or of k and v with `keys`. For rows that devices share these are the padding behind them."""
   if p.dealt is not None:
     there = p.dealt.queries
     return Outside(UOp.const(p.Sq - there), UOp.const(0), UOp.const(there), p.Sq)
@@ -104,7 +104,7 @@ class Blocks:
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Those of them that are among the `index`-th `tiles`, counted from the first tile that there is."""
+    """The tiles of this block among the `index`-th group of `tiles` tiles, counted from tile 0."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:

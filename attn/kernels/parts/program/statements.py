@@ -34,7 +34,7 @@ class Statements:
     """Executes a statement that is given `done`, and that only further statements come after."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """The same of a statement that was executed, by its store."""
+    """The statements after one more was executed, `stored` being its store."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
@@ -43,7 +43,7 @@ class Statements:
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """The same where the first statement may not have been executed yet: then there is nothing to come after."""
+    """The value `done`, or nothing where no statement has been executed yet."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):

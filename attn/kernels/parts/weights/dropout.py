@@ -29,10 +29,10 @@ class Kept:
 
   @property
   def pairs(self) -> int:
-    """Of neighbouring scores of a row, in a vector of scores."""
+    """Number of pairs of neighbouring scores of a row in a vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
-    """Of a lane's n-th score of a row: which dword has its bit, and where."""
+    """The dword that has the bit of a lane's n-th score of a row, and the bit's place in it."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
@@ -51,7 +51,7 @@ class Kept:
     return bits.drop_packed(x, words, places, first)
 
   def numbers(self, tiles:list[UOp]) -> list[UOp]:
-    """The same of fp32 numbers: all vectors of a tile."""
+    """Drops fp32 numbers: all vectors of a tile."""
     if not self.words: return tiles
     found, part = [], self.at.matrix.row_part
     for kt, x in enumerate(tiles):
@@ -104,7 +104,8 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Those of each of four neighbouring rows, for the quads of what is walked over that begin with `firsts`. Either quad is half an octet of keys."""
+  """What dropout keeps of each of four neighbouring rows, for the quads of walked-over rows that begin with `firsts`. Either quad is half an octet
+  of keys."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]
