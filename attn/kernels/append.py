@@ -15,8 +15,8 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Append:
-  """`new` rows of `width` elements, in `layout`, for each of B*H heads of a cache that holds `capacity` rows of each: where `places` says, whose
-  batches are pages where there are `pages`."""
+  """The shapes of an append: `new` rows of `width` elements, in `layout`, go to each of H heads of each of B batches. The cache has `capacity` rows
+  for each head, and `places` says where they lie. With `pages`, the batches of `places` are pages."""
   B: int
   H: int
   new: int
@@ -25,13 +25,13 @@ class Append:
   layout: str
   places: Strided
   pages: Pages|None = None
-  threads: bool = True   # False on a device without: one loop over everything
-  checked: bool = True   # False on a device that can't print attn's own operations: there is nothing then for the emulator to look at
+  threads: bool = True   # False on a device without threads: one loop does everything
+  checked: bool = True   # emits the operation by which the emulator checks; False on a device that can't print attn's own operations
 
 @cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
-  """The kernel (cache, rows, lengths, [block_table]): cache the buffer that has the cache, rows (B, H, new, width) in `a.layout`, of one dtype,
-  lengths int32 (B), block_table int32 (B, a.pages.most)."""
+  """Returns the kernel (cache, rows, lengths, [block_table]). `cache` is the buffer that holds the cache. `rows` (B, H, new, width) has the layout
+  `a.layout` and the dtype of the cache. `lengths` is int32 (B), `block_table` int32 (B, a.pages.most)."""
   def kernel(cache:UOp, rows:UOp, lengths:UOp, *table:UOp) -> UOp:
     numbers = Allocator()
     row = numbers.range(a.B*a.H*a.new, AxisType.GLOBAL if a.threads else AxisType.LOOP)
@@ -43,17 +43,17 @@ def append(a:Append) -> Callable[..., UOp]:
     to = bounded(flat(lengths)[batch].load(), -a.new, a.capacity) + i
     inside = (to >= 0) & (to < a.capacity)
     place = place_of(a, batch, head, to, inside, thread.eq(0) & part.eq(0), [flat(x) for x in table])
-    gate = left_alone(inside)     # which tinygrad would take for given, and read the table where there is no such row
+    gate = left_alone(inside)     # otherwise tinygrad takes it for granted, and reads the table for rows outside of the cache, too
     store = flat(cache)[(place + column).valid(gate & (column < a.width))].store(value)
     return store.end(part, row, thread).sink(arg=KernelInfo(f"attn_append_{a.new}_{a.capacity}_{a.width}", opts_to_apply=()))
   return kernel
 
 def place_of(a:Append, batch:UOp, head:UOp, to:UOp, inside:UOp, once:UOp, table:list[UOp]) -> UOp:
-  """Where row `to` of a head begins. `once` holds in one thread of those that carry the row."""
+  """Returns where row `to` of a head begins. `once` is true in exactly one of the threads that carry the row."""
   at = a.places
   if a.pages is None: return at.start + batch*at.batch + head*at.head + to*at.row
   in_page = to%a.pages.size
   page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, at.batch, False, a.checked).page(to, inside)
-  if a.checked:   # the emulator stops where two rows go to one slot: to a page that two sequences share nobody may append
+  if a.checked:   # the emulator stops if two rows go to one slot: a sequence must not append to a page that it shares
     page = bounded(ops.alone(page, (page*a.pages.size + in_page)*a.H + head, inside & once), 0, a.pages.count - 1)
   return at.start + page*at.batch + head*at.head + in_page*at.row

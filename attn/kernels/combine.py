@@ -1,12 +1,12 @@
-"""Split-KV: key ranges of one head go to workgroups of their own, which leave partial results; this kernel makes the result of them.
+"""Split-KV: merges the partial results of the workgroups that each took one key range of a head.
 
-The merge is that of attn/kernels/parts/weights/merging.py:
+attn/kernels/parts/weights/merging.py has the formula. These are the steps:
 
   p = splits.resolve(p, arch, tile)                                 # chooses p.num_splits, G
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
   combine(p, arch, p.num_splits)(o, [lse, [lse_rest,]] o_partial, lse_partial, [lse_rest_partial,] [sinks])
 
-An empty range gives O = 0 and LSE = -inf, and so weighs nothing.
+An empty range gives O = 0 and LSE = -inf, so its weight is 0.
 """
 from __future__ import annotations
 import functools
@@ -23,27 +23,28 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
 MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", "sinks")
-PARTS_AT_ONCE = 16          # parts whose loads are under way together: a thread has nothing else to do while it waits
+PARTS_AT_ONCE = 16          # parts whose loads run at the same time: a thread has no other work while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """(shape, dtype) of the tensors that `combine` takes, by name and in order."""
+  """Returns (shape, dtype) of the tensors that `combine` takes, by name and in order."""
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in MERGED if name in shapes}
 
 def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
-  """The kernel that merges `splits` partial results, of the tensors of `combine_arguments(p)`.
+  """Returns the kernel that merges `splits` partial results. Its placeholders are the tensors of `combine_arguments(p)`.
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
 
-  with the largest exponent taken out. o is in the layout and dtype of the problem; a row without keys gives 0 and -inf, and so does a row of no
-  sequence, whatever the sinks. Raises ValueError where `splits` is not what p says.
+  The kernel subtracts the largest exponent before it takes exponentials. o has the layout and dtype of the problem. A row without keys gives o = 0
+  and lse = -inf. A row of no sequence gives the same, whatever the sinks are. Raises ValueError if `splits` is not p.num_splits, or is less than 2.
   """
   if splits != p.num_splits or splits < 2:
-    raise ValueError(f"splits={splits}: the problem's num_splits is {p.num_splits}, and there must be two at least to combine")
+    raise ValueError(f"splits={splits}: must be the problem's num_splits, {p.num_splits}, and at least 2")
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """The numbers of all parts, by those whose loads are under way together: in a loop, whose range is given with them, and those left over."""
+  """Returns groups of parts, each with the ranges of its loop. The loads of a group run at the same time. The first group is in a loop if there are
+  many parts; the last one has the parts that are left over."""
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
     g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)
@@ -52,7 +53,7 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   return found
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
-  """Builds the merging kernel from its placeholders."""
+  """Returns the kernel of `combine`, given its placeholders."""
   names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -1,15 +1,17 @@
-"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns, one computing while the other reads LDS.
+"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns, one computes while the other reads LDS.
 
-The same algorithm and orientation as forward.py. Eight waves of 32 queries; the second four run one barrier behind the first, so that of the two
-waves on a SIMD one is in a compute cluster while the other is in a memory cluster. Per key tile t four clusters, a barrier after each:
+The algorithm and its orientation are those of attn/kernels/amd/forward.py: S and O here are S^T and O^T. A workgroup has eight waves of 32 queries.
+The second four waves run one barrier behind the first four. So of the two waves on a SIMD one is in a compute cluster while the other is in a memory
+cluster. A tile t of keys takes four clusters, with a barrier after each:
 
   C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
   M1  V(t) from LDS, transposed on the way; K(t+3) starts on its way to LDS
   C2  O += V(t) P(t)
   M2  K(t+2) from LDS; V(t+2) starts on its way to LDS
 
-K and V tiles go from global memory straight to LDS, two buffers each (so a trip is two tiles: buffers are then known at compile time). A load is
-waited for one cluster earlier than its own wave would have to: the barrier after that is the one which the other group has passed when it reads.
+K and V tiles go from global memory straight to LDS, to two buffers each. So a trip is two tiles, and the buffer of each is known at compile time. A
+wave waits for a load one cluster earlier than it needs to for itself: the barrier after that wait is the one that the other group has passed when it
+reads.
 """
 from __future__ import annotations
 import functools, itertools
@@ -36,22 +38,22 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8
 TRIP_KEYS = 2*BLOCK_N                            # two tiles
-ROW_UNITS = 2*HEAD//UNIT_BYTES                   # of a row of K or V, the same in both input types
-LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # direct loads of a wave per tile
+ROW_UNITS = 2*HEAD//UNIT_BYTES                   # units of a row of K or V, the same for both input types
+LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # loads of a wave, straight to LDS, for each tile
 BEHIND = 2*LOADS                                 # loads issued after the one that is waited for
 
-# Where a tile lies in LDS: eight lanes of 16 bytes, or sixteen of 8, never meet in a bank.
+# Layouts of tiles in LDS: eight lanes that read 16 bytes each, or sixteen that read 8, never use the same bank.
 K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows are read at the same unit
 V_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 4)   # a transposing load reads four rows of four units
 
 def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse, of the problems that
-  `dispatch.dual_wave_refuses` has nothing against."""
+  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). The problem must be
+  one that `dispatch.dual_wave_refuses` does not refuse."""
   return lambda *args: DualWave.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
 class DualWaveState(InOrder):
-  """What crosses tiles: the LDS buffers, S(t) and K(t+1) in registers, the softmax's registers, and where statements are stored."""
+  """The state between clusters: the LDS buffers, S(t) and K(t+1) in registers, the softmax's registers, and the statements so far."""
   k0: LdsTile
   k1: LdsTile
   v0: LdsTile
@@ -63,31 +65,31 @@ class DualWaveState(InOrder):
   def k_lds(self, i:int) -> LdsTile: return (self.k0, self.k1)[i%2]
   def v_lds(self, i:int) -> LdsTile: return (self.v0, self.v1)[i%2]
 
-  # Statements keep their own order, and do not wait for values that they are not given.
+  # Statements keep their own order. They wait for no values but those that they are given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """A statement after those before it; other work may come before or after it."""
+    """Adds a statement after the statements so far. Other work may be scheduled before or after it."""
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
-    """Stores to registers, which are there from the next `settled` on."""
+    """Adds stores to registers. The stored values can be read from the next `settled` on."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """All further work comes after this statement."""
+    """Adds a statement after which all later work comes."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """All further work comes after this statement and all that was begun and kept."""
+    """Adds a statement. All later work comes after it, and after all statements and stores that were added before."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
 @dataclass(frozen=True)
 class DualWave:
-  """The kernel of one problem, as a thread sees it: what is the same for all tiles."""
+  """The kernel of one problem, as one thread sees it: what stays the same for all tiles."""
   group: Workgroup
   tile: Tile
   at: Lane
   sums: Sums
-  state: DualWaveState      # at the start
+  state: DualWaveState      # before the first tile
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> DualWave:
@@ -111,7 +113,7 @@ class DualWave:
   def wave(self) -> UOp: return ops.uniform(self.at.wave.cast(dtypes.int))
   @functools.cached_property
   def units(self) -> list[UOp]:
-    """The units of a row of Q or K that a lane reads."""
+    """The units of a row of Q or K that this lane reads."""
     return units_of(self.mat, HEAD, self.at.h)
   @functools.cached_property
   def q_operands(self) -> list[UOp]:
@@ -123,7 +125,7 @@ class DualWave:
     keys, second = self.group.walked, self.wave//(WAVES//2)
     begin, pairs = keys.begin, (keys.full_end - keys.begin)//2
     s = self.first_tiles(self.started(), begin)
-    s = s.sync(amd.barrier_of(second, s.done))                      # the second group falls a barrier behind
+    s = s.sync(amd.barrier_of(second, s.done))                      # the second group alone: now it is one barrier behind
     s = self.trips(s, begin, pairs, self.group.scores, None)
     here, row = self.late(s)
     s = self.trips(s, begin + pairs*2, (keys.end - begin - pairs*2 + 1)//2, replace(self.group.scores, at=here), row)
@@ -133,14 +135,14 @@ class DualWave:
     return self.group.named(name, self.outputs(s))
 
   def started(self) -> DualWaveState:
-    """No key was seen. Where no trip has a mask, fp32 operations are not packed: the matrix unit would stand still for those, beside the other
-    group's products too. A mask needs the registers that it takes."""
+    """Returns the state before the first key. If no trip has a mask, fp32 operations are not packed: packed ones would stop the matrix unit, for the
+    products of the other group, too. If a trip has a mask, they stay packed: the mask needs the registers that unpacked operations take."""
     s = self.state if hides_some(self.group.scores.walk, TRIP_KEYS) else self.state.begin(amd.fp32_apart())
     start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
 
   def first_tiles(self, s:DualWaveState, begin:UOp) -> DualWaveState:
-    """S(0) and K(1) in registers, K(2) and V(1) on their way."""
+    """Brings S(0) and K(1) to registers, and starts the loads of K(2) and V(1)."""
     s = self.load_k(s, s.k0, begin)
     s = self.load_v(s, s.v0, begin)
     s = self.load_k(s, s.k1, begin + 1)
@@ -153,7 +155,7 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """`count` trips of two tiles, in which the mask is that of a row or there is none."""
+    """Does `count` trips of two tiles from tile `first` on. `masked` is the row whose mask applies, or None if no mask does."""
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
     inside = replace(s, statements=replace(s.statements, effects=())).after(r)
@@ -166,13 +168,13 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """The lane and its query once more, worked out where they are needed: not kept in registers through the loops before."""
+    """Computes the lane and its query again where they are needed, so that the loops before keep no registers for them."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
 
   def outputs(self, s:DualWaveState) -> list[UOp]:
-    """O = O^T / l, LSE = m + ln l."""
+    """Returns the stores of O = O^T / l and LSE = m + ln l."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
@@ -180,7 +182,7 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its trip *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """C1: S(t) -> P(t) on the vector unit, S(t+1) on the matrix unit."""
+    """C1: turns S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit."""
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
     if masked is not None: x = scores.mask(x, masked, t)
@@ -188,15 +190,15 @@ class DualWave:
     for kt in range(self.k_tiles):
       following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
       exps += s.softmax.weights([x[kt]], s.softmax.addend[0].load(), scores.to_log2)
-      # packed, P takes half as many registers; a mask takes more, which are there only if the scheduler is free
+      # Packed P takes half the registers. A mask takes more of them, and finds them only if the scheduler is free: no fence then.
       if masked is None and kt < self.k_tiles - 1: s = s.sync(amd.sched_barrier(following[-1], ops.pack_weights(exps[-1], self.sums.dtype), s.done))
-    # the row sum begins beside the last products, and the branch comes after them
+    # the row sum runs beside the last products, and the branch on it comes after them
     s, weights = self.weigh(s, x, exps, scores, *(following[-1:] if masked is None else []))
     s = s.keep(*store_all(s.s, following)).begin(amd.priority(0, *weights, *following, s.done))
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """M1: V(t) out of LDS, K(t+3) into it."""
+    """M1: reads V(t) from LDS, and starts the load of K(t+3) to LDS."""
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
     s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
@@ -212,15 +214,16 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """M2: K(t+2) out of LDS, V(t+2) into it."""
+    """M2: reads K(t+2) from LDS, and starts the load of V(t+2) to LDS."""
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))
     return s.settled(amd.barrier(s.done))
 
-  # ***** what clusters are made of *****
+  # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *before:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """P of the scores x, relative to a reference that it does not outgrow, as operands. Whether it does is looked at after what is `before`."""
+    """Computes P of the scores `x` as operands, relative to a reference that P does not outgrow. The check of that comes after the values in
+    `before`."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
@@ -231,7 +234,7 @@ class DualWave:
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
-    """A wave's part of tile t starts on its way to LDS: a lane fetches the unit whose place is its own."""
+    """Starts the load of this wave's part of tile t to LDS. A lane fetches the unit whose place in LDS is its own."""
     lane, rows = self.at.lane, layout.chunk
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
     offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size
@@ -246,9 +249,9 @@ class DualWave:
   def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
 
   def read_v(self, tile:LdsTile) -> list[list[UOp]]:
-    """The A operands of O^T: per tile of d and unit of P, two transposing loads of four keys each."""
+    """Reads the A operands of O^T: two transposing loads, of four keys each, for each tile of d and each unit of P."""
     mat, member = self.mat, self.at.lane%16
-    m = self.at.lane//16%2*16 + member%4*4                                 # the row of V^T that the lane's first element goes to, and its d:
+    m = self.at.lane//16%2*16 + member%4*4                                 # the row of V^T that the lane's first element goes to; then its d
     d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
     def load(dt:int, n:int) -> UOp:
       key, at_d = mat.key_of(self.at.h, n) + member//4, dt*mat.M + d
@@ -256,7 +259,7 @@ class DualWave:
     return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, mat.unit)] for dt in range(self.d_tiles)]
 
   def products(self, k_operands:list[UOp]) -> list[UOp]:
-    """S = K Q^T."""
+    """Computes S = K Q^T, a C fragment for each tile of keys."""
     tiles, units = [], len(self.units)
     for first in range(0, len(k_operands), units):
       x = ops.splat(0.0, self.mat.accumulator)

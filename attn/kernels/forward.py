@@ -1,8 +1,8 @@
-"""Flash attention forward, whatever computes the products: O = softmax(S) V and lse = log(sum(exp(S))), with S = Q K^T.
+"""Flash attention forward for every matrix unit: O = softmax(S) V and lse = log(sum(exp(S))), with S = Q K^T.
 
-A workgroup owns some queries and walks over the keys in tiles, with the online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867;
-FlashAttention-2, arXiv 2307.08691, algorithm 1). `online_softmax` is the algorithm. A `ForwardUnit` does its steps: it knows how tiles are loaded and
-when, and how its matrix unit multiplies. attn/kernels/textbook.py takes the same steps one number at a time.
+A workgroup owns a block of queries and walks over the keys, one tile after another, with the online softmax (Milakov and Gimelshein 2018, arXiv
+1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). `online_softmax` is the algorithm. A `ForwardUnit` implements its steps for one kind of
+matrix unit: it loads the tiles, decides when, and multiplies them. attn/kernels/textbook.py does the same steps one number at a time.
 """
 from __future__ import annotations
 from collections.abc import Callable, Iterable
@@ -16,26 +16,28 @@ from attn.tinygrad_compat import UOp
 State = TypeVar("State")
 
 class ForwardUnit(Protocol[State]):
-  """The steps of the algorithm by one kind of matrix unit, for one workgroup, as one thread sees them. A state holds what crosses the steps:
-  registers with m, the reference of exponents, l, the sum of P, and O; and tiles in LDS."""
+  """The steps of the algorithm on one kind of matrix unit, for one workgroup, as one thread sees them. A state holds what one step leaves to the
+  next: in registers m (the reference of the exponents), l (the sum of P) and O; in LDS tiles."""
   @property
-  def parts(self) -> Iterable[Any]: """Parts of a tile of keys whose P is computed and used one after another."""
+  def parts(self) -> Iterable[Any]: """The parts of a tile of keys. `weigh` and `add_to_o` run for one part after another."""
   def begin(self) -> State:
-    """No key was seen: m is the lowest number, l and O are 0. Q is there or on its way."""
+    """Returns the state before the first key: m is the lowest number, l and O are 0. Q is loaded, or its load has started."""
   def loops(self) -> Iterable[TileLoop[Any]]:
-    """Loops over the tiles of keys that the queries see: K and V of a tile are there when a trip begins, or `scores` waits for them."""
+    """Returns the loops over the tiles of keys that the queries see. When a trip begins, K and V of its tile are loaded, or `scores` waits for
+    them."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
-    """S = Q K^T of tile t, as terms and masks leave it; None where the state has it, under way perhaps."""
+    """Returns S = Q K^T of tile t with terms and masks applied, or None if the state holds S. An asynchronous matrix unit only starts the product
+    here."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
-    """P = exp(S - m) of a part, of what `scores` returned; None where the state has it. l += sum(P). Where S has outgrown m, m rises, and O and l
-    shrink accordingly."""
+    """Computes P = exp(S - m) of one part from what `scores` returned, and adds sum(P) to l. Where S has outgrown m, raises m and scales O and l down
+    accordingly. Returns P, or None if the state holds P."""
   def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
-    """O += P V of a part, of what `weigh` returned."""
+    """Adds P V of one part to O. `p` is what `weigh` returned."""
   def kernel(self, s:State) -> UOp:
-    """O = O / l and lse = m + log(l), and their stores."""
+    """Returns the kernel. It ends with the stores of O / l and of lse = m + log(l)."""
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
-  """The algorithm."""
+  """Attention forward for one workgroup, by the online softmax: one walk over the tiles of keys."""
   s = unit.begin()                                       # m, l and O; Q
   for loop in unit.loops():                              # over tiles of keys: with masks, without, and with masks again
     s, t = loop.begin(s)                                 # K and V of tile t
@@ -47,16 +49,16 @@ def online_softmax(unit:ForwardUnit[Any]) -> UOp:
     s = loop.end(done)
   return unit.kernel(s)                                  # O / l, m + log(l)
 
-KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # of a problem, a chip and a tile: the kernel as a function of its placeholders
+KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # from a problem, a chip and a tile: the kernel, a function of its placeholders
 
 def forward(unit:Callable[[Problem, Chip, Any, tuple[UOp, ...]], ForwardUnit[Any]]) -> KernelOf:
-  """The forward kernel whose steps `unit` makes of a problem, a chip, a tile and the kernel's placeholders.
+  """Returns the maker of a forward kernel. `unit` makes the steps from a problem, a chip, a tile and the kernel's placeholders.
 
-  The placeholders are those of `tensors.arguments(p)` in that order: (o, q, k, v), (o, lse, q, k, v) when p.return_lse,
-  (o_partial, lse_partial, q, k, v) when p.num_splits > 1; then the optional tensors there are, in the order of `problem.EXTRAS`. With
-  p.num_splits = G > 1 each workgroup takes one of G key ranges and writes the O and LSE of those keys alone, which `combine.combine` merges. With
-  p.sk_variable the kernel has that Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`. Raises ValueError
-  where p.num_splits is still 0, and NotImplementedError for tensors beyond what a buffer descriptor addresses.
+  The placeholders have the order of `tensors.arguments(p)`: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1 (o_partial,
+  lse_partial, q, k, v). The optional tensors that the problem has follow, in the order of `problem.EXTRAS`. With p.num_splits = G > 1 each workgroup
+  takes one of G key ranges and writes O and LSE of those keys alone; `combine.combine` merges them. With p.sk_variable the kernel has that Variable
+  as one more parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`. Raises ValueError if p.num_splits is still 0, and
+  NotImplementedError for a tensor that is larger than a buffer descriptor can address.
   """
   def kernel_of(p:Problem, arch:Chip, tile:Any) -> Callable[..., UOp]:
     check_problem(p, tile)

@@ -1,9 +1,9 @@
-"""Merges what a device has found over keys that it saw one after another, or what several devices have found over their own keys.
+"""Merges results over different keys: of one device that saw its keys in several steps, or of several devices that have keys of their own.
 
   merge(p, arch, parts)(o, [lse, [lse_rest,]] part_0, part_1, ..., [sinks])
 
-A part is one float32 buffer, so that it goes to another device in one copy: o of some of the rows, normalised, in the layout of the problem, then the
-natural-log LSE of the same rows, and of wide scores what fp32 has lost of that. The formula is that of attn/kernels/parts/weights/merging.py.
+A part is one float32 buffer, so that one copy brings it to another device. It holds o of some of the rows, normalised, in the layout of the problem;
+then the natural-log LSE of the same rows; and for wide scores what fp32 has lost of that LSE. attn/kernels/parts/weights/merging.py has the formula.
 """
 from __future__ import annotations
 import functools
@@ -28,11 +28,12 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_size(p:Problem, rows:int) -> int:
-  """The float32 numbers of a part with so many rows of each head."""
+  """Returns how many float32 numbers a part has that holds `rows` rows of each head."""
   return p.B*p.H*rows*(p.Dv + 1 + p.wide_scores)
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
-  """(elements of o, LSE, its rest of wide scores) that a part has of a thread's row: 0 and -inf where the row is none of its rows."""
+  """Returns (elements of o, LSE, what fp32 has lost of the LSE) of a thread's row in a part. A row that the part does not hold gives 0 and -inf. The
+  last number is None unless scores are wide."""
   p, (batch, head, query) = at.p, at.coordinates
   inside, own = rows.has(query) & at.there, query - rows.first
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
@@ -42,16 +43,18 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(0), NEG_INF), number(1) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """The kernel that merges parts into the outputs of `p`, all rows of them: one argument for each part, which has the given rows.
+  """Returns the kernel that merges parts into the outputs of `p`, for all rows. It has one argument for each part, and `parts` says which rows that
+  holds.
 
-  A row of no part gives 0 and -inf. The sinks, with p.sinks, are for the rows that are `there`, the others being padding. Raises ValueError for rows
-  that `p` does not have."""
+  A row in no part gives 0 and -inf. With p.sinks, the sinks count for the rows in `there`; all other rows are padding. Raises ValueError for rows
+  that `p` does not have.
+  """
   for rows in (*parts, *there):
-    if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: there are {p.Sq} rows")
+    if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: p has {p.Sq} rows")
   return lambda *args: merged_parts(p, arch, parts, there, args)
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
-  """Builds the merging kernel from its placeholders."""
+  """Returns the kernel of `merge`, given its placeholders."""
   names = (*p.outputs, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -1,4 +1,4 @@
-"""Puts the rows of k or v that a device holds of a sequence where it gathers those of all devices, in the order of the sequence."""
+"""Copies the rows of k or v that one device holds to a buffer for the rows of all devices, in the order of the sequence."""
 from __future__ import annotations
 import math
 from attn.kernels.parts.memory.rows import strides
@@ -6,11 +6,12 @@ from attn.ops.common import flat
 from attn.problem import DealtRows, Problem
 from attn.tinygrad_compat import AxisType, KernelInfo, UOp
 
-ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most, of a copy by multiprocessors: so much is on its way at a time
+ROWS_OF_A_THREAD, ELEMENTS_OF_A_THREAD = 4, 8     # at most: a thread has all of them in flight at a time
 
 def order_keys(p:Problem, held:int, keys:DealtRows, width:int, gathered:UOp, shard:UOp) -> UOp:
-  """The kernel of its placeholders: gathered (rows, heads, width), shard with `held` rows a head in the layout of `p`. `keys` says which key/value
-  heads over batches, and of the rows that are held how many there are and where in `gathered` each belongs. tinygrad chooses the threads."""
+  """Returns the kernel, given its placeholders: gathered (rows, heads, width), and shard with `held` rows of each head in the layout of `p`. `keys`
+  says which key/value heads (counted over batches) to copy, how many of the held rows exist, and which row of `gathered` each one becomes. tinygrad
+  chooses the threads."""
   (first, heads), to, held_rows = keys.heads, flat(gathered), flat(shard)
   each = math.gcd(keys.queries, ROWS_OF_A_THREAD), math.gcd(width, ELEMENTS_OF_A_THREAD)
   block, head, part = (UOp.range(n, i) for i, n in enumerate((keys.queries//each[0], heads, width//each[1])))

@@ -1,13 +1,13 @@
-"""Flash attention forward for CDNA whose waves take turns: half of them multiply while the others work out weights.
+"""Flash attention forward for CDNA whose waves take turns: one half of them multiplies while the other half computes weights.
 
-The steps are those of amd/forward.py, in another order. Eight waves of 32 queries; the second four run one barrier behind the first, so that of the
-two waves on a SIMD one is in the first half of its trip while the other is in the second:
+The steps are those of attn/kernels/amd/forward.py, in another order. A workgroup has eight waves of 32 queries. The second four waves run one barrier
+behind the first four. So of the two waves on a SIMD one is in the first half of its trip while the other is in the second half:
 
-  weigh     S(t) -> P(t) on the vector unit; K(t+2) and V(t+1), which came to registers meanwhile, go to LDS, and K(t+3) and V(t+2) start on their way
+  weigh     turns S(t) into P(t) on the vector unit; stores K(t+2) and V(t+1) from registers to LDS; starts the loads of K(t+3) and V(t+2)
   multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
 
-A barrier ends each half. There are three tiles of K and three of V in LDS: what a half stores either group reads a barrier later at the earliest, and
-what lay there before either read a barrier earlier at the latest. Packed fp32 excludes the matrix unit, on which the other half of the waves is, so
+A barrier ends each half. LDS has three tiles of K and three of V. What a half stores is read one barrier later at the earliest, by either group. What
+lay there before was read one barrier earlier at the latest. Packed fp32 instructions stop the matrix unit, which the other half of the waves uses, so
 the kernel has none (docs/tried.md).
 """
 from __future__ import annotations
@@ -25,26 +25,28 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
 TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of a trip, tiles of K and of V in LDS
-K_READ_AFTER = 1      # the tile of O after whose product K is read: the first ones need the ports of LDS for V
+K_READ_AFTER = 1      # K is read after the product of this tile of O: the earlier products need the ports of LDS for V
 
 def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """The kernel of problem `p` as a function of its placeholders (o, q, k, v), or (o, lse, q, k, v) when p.return_lse, of the problems that
-  `dispatch.staggered_refuses` has nothing against. Raises NotImplementedError for tensors beyond what a buffer descriptor addresses."""
+  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). The problem must be
+  one that `dispatch.staggered_refuses` does not refuse. Raises NotImplementedError for a tensor that is larger than a buffer descriptor can
+  address."""
   check_problem(p, tile)
   return lambda *args: Staggered.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """What crosses the halves of trips beside that: S^T of the tile whose weights come next, and the parts of tiles on their way to LDS."""
+  """The state between the halves of trips. To a forward state it adds S^T of the tile that is weighed next, and the parts of tiles that are on their
+  way to LDS, in registers."""
   s: UOp
   on_the_way: UOp
 
 @dataclass(frozen=True)
 class Staggered:
-  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
   tile: Tile
-  state: StaggeredState      # at the start
-  common: AmdForward         # what the two halves of a trip are made of
+  state: StaggeredState      # before the first trip
+  common: AmdForward         # the steps from which the two halves are built
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> Staggered:
@@ -64,13 +66,13 @@ class Staggered:
     group, second = self.common.group, ops.uniform(self.common.at.wave.cast(dtypes.int))//(TURN_WAVES//2)
     apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start(group.scores)
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
-    s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group falls a barrier behind
+    s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group alone: now it is one barrier behind
     s = over_tiles(s, group.walked, self.common.new, self.trip)
     s = s.after(self.statements.do(amd.barrier_of(1 - second, s.softmax.acc[0].load())))
     return group.kernel("staggered", self.common.outputs(s.softmax))
 
   def first_tiles(self, s:StaggeredState, begin:UOp) -> StaggeredState:
-    """K of the first two tiles and V of the first in LDS, S of the first in registers, the next ones on their way."""
+    """Brings K of the first two tiles and V of the first to LDS, and S of the first to registers. Starts the loads of the next tiles."""
     rows = self.trips.loaded
     stores = [x for name, t in (("k", begin), ("k", begin + 1), ("v", begin))
               for x in self.trips.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
@@ -83,7 +85,8 @@ class Staggered:
 
   # ***** the two halves of a trip *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
-    """S(t) -> P(t), and what is on its way goes on. V(t) of the first tile of O comes from LDS before the barrier."""
+    """Turns S(t) into P(t), stores the loaded tiles to LDS and starts the next loads. Reads V(t) of the first tile of O from LDS before the
+    barrier."""
     one = self.common
     raw = [s.s[i].load() for i in range(s.s.max_numel())]
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])
@@ -95,7 +98,7 @@ class Staggered:
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
-    """O += V(t) P(t), S(t+1) = K(t+1) Q^T."""
+    """Computes O += V(t) P(t) and S(t+1) = K(t+1) Q^T."""
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]
@@ -107,11 +110,11 @@ class Staggered:
 
   # ***** the way of tiles *****
   def load(self, s:StaggeredState, t:UOp) -> UOp:
-    """K(t+2) and V(t+1) start on their way to registers."""
+    """Starts the loads of K(t+2) and V(t+1) to registers."""
     parts = [*s.k.fetch(self.trips.loaded["k"], t + 2), *s.v.fetch(self.trips.loaded["v"], t + 1)]
     return UOp.group(self.statements.do(amd.sched_barrier(*parts)), *[s.on_the_way[i].store(x) for i, x in enumerate(parts)])
 
   def store(self, s:StaggeredState, t:UOp) -> list[UOp]:
-    """From there they go to LDS."""
+    """Returns the stores of K(t+2) and V(t+1) from registers to LDS."""
     parts, of_k = [s.on_the_way[i].load() for i in range(s.on_the_way.max_numel())], len(s.k.items)
     return [*self.trips.in_lds(s, t + 2, "k").store(parts[:of_k]), *self.trips.in_lds(s, t + 1, "v").store(parts[of_k:])]

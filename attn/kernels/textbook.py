@@ -14,12 +14,12 @@ def total(xs:list[UOp]) -> UOp: return functools.reduce(UOp.add, xs)
 
 @functools.cache
 def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
-  """The kernel for `Tensor.empty(B, H, Sq, Dv).custom_kernel(q, k, v, fxn=textbook())[0]`: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv),
-  float16, bfloat16 or float32. `causal` is that of `attn.attention`, `block_n` the keys of a tile. Raises ValueError where shapes contradict each
-  other."""
+  """Returns the kernel for `Tensor.empty(B, H, Sq, Dv).custom_kernel(q, k, v, fxn=textbook())[0]`: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk,
+  Dv), float16, bfloat16 or float32. `causal` has the meaning that it has in `attn.attention`. `block_n` is the number of keys in a tile. Raises
+  ValueError if shapes contradict each other."""
   def kernel(o:UOp, q:UOp, k:UOp, v:UOp) -> UOp:
     shapes = [[int(n) for n in x.shape] for x in (o, q, k, v)]
-    p = problem_of(*shapes, dtypes=["float32"]*4, causal=causal)   # whatever the elements are, they are taken as float32
+    p = problem_of(*shapes, dtypes=["float32"]*4, causal=causal)   # the tensors' elements are converted to float32
 
     # 1. A thread is a query of a head. It walks over tiles of keys.
     b, h, i = (UOp.range(n, axis, AxisType.GLOBAL) for axis, n in enumerate((p.B, p.H, p.Sq)))
@@ -31,22 +31,22 @@ def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
     start = UOp.group(*[acc[d].store(0.0) for d in range(p.Dv)], m[0].store(-math.inf), l[0].store(0.0))
     acc_old, m_old, l_old = (x.after(start, tile) for x in (acc, m, l))
 
-    # 3. S = Q K^T. A score is -inf where there is no such key, or a mask hides it.
+    # 3. S = Q K^T. A score is -inf if its key does not exist, or if a mask hides it.
     keys = [tile*block_n + j for j in range(block_n)]
-    rows = [key.minimum(p.Sk - 1) for key in keys]   # what is read instead of a row beyond the last
+    rows = [key.minimum(p.Sk - 1) for key in keys]   # beyond the last row, the last one is read
     seen = [key < (p.Sk if not causal else (i + p.offset + 1).minimum(p.Sk)) for key in keys]
     s = [total([q[b, h, i, d].float()*k[b, kv_head, row, d].float() for d in range(p.D)])*p.softmax_scale for row in rows]
     s = [there.where(x, -math.inf) for there, x in zip(seen, s)]
 
-    # 4. The new maximum. While no key was seen it is -inf, from which no difference may be taken: 0 does as well.
+    # 4. The new maximum. It is -inf while no key was seen. Then 0 is subtracted instead, because -inf - -inf is NaN.
     m_new = functools.reduce(UOp.maximum, s, m_old[0])
     reference = m_new.eq(-math.inf).where(0.0, m_new)
 
-    # 5. P = exp(S - m) of this tile, and what brings sums relative to the old maximum to the new one.
+    # 5. P = exp(S - m) of this tile, and the factor that brings the sums from the old maximum to the new one.
     weights = [(x - reference).exp() for x in s]
     rescale = (m_old[0] - reference).exp()
 
-    # 6. l and acc take in this tile.
+    # 6. Add this tile to l and acc.
     values = [[v[b, kv_head, row, d].float() for row in rows] for d in range(p.Dv)]
     sums = [acc[d].store(acc_old[d]*rescale + total([w*x for w, x in zip(weights, values[d])])) for d in range(p.Dv)]
     done = UOp.group(*sums, l[0].store(l_old[0]*rescale + total(weights)), m[0].store(m_new)).end(tile)

@@ -1,7 +1,7 @@
-"""The fallback: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P V, everything in fp32.
+"""The fallback: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P V, all in fp32.
 
-Written in tensor operations, which tinygrad schedules as its own kernels: any dtype, any head dimension, any length, any device, every option, and
-sharded tensors. It takes B*H*Sq*Sk*4 bytes for the scores, which is what the other kernels are there to avoid.
+It consists of tensor operations, which tinygrad schedules as its own kernels. So it takes any dtype, head dimension, length and device, every option,
+and sharded tensors. The scores take B*H*Sq*Sk*4 bytes; the other kernels exist to avoid that.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from attn.score.term import Positions
 from attn.tinygrad_compat import Tensor
 
 def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
-  """Every batch by itself, its keys those below its length, from its start on."""
+  """Returns the positions of queries and keys if each batch is one sequence. Its keys are those from its start to its length."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
   counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
   if kv_lengths is None: return Positions(None, i + offset, j, counted)
@@ -21,8 +21,8 @@ def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor
   return Positions((j >= first) & (j < n), i + first if top_left else i + n.maximum(first) - Sq, j, (*counted[:2], j - first))
 
 def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
-  """Sequences one after another in a single batch: a query sees keys of its own. Tokens outside of the sequences belong to none, and those of one
-  beyond the `longest` number of queries and of keys."""
+  """Returns the positions of queries and keys if sequences lie one after another in a single batch: a query sees the keys of its own sequence. Tokens
+  outside of the sequences belong to none. Tokens beyond the `longest` number of queries and of keys of a sequence belong to none, either."""
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
   rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
   def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:
@@ -39,17 +39,17 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
-  """Rows of k or v (B, Hkv, Sk, width) beside each query, broadcastable to (B, Hkv, heads of each, Sq, Sk, width). Those that it does not see are
-  0 there: a product with what they really are, inf or NaN, would not be 0, in the gradients either."""
+  """Returns the rows of k or v (B, Hkv, Sk, width) for each query, broadcastable to (B, Hkv, query heads of each, Sq, Sk, width). Rows that a query
+  does not see are 0: if they hold inf or NaN, a product with them would not be 0, in the gradients either."""
   rows = rows.float().unsqueeze(2).unsqueeze(3)
   return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 
 def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|None) -> Tensor:
-  """What dropout leaves of P (B, Hkv, heads of each, Sq, Sk)."""
+  """Returns what dropout leaves of P (B, Hkv, query heads of each, Sq, Sk)."""
   (batch, i, j), (_, Hkv, group, _, _) = at.counted, p.shape
   head = Tensor.arange(int(Hkv)*int(group)).reshape(Hkv, group, 1, 1)
   if start is not None: batch, head = batch + start[0], head + start[1]
-  mask = kept_elements(seed, dropout_p, batch, head, i, j).contiguous()     # in memory, as tinygrad's own dropout has it
+  mask = kept_elements(seed, dropout_p, batch, head, i, j).contiguous()     # stored in memory, like the mask of tinygrad's own dropout
   return mask.where(p*(1/(1 - dropout_p)), 0.0)
 
 def unchanged(s:Tensor, at:Positions) -> Tensor: return s
@@ -58,19 +58,19 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
                dropout_p:float=0.0, dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
-  """(o, lse, what the rounding of that lost), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm; a row that sees no key gives 0 and
-  -inf.
+  """Returns (o, lse, what rounding to float32 took from lse), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm. A row that sees no
+  key gives o = 0 and lse = -inf.
 
-  q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`; where lengths are given it is the length that
-  decides: `top_left` at i, else so that the last query stands at the last key. Score, in this order: scaled, as the `terms` make it (attn/score), and
-  -inf where the `masks` hide a key (attn/score, too). `sinks` (H) are scores of one more key that has no value; lse counts it. A packed sequence has
-  the `longest` number of queries and keys at most. Dropout is of P, after its sum is taken, as attn.problem.Problem has it.
+  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, they decide instead: query
+  i stands at i with `top_left`, otherwise the last query stands at the last key. A score is scaled first. Then the `terms` change it, and where the
+  `masks` hide a key it becomes -inf (attn/score has both). `sinks` (H) are scores of one more key without a value; lse counts it. A packed sequence
+  has at most the `longest` number of queries and keys. Dropout acts on P after P is summed, as attn.problem.Problem says.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
   grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side
   def per_head(x:Tensor) -> Tensor:
-    """(H) or (B, H) -> broadcastable to the scores."""
+    """Reshapes (H) or (B, H) so that it broadcasts to the scores."""
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
   else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
@@ -84,7 +84,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   # ***** P *****
   m = s.max(-1, keepdim=True)
   if sinks is not None: m = m.maximum(per_head(sinks))
-  m = (m == NEG_INF).where(0.0, m).detach()     # any number would do: no gradient goes through it
+  m = (m == NEG_INF).where(0.0, m).detach()     # any number would do, so no gradient goes through m
   p = (s - m).exp()
   total = p.sum(-1, keepdim=True)
   if sinks is not None: total = total + (per_head(sinks) - m).exp()
@@ -94,7 +94,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
 
   # ***** O *****
   o = (p.unsqueeze(-1)*for_each_query(v, sees)).sum(-2)
-  empty, some = total == 0, (total == 0).where(1.0, total)     # a quotient by 0 would be NaN in the gradient, whatever is selected after it
+  empty, some = total == 0, (total == 0).where(1.0, total)     # division by 0 would make the gradient NaN, even where `where` drops the quotient
   o = empty.where(0.0, o/some)
   found = m + some.log()
   lse, rest = empty.where(NEG_INF, found), some.log() - (found - m)
