@@ -1,1 +1,1 @@
-"""What the kernels are made of, and no single one of them owns: each module is one idea of attention on matrix units."""
+"""Parts that several kernels share. Each module holds one idea of attention on matrix units."""

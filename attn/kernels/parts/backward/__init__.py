@@ -1,1 +1,1 @@
-"""Parts of the backward kernels alone: P and dS of scores, and the share of a bias that a workgroup has."""
+"""Parts that only the backward kernels use: P and dS from scores, and a workgroup's share of the gradient of a bias."""

@@ -1,5 +1,5 @@
-"""How the gradient of a bias, a tensor that a term adds to scores, is divided over workgroups: which block of it each owns, and what it walks over to
-sum it."""
+"""Division of the gradient of a bias (a tensor that a term adds to scores) over workgroups: the block that each workgroup owns, and what the
+workgroup walks over to sum that block."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class BiasShare:
-  """How a bias is divided over workgroups, and what each of them walks over to sum it."""
+  """Division of a bias over workgroups, and what each workgroup walks over to sum its block."""
   p: Problem
   block_m: int
   block_n: int
@@ -29,53 +29,53 @@ class BiasShare:
     return self.p.extras[summed_tensor(self.p).name]
   @property
   def broadcast(self) -> tuple[bool, ...]:
-    """Whether several batches, heads, rows and keys share one bias: four answers."""
+    """Whether all batches, all heads, all rows and all keys share one bias: True where the bias has size 1 and there are several of them."""
     return tuple(size == 1 and n > 1 for size, n in zip(self.tensor[0], (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
   @property
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Batches, heads and blocks of queries that a workgroup walks over."""
+    """Numbers of batches, heads and blocks of queries that one workgroup walks over."""
     batches, heads, rows, _ = self.broadcast
     return self.p.B if batches else 1, self.p.H if heads else 1, self.blocks if rows else 1
   @property
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Batches, heads and blocks of queries that workgroups own."""
+    """Numbers of batches, heads and blocks of queries that are divided among the workgroups."""
     return self.p.B//self.walked[0], self.p.H//self.walked[1], self.blocks//self.walked[2]
   @property
   def owns_keys(self) -> bool:
-    """Whether a workgroup owns one tile of keys; else it walks over all."""
+    """Whether a workgroup owns one tile of keys. If not, it walks over all tiles of keys."""
     return any(self.broadcast[:3]) and not self.broadcast[3]
   @property
   def uneven(self) -> bool:
-    """Whether trips walk over different tiles of keys: those that their queries see, or that their batch has. In a loop over such trips the loop over
-    tiles would have a bound that goes by the outer loop, for which tinygrad's linearizer finds no order."""
+    """Whether trips walk over different tiles of keys, because queries see different keys or batches have different numbers of keys. In a loop over
+    such trips the bound of the inner loop over tiles would depend on the outer loop. tinygrad's linearizer finds no order for such loops."""
     batches, _, blocks = self.walked
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and self.p.kv_lengths))
   @property
   def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether nothing is summed: each tile of dS is stored as it is."""
+    """Whether there is nothing to sum, so that each tile of dS is stored unchanged."""
     return not any(self.broadcast)
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
 
   def check_parts(self, parts:int) -> None:
-    """Raises ValueError for more parts than trips."""
+    """Raises ValueError for a negative number of parts and for more parts than trips."""
     if not 0 <= parts <= self.trips:
       raise ValueError(f"parts={parts}: must be 0 (no parts) to {self.trips}, the blocks of queries that a workgroup walks over")
 
 @dataclass(frozen=True)
 class BiasPart:
-  """What one workgroup has of that."""
+  """One workgroup's part of the gradient of a bias."""
   share: BiasShare
-  grid: Grid             # by the numbers of the owned heads and blocks of queries
-  key_tile: UOp          # the owned one, where there is one
-  part: UOp              # of what is summed
-  parts: int             # how many of those there are; 0 where the sum is not to be left in parts
+  grid: Grid             # its head and block count the owned heads and the owned blocks of queries
+  key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup walks over all tiles
+  part: UOp              # number of the part of the sum that this workgroup computes
+  parts: int             # number of parts in which the sum is left; 0: the sum is complete
 
   @staticmethod
   def of(share:BiasShare, parts:int, lanes:int, waves:int, new:Allocator) -> BiasPart:
@@ -94,12 +94,12 @@ class BiasPart:
 
   @property
   def first_place(self) -> Grid:
-    """Where the one trip of a part is, or the first one of all."""
+    """Grid position of the part's only trip, or of the first of all trips."""
     return self.grid_of_trip(self.part if self.one_trip else UOp.const(0))
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """The first of its trips, and how many there are."""
+    """The number of this part's first trip, and how many trips the part has."""
     trips = self.share.trips
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
     each = ceildiv(trips, self.parts)
@@ -107,32 +107,32 @@ class BiasPart:
     return first, (trips - first).maximum(0).minimum(each)
 
   def grid_of_trip(self, i:UOp) -> Grid:
-    """The grid of trip i, with the numbers of the head and of the block of queries that the workgroup works on."""
+    """Returns the grid position of trip i: the head and the block of queries that the workgroup works on."""
     _, heads, blocks = self.share.walked
     batch, head = self.grid.head//self.share.owned[1] + i//(heads*blocks), self.grid.head%self.share.owned[1] + i//blocks%heads
     return replace(self.grid, head=batch*self.share.p.H + head, block=self.grid.block + i%blocks)
 
   def walked(self, group:Workgroup) -> Blocks:
-    """The tiles of keys that a trip walks over: those that its queries see. In a loop over `uneven` trips it is all tiles there may be, as masked
-    ones."""
+    """Returns the tiles of keys that a trip walks over: the tiles that its queries see. In a loop over `uneven` trips, returns all tiles that may
+    exist, all of them masked."""
     if self.one_trip or not self.share.uneven: return group.walked
     none = UOp.const(0)
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)
 
   # ***** the stores *****
   def row_start(self, row:Row) -> UOp:
-    """Where a row of the bias begins, or the one that all rows share."""
+    """Returns the flat index at which a row of the bias begins, or the one row that all queries share."""
     batches, heads, rows, keys = self.share.tensor[0]
     batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else row.index))*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Stores consecutive elements of a row of the bias, in the order of its keys."""
+    """Stores consecutive elements of a row of the gradient, in the order of the keys."""
     (shape, own), gradient = self.share.tensor, flat(group.given[f"d{summed_tensor(self.share.p).name}"])
     return store_row(group.arch, gradient, "float32" if self.parts else own, shape[3], self.row_start(row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Stores, in loops, to the tiles of keys that no query of the block sees; `stores` gives those of one tile."""
+    """Returns loops of stores to the tiles of keys that no query of the block sees. `stores` makes the stores for one tile."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

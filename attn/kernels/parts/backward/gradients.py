@@ -1,4 +1,5 @@
-"""Computes P and dS from scores and dP, and reads what that takes of each query: its delta, and its lse with the rest that fp32 may have lost."""
+"""Steps from scores and dP to P and dS. They need three numbers of each query: its lse, its delta, and with wide scores also lse_rest, the part of
+the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Sequence
@@ -19,78 +20,79 @@ from attn.score.term import LOG2E, Row, ScoreTerm
 from attn.score.terms import terms_after
 from attn.tinygrad_compat import UOp, dtypes
 
-OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # rows that scores are made of, and those of dP: of queries and of keys
-WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # what each gradient is a sum of: rows of a tensor, and their weights
-PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # what each pass over the queries computes
+OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # tensors by rows of queries and of keys: the first of each makes scores, the second dP
+WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each gradient sums the rows of a tensor, multiplied by these weights
+PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 
 @dataclass(frozen=True)
 class Exponent:
-  """What makes P = exp2(scores*to_log2 + low) of scores, or exp2((scores - high)*to_log2 + low): numbers, or vectors as the scores are. With dropout
-  P is what is left of it in forward where it is kept, 1/(1 - dropout_p) times as large.
+  """Numbers that turn scores into P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) where there is `high`. They are scalars,
+  or vectors of the same length as the scores. With dropout P is as large as forward has it at a kept score: 1/(1 - dropout_p) times the weight.
 
-  Natural scores have their difference from the lse taken first, which is exact where it matters. Beside a wide bias `low` is what that has lost."""
+  For natural scores `high`, the lse, is subtracted first, because that difference is exact where it matters. With wide scores `low` then holds what
+  the lse lost to rounding."""
   low: UOp|None
   high: UOp|None = None
 
   @staticmethod
   def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Exponent:
-    """Makes the exponent of an lse, and of wide scores of its rest. A query that sees no key has P = 0."""
+    """Makes the exponent from an lse, and with wide scores from `rest`, what the lse lost to rounding. A query that sees no key gets P = 0."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
     if rest is not None: return Exponent(low(ops.mul(rest, -LOG2E)), reference(log_sum))
     return Exponent(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Exponent], join:Callable[..., UOp]) -> Exponent:
-    """Joins several into one."""
+    """Joins several exponents into one: `join` takes their `low` numbers, then their `high` numbers."""
     return Exponent(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def numbers(self) -> list[UOp]:
-    """Lists `high` and `low`, as far as there are."""
+    """Lists those of `high` and `low` that exist."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Exponent:
-    """Changes each of its numbers."""
+    """Applies `change` to `low` and to `high`."""
     return Exponent.joined([self], change)
   def where(self, there:UOp) -> Exponent:
-    """Makes P 0 where a query is not there."""
+    """Makes P 0 for a query that does not exist (`there` is false)."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
-    """P of scores."""
+    """Computes P from the scores `x`."""
     if self.high is not None: x = ops.sub(x, self.high)
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_numbers(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists what a kernel that owns keys puts into shared memory of a query's numbers: of its exponent `low`, `scaled_delta`, and `high` if there is
-  one."""
+  """Lists the numbers of a query that a kernel which owns keys puts into shared memory: `low` of its exponent, `scaled_delta`, and `high` of its
+  exponent if there is one."""
   exponent = Exponent.of(p, log_sum, *rest)
   return [x for x in (exponent.low, scaled_delta(delta, p), exponent.high) if x is not None]
 
 def kinds_of_exponents(p:Problem) -> range:
-  """Says which of those numbers make the exponent."""
+  """Returns which of the numbers that `shared_numbers` lists make the exponent: all but the second, delta."""
   return range(0, len(numbers_of_queries(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
-  """-delta, and with dropout so much less of it as P is larger than it should be beside it."""
+  """Returns -delta. With dropout returns -delta*(1 - dropout_p), because the P that it is multiplied by is 1/(1 - dropout_p) times as large."""
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
-  """What dP begins with: -delta, or with dropout 0, for delta is not dropped."""
+  """Returns what the accumulators of dP begin with: -delta; or 0 with dropout, which drops elements of dP but not delta."""
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 @dataclass(frozen=True)
 class Weights:
-  """P of a lane's scores. Both what is made of P and of dS is a factor of rows of tensors, so where a query does not see a key both are exactly 0,
-  whatever numbers the two have: `visible` clears a vector there."""
+  """P of a lane's scores. P and dS are both multiplied by rows of tensors, so both must be exactly 0 where a query does not see a key, whatever
+  numbers the two rows hold: `visible` clears a vector there."""
   p: list[UOp]
-  derivatives: dict[str, list[UOp]]                 # of terms at each score, by name and in their order
+  derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
-  """P of raw scores."""
+  """Computes P of the raw scores of one row."""
   return weights_of_rows(scores, raw, [exponents], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """P and dS's factors of vectors that hold the elements of several rows, one row after another. `exponents` has one entry for each row."""
+  """Computes P of raw scores whose vectors hold the elements of several rows, one row after another. `exponents` has one list per row."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)
     return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
@@ -105,20 +107,21 @@ def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]]
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
-  """What makes P = exp(score - reference) of an lse: inf for a query that sees no key, whose P is 0."""
+  """Returns the reference in P = exp(score - reference) from an lse: inf for a query that sees no key, so that its P is 0."""
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def exponent_of(group:Workgroup, row:Row) -> Exponent:
-  """Makes the exponent of a query of the workgroup."""
+  """Loads the numbers of a query of the workgroup and makes its exponent."""
   return Exponent.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
 def exact_exponent(p:Problem, log_sum:UOp, *rest:UOp) -> Exponent:
-  """Makes the exponent of an lse for natural scores."""
+  """Makes the exponent for natural scores from an lse, and from `rest` (what the lse lost to rounding) where there is one."""
   return Exponent.of(p, log_sum, *rest) if rest else Exponent(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
-  """P of raw scores, by `natural` scores that are rounded as they were in forward: so their differences are, and that of the one key that dominates a
-  row is exactly 0. The maximum, which changes nothing, keeps compilers from a multiply-add, which would not round them; a bias comes after it."""
+  """Computes P of raw scores, by `natural` scores that are rounded as forward rounds them. Their differences from the lse are then rounded alike,
+  too: where one key dominates a row, its difference is exactly 0. The maximum with LOWEST changes no value. It keeps compilers from a multiply-add,
+  which would not round the scores. With wide scores it is not needed, because the last step is the addition of a bias."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Exponent) -> UOp:
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))
@@ -128,37 +131,38 @@ def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Ro
   return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), exponents)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
-  """dP - delta, given a dP that began with `dp_start`, of which dropout keeps as much as of P."""
+  """Returns dP - delta from a dP that began with `dp_start`. With dropout, first drops the elements of dP whose weights are dropped."""
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], added:ScoreTerm|None=None) -> list[UOp]:
-  """dS = P * (dP - delta), given the second factor, of raw scores: what it lacks is softmax_scale; or of what the term `added` adds."""
+  """Computes dS = P * (dP - delta), the gradient of raw scores without the factor softmax_scale. `dp` is the second factor, dP - delta. With `added`,
+  computes the gradient of what that term adds to the scores."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if added is None or name in terms_after(added): ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
-  """Elements of a row of a gradient times a factor; exactly 0 where the row is not `known`, whatever x is there. None: it is stored where it is
-  known only."""
+  """Multiplies elements of a row of a gradient by a factor. Returns exactly 0 where the row is not `known`, whatever x is there. `known` is None
+  where only known rows are stored."""
   if known is None: return ops.mul(x, factor)
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class NumbersOfRows:
-  """The numbers of each query in global memory, those of `numbers_of_queries`."""
+  """The numbers of each query (`numbers_of_queries`) in global memory."""
   each: tuple[GlobalRows, ...]
   in_units = True
   def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class RowNumbers(InLds):
-  """The numbers of each query of a tile that `shared_numbers` says, in LDS in the order in which lanes have the queries as elements of C: those of a
-  lane side by side."""
+  """The `shared_numbers` of each query of a tile, in LDS. Their order is the order in which lanes hold the queries as elements of C, so that the
+  numbers of one lane lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
-  buffer: UOp        # units
+  buffer: UOp        # in units of 16 bytes
   thread: UOp
   base: UOp|int = 0
 
@@ -169,11 +173,11 @@ class RowNumbers(InLds):
   def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
-    """One staged part for each item of a thread: a thread has one item only."""
+    """Lists this as pieces of one item per thread: a thread has only one item."""
     return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:
-    """The numbers of the query that the thread carries."""
+    """Loads the numbers of the query that this thread copies."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
     return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in rows.each]
@@ -184,7 +188,7 @@ class RowNumbers(InLds):
             for i, x in enumerate(shared_numbers(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Exponent], list[UOp]]:
-    """(exponents, -delta) of a lane's column of C fragments."""
+    """Loads (exponents, `scaled_delta`) for a lane's column of C fragments."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units

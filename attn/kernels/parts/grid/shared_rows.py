@@ -1,4 +1,4 @@
-"""Where the waves of a workgroup share the rows of O: each has some of its columns, and of the scores some queries and some keys of each trip."""
+"""Kernels whose waves share the rows of O: each wave has some columns of O, and computes the scores of some queries and some keys of each trip."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
@@ -8,32 +8,32 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """A wave's part of the work on `row_tiles` matrix tiles of queries and `block_n` keys, which come in `key_parts`."""
+  """A wave's part of the work on `row_tiles` matrix tiles of queries and `block_n` keys, which are divided into `key_parts` parts."""
   wave: UOp
   row_tiles: int
   block_n: int
   key_parts: int
   @property
   def keys(self) -> int:
-    """Number of keys of a part."""
+    """Number of keys in one part."""
     return self.block_n//self.key_parts
   @property
   def tile(self) -> UOp:
-    """The queries whose scores the wave computes."""
+    """Number of the matrix tile of queries whose scores this wave computes."""
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """The keys of a trip whose scores it computes."""
+    """Number of the part of a trip's keys whose scores this wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """The wave's scores among those of the workgroup. The wave's tile number in trip t is `tile_number(t)`."""
+    """Returns this wave's scores from the scores of the workgroup. The wave's tile in trip t has the number `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """What waves tell each other of `rows` rows, in fp32 in LDS."""
-  buffer: UOp       # units
+  """Numbers of `rows` rows that waves exchange through LDS, in fp32."""
+  buffer: UOp       # in units of 16 bytes
   rows: int
   base: UOp|int = 0
   @staticmethod

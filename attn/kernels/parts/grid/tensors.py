@@ -1,4 +1,4 @@
-"""The tensors that a kernel takes, and which of them it can address."""
+"""The tensors that a kernel takes, and checks that a kernel can address them."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from attn.score.terms import check_derivatives, score_terms, summed_tensor
 
 X = TypeVar("X")
 
-MAX_D = 256      # the longest row of O that registers hold
+MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:
-  """(shape, dtype) of the tensors that `forward` takes, by name and in order: those of `p.shapes`, or for a part of the keys (p.num_splits > 1)
-  float32 o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq), and of wide scores lse_rest_partial, in place of o, lse and lse_rest,
-  whatever the layout ("thd": (G, H, total_q, Dv)), and no sinks."""
+  """Returns (shape, dtype) of the tensors that `forward` takes, by name and in order. Without splits these are `p.shapes`. With splits
+  (p.num_splits > 1), float32 tensors take the place of o, lse and lse_rest, whatever the layout: o_partial (G, B, H, Sq, Dv), lse_partial
+  (G, B, H, Sq), and with wide scores lse_rest_partial; for "thd" o_partial is (G, H, total_q, Dv). Sinks are then left out."""
   if p.num_splits == 1: return p.shapes
   rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
@@ -25,50 +25,50 @@ def arguments(p:Problem) -> Shapes:
           **{name: x for name, x in p.shapes.items() if name not in ("o", "lse", "lse_rest", "sinks")}}
 
 def extras_of_backward(p:Problem) -> Shapes:
-  """The optional tensors that backward kernels take: sinks act through the lse alone."""
+  """Returns the optional tensors that backward kernels take: all but sinks, which act only through the lse."""
   return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
-  """(shape, dtype) of a gradient as a kernel writes it: with `parts` > 0 as so many fp32 tensors that are still to be added."""
+  """Returns (shape, dtype) of a gradient as a kernel writes it. With `parts` > 0 the kernel writes `parts` fp32 tensors, which are added later."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 def of_backward(p:Problem) -> Problem:
-  """The problem whose forward writes what backward reads."""
+  """Returns the problem whose forward writes all that backward reads: the lse, and with wide scores lse_rest."""
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """lse, and lse_rest where there is one, of tensors by name."""
+  """Selects lse, and lse_rest where there is one, from tensors by name."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
-  """(shape, dtype) of the tensors that `backward_dq` takes, by name and in order: dq, `in_parts`, and delta, which it writes; q, k, v, o, lse,
-  of wide scores lse_rest, do; the optional tensors; with `dlse` the gradient of lse."""
+  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. It writes dq (`in_parts`) and delta. It reads q, k, v, o,
+  lse, with wide scores lse_rest, do, the optional tensors, and with `dlse` the gradient of lse."""
   x = of_backward(p).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
-  """(shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order: dk and dv, `in_parts`, which it writes; q, k, v, lse,
-  of wide scores lse_rest, delta, do; the optional tensors."""
+  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. It writes dk and dv (`in_parts`). It reads q, k, v, lse,
+  with wide scores lse_rest, delta, do, and the optional tensors."""
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
-  """(shape, dtype) of the tensors that `backward_dbias` takes, by name and in order: the gradient of the tensor that it is for, `in_parts`, which it
-  writes; q, k, v, lse, of wide scores lse_rest, delta, do; the optional tensors."""
+  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. It writes the gradient (`in_parts`) of the tensor that
+  `summed_tensor` returns. It reads q, k, v, lse, with wide scores lse_rest, delta, do, and the optional tensors."""
   x, name = of_backward(p).shapes, summed_tensor(p).name
   return {f"d{name}": in_parts(x[name], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def too_wide(p:Problem) -> str|None:
-  """Why the rows of a problem are too long for a kernel that holds one of O in registers, or None."""
+  """Says why the rows of a problem are too long for a kernel that holds a row of O in registers. Returns None where they are not."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
 
 def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
-  """Raises NotImplementedError where what a workgroup reads of one tensor at a time is more than a buffer descriptor's range: 64 bits say where that
-  begins, 32 where in it something is."""
+  """Raises NotImplementedError where a workgroup would read more of one tensor at a time than a buffer descriptor's range. A descriptor has 64 bits
+  for the beginning of the range and 32 bits for an offset within it."""
   heads, most = heads_of(p, tile), max(tile.block_m, tile.block_n)
   queries, keys = min(p.Sq, most if backward else tile.block_m) if heads == 1 else p.Sq, min(p.Sk, most)
   def of_keys(width:int, view:Strided|None) -> int: return strides(p.layout, p.Hkv, p.Sk, width)[2] if view is None else view.row
@@ -86,16 +86,16 @@ def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
 
 def check_problem(p:Problem, tile:BlockTile) -> None:
   """Raises ValueError where the number of splits is not chosen yet, and NotImplementedError where `check_range` does."""
-  if p.num_splits == 0: raise ValueError("num_splits=0: splits.resolve chooses the number of splits before there can be a kernel")
+  if p.num_splits == 0: raise ValueError("num_splits=0: a kernel needs a number of splits, at least 1; splits.resolve chooses one")
   check_range(p, tile)
 
 def check_backward(p:Problem, tile:BlockTile) -> None:
-  """Raises NotImplementedError where there is no gradient of the problem by the backward kernels: splits, values that are part of the keys, a number
-  of keys that only a Variable knows, terms without a derivative, and tensors beyond what a buffer descriptor addresses."""
+  """Raises NotImplementedError where the backward kernels cannot compute the gradient of a problem: splits, values that are part of the keys, views
+  of a cache, a number of keys that is a Variable, terms without a derivative, and tensors beyond what a buffer descriptor addresses."""
   if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels have keys and values apart")
-  if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the gradient is of the whole, whatever the splits of forward")
+  if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the backward kernels take num_splits=1 only, whatever forward has")
   for name in ("k_view", "kv_starts"):
-    if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels know no parts of a cache")
+    if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels support no parts of a cache of keys")
   if p.sk_variable is not None:
     raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels have no Variable for the number of keys, but a tensor, kv_lengths")
   check_derivatives(p)

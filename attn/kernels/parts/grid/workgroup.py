@@ -1,4 +1,4 @@
-"""A workgroup's part of a problem: which head, queries and keys it has, by what numbers it is known, and how its kernel ends."""
+"""A workgroup's part of a problem: its head, queries and keys, its place in the grid, and the stores that end its kernel."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
@@ -20,25 +20,25 @@ from attn.score.masks import hiding
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
-CACHED = 16 << 20   # bytes of K and V that the blocks which run at a time should share in NVIDIA's L2
+CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should share in NVIDIA's L2
 
 @dataclass(frozen=True)
 class Grid:
   """Division of the work: heads and blocks of queries over the grid, lanes and waves over a workgroup's threads."""
   allocator: Allocator
-  ranges: tuple[UOp, ...]     # those of the grid and of the threads
-  head: UOp                   # the workgroup's number among all heads that are computed, or groups of heads
-  block: UOp                  # and among the blocks of queries, or of keys
+  ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
+  head: UOp                   # number of the workgroup's head, or group of heads, among all that are computed
+  block: UOp                  # number of its block of queries, or of keys
   lane: UOp
   wave: UOp
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
-  """AMD's grid: heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
+  """Makes AMD's grid over blocks of queries: heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
   heads = heads_of(p, tile)
   return _heads_fastest(math.prod(blocks_of_queries(p, tile)), p.all_heads//heads, tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
-  """AMD's grid over blocks of keys and key/value heads: these vary fastest, too."""
+  """Makes AMD's grid over blocks of keys. Key/value heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
   return _heads_fastest(ceildiv(p.Sk, tile.block_m), p.B*p.Hkv, tile, mat)
 
 def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
@@ -46,19 +46,20 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
   block = new.range(blocks, AxisType.GLOBAL)
   head = new.range(heads, AxisType.GLOBAL)
   lane = new.range(mat.wave, AxisType.WARP)
-  wave = new.range(tile.waves, AxisType.WARP)       # as a LOCAL axis tinygrad would split it where % divides it
+  wave = new.range(tile.waves, AxisType.WARP)       # WARP: tinygrad would split a LOCAL axis where % divides it
   return Grid(new, (block, head, lane, wave), head, block, lane, wave)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """NVIDIA's grid: the blocks of a group of heads run together, under a causal mask of as many as the cache holds; of each piece by itself, so that
-  none with many keys is among the last ones."""
+  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the group has as many heads as the
+  cache holds. Where queries come in two pieces, the grid goes over one piece after the other, so that no block with many keys runs last."""
   heads = heads_of(p, tile)
-  sharing = p.H//p.Hkv//heads      # of the cache they leave K and V half: what they have of Q and O is more
+  sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """NVIDIA's grid over blocks of keys and key/value heads: the blocks of as many heads run together as the cache holds queries of."""
+  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the group has as many heads
+  as the cache holds the queries of."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
@@ -74,31 +75,32 @@ def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:
   number = functools.reduce(lambda block, piece: piece*blocks + block, outer, block)
   return Grid(new, (*outer, group, block, in_group, lane, wave), group*together + in_group, number, lane, wave)
 
-KEY_TENSORS = ("k", "v", "dk", "dv")    # whose rows are keys
+KEY_TENSORS = ("k", "v", "dk", "dv")    # tensors whose rows are keys
 
 def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   return dict(zip(names, args))
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """A range over so many parts, if there are several."""
+  """Returns a range over `parts` parts in a tuple, or an empty tuple where there is at most one part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """The number of a part, where a sum is left in parts, one of them perhaps."""
+  """Returns the number of the workgroup's part: None where a sum is not left in parts, 0 where it is left in one part."""
   return None if not parts else split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:
-  """The rows of a workgroup that owns queries: those from `first` to `last` that lie before `end`. In their sequence they are `further` on."""
+  """Rows of a workgroup that owns queries: those of `first` to `last` that lie before `end`. The tensor has some of a sequence's queries only where
+  devices share it: then these rows stand `further` queries later in their sequence than in the tensor."""
   first: UOp
   last: UOp
   end: int|UOp
   further: int|UOp
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Rows of the block of queries that starts as the `number`-th: under a causal mask the long ones start first. `buffers`: the first row becomes a
-  part of the offsets of buffer instructions."""
+  """Returns the rows of the block of queries that starts as the `number`-th one. Under a causal mask the blocks with the most keys start first.
+  `buffers` says that the first row becomes a part of the offsets of buffer instructions, which must not be negative."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = pieces*blocks - 1 - number if hiding(p).after else number, x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
@@ -117,25 +119,25 @@ class Workgroup:
   p: Problem
   arch: Chip
   tile: BlockTile
-  given: dict[str, UOp]       # the placeholders by name
+  given: dict[str, UOp]       # the kernel's placeholders, by the names of their tensors
   grid: Grid
-  split: tuple[UOp, ...]      # the range over parts of the keys, where there is one
+  split: tuple[UOp, ...]      # the range over parts of what is walked over; empty where it is not divided
   batch: UOp
   first_head: UOp
   kv_head: UOp
-  first_row: UOp              # a row is a query, with several heads in a tile each query's heads in turn; or a key
-  end_row: int|UOp            # from this one on rows are none of its own
+  first_row: UOp              # a row is a key or a query; where a tile has several heads, each query has one row per head, side by side
+  end_row: int|UOp            # the workgroup owns no row from this one on
   sequence: Extent
   scores: Scores
-  walked: Blocks              # the tiles of keys, or of queries, that it walks over
-  part: UOp|None = None       # of a gradient whose sum is divided: the number of the part, in fp32, that it leaves
-  walked_heads: int = 1       # query heads that it walks over
+  walked: Blocks              # the tiles of keys, or of queries, that the workgroup walks over
+  part: UOp|None = None       # where the sum of a gradient is divided: number of the fp32 part that the workgroup writes
+  walked_heads: int = 1       # query heads that the workgroup walks over
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          names:Shapes|None=None, parts:int=0) -> Workgroup:
-    """The part of the workgroup at this place of the grid that owns queries; `args` are the kernel's placeholders, of the tensors `names` (by default
-    those of `arguments`), `at` is the thread's place in a matrix; the keys are divided into `parts`, if any."""
+    """Returns the part of a workgroup that owns queries, at the place `grid`. `args` are the kernel's placeholders for the tensors `names` (by
+    default those of `arguments`). `at` is the thread's place in a matrix. The keys are divided into `parts` parts where that is above 1."""
     heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -145,7 +147,8 @@ class Workgroup:
     own = rows_of_block(p, tile, sequence, grid.block, heads > 1 and arch.unit.descriptor != 0)
     sequence = replace(sequence, offset=sequence.offset + own.further)
     first_query, last_query = own.first//heads, own.last//heads
-    # terms' tensors are addressed from there: for rows of several heads from query 0 on, for a lane's query less the first one has a part below 0
+    # the terms' tensors are addressed relative to this row. With several heads in a tile it is query 0: a lane's offset from the first query could
+    # have a negative part
     first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
     scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores)
@@ -157,8 +160,8 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
               parts:int=0) -> Workgroup:
-    """The part of a workgroup that owns keys of a key/value head, and walks over the queries of the heads that share them. The first of these is
-    `first_head`. The walk is divided into `parts`, heads first."""
+    """Returns the part of a workgroup that owns keys of a key/value head, and walks over the queries of the heads that share these keys. Of these
+    heads `first_head` is the first one. The walk is divided into `parts` parts: first by heads, then by queries."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))
@@ -172,7 +175,7 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """The part of a workgroup that owns queries, at another place of the grid, and walks over all keys."""
+    """Returns the part of a workgroup that owns queries at another place of the grid, and walks over all keys."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
@@ -185,14 +188,15 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """The row of the block whose number is the sum of these."""
+    """Returns the row of the block whose number in the block is the sum of `i`."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
   def rows_of(self, name:str, head:UOp|None=None) -> GlobalRows:
-    """The rows of a tensor that the workgroup reads or writes: those of its sequence and head, or of the query head `head`; of q of all its heads."""
+    """Returns the rows of a tensor that the workgroup reads or writes: the rows of its sequence and its head, or of the query head `head`. For q,
+    returns the rows of all its heads."""
     p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
-    within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that has them, and how long its rows are
+    within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that holds these rows, and the length of its rows
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
     if p.pages is not None and name in ("k", "v"): return self.paged_rows(within, width)
@@ -207,7 +211,7 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   def paged_rows(self, name:str, width:int) -> PagedRows:
-    """The first `width` columns of k or v in pages."""
+    """Returns the first `width` columns of k or v in pages."""
     view, pages, buffer = self.p.k_view if name == "k" else self.p.v_view, self.p.pages, flat(self.given[name])
     assert view is not None and pages is not None
     size, begin = buffer.dtype.itemsize, self.sequence.k_start
@@ -217,34 +221,35 @@ class Workgroup:
                      table, begin)
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
-    """The rows of a tensor as `rows` has them, in the dtype of the matrix unit's inputs."""
+    """Returns the rows of a tensor as `rows_of` does, converted to the dtype of the matrix unit's inputs."""
     rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def numbers(self, name:str, head:UOp) -> GlobalRows:
-    """The numbers of lse and its like: one in fp32 for each query of a head."""
+    """Returns the rows of lse, delta and other tensors that have one fp32 number for each query of a head."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def number(self, name:str, row:Row) -> UOp:
-    """The number of a query; for a query beyond the last none is read."""
+    """Loads the number of a query from lse, delta or a tensor like them. For a query beyond the last one nothing is read."""
     rows = self.numbers(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
   # ***** O and LSE *****
   @property
   def out_dtype(self) -> str:
-    """The dtype of O as it is stored: a part of the keys leaves its own in fp32."""
+    """Dtype in which O is stored: fp32 where this is the O of one part of the keys only."""
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
-    """Returns (the factor of a row's O, its LSE), from its reference and its sums: of P as it is rounded, and as the LSE has it."""
+    """Returns (the factor that a row's O is multiplied by, the row's LSE) from the row's reference `m` and its sums `totals`: first the sum of P as
+    it is rounded, last the sum of P that the LSE is made of."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
-    """The stores of a row's LSE, where it is wanted, and of the parts of its O that this lane has: (first column, values)."""
+    """Returns the stores of a row's LSE, where the problem wants it, and of the lane's parts of the row's O: `o` lists (first column, values)."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
     stores = []
@@ -255,13 +260,13 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """The stores to the workgroup's share of the rows that are of no sequence, where sequences are packed."""
+    """Returns the stores to the workgroup's share of the rows that belong to no sequence (`clear_outside`)."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
 
   def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
-    """The kernel that ends in these stores."""
+    """Returns the forward kernel that ends in the stores `outputs`."""
     tile, p = self.tile, self.p
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
@@ -269,20 +274,21 @@ class Workgroup:
 
   # ***** gradients *****
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
-    """The stores of the parts of a row of a gradient that this lane has: (first column, values)."""
+    """Returns the stores of the lane's parts of a row of a gradient: `columns` lists (first column, values)."""
     to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """The place where the workgroup's part of a gradient begins."""
+    """Returns the flat index at which the workgroup's part of a gradient begins."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
-    """The kernel of so many operations that ends in these stores to the tensors `names`, and in those of 0 to the rows that are of no sequence."""
+    """Returns the kernel of `count` operations that ends in the stores `outputs` to the tensors `names`, and in stores of 0 to the rows that belong
+    to no sequence."""
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
@@ -291,7 +297,7 @@ class Workgroup:
 
   @property
   def is_first_part(self) -> UOp:
-    """Whether this part stores what all parts know: the first one does."""
+    """Whether this part is the first one, which stores what all parts know."""
     return UOp.const(True) if self.part is None else self.part.eq(0)
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:

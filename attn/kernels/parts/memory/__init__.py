@@ -1,1 +1,1 @@
-"""Rows in global memory, tiles in LDS, fragments in lanes, and the ways between them."""
+"""Rows in global memory, tiles in LDS, fragments in lanes, and how data moves between them."""

@@ -1,1 +1,1 @@
-"""Parts that every program is made of: numbers of ranges and registers, statements in their order, and the loops over tiles."""
+"""Parts of every kernel's program: the numbers of ranges and registers, the order of statements, and the loops over tiles."""

@@ -1,5 +1,5 @@
-"""Which queries and keys there are, and which tiles of the others a block of either walks over: those that some mask touches, and those that none
-does."""
+"""Numbers of queries and keys of a workgroup's sequence, and the tiles that a workgroup walks over: which of them a mask touches, and which no mask
+touches."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
@@ -12,21 +12,23 @@ from attn.score.masks import first_seen, seen_up_to
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
-  """A number that is loaded, the same in the whole workgroup: as an index, held within `low`..`high` so that no access can leave a buffer."""
+  """Makes an index from a loaded number that is the same in the whole workgroup. The index is clamped to `low`..`high`, so that no access can leave a
+  buffer."""
   return bounded(ops.uniform(x), low, high)
 
-FEW, MANY = 3, 1000    # trips
+FEW, MANY = 3, 1000    # numbers of trips
 
 def trip_count(n:UOp) -> UOp|None:
-  """How often a loop runs, None where it never does. Of a number up to FEW neither tinygrad nor the compiler may tell: into a loop that runs once at
-  most tinygrad places values from before it, which then are not known after it, and of one that runs up to three times clang keeps more in registers
-  than there are (dual_wave spilled 106 with 200 keys and a mask, 52 with 250 queries and 515 keys)."""
+  """Returns how often a loop runs, None where it never runs. A number that is known to be at most FEW is hidden from tinygrad and from the compiler.
+  tinygrad moves values from before a loop that runs at most once into the loop, and they are then unknown after it. For a loop that runs at most
+  three times clang keeps more in registers than there are (dual_wave spilled 106 with 200 keys and a mask, 52 with 250 queries and 515 keys)."""
   if (n := n.simplify()).vmax <= 0: return None
   return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
 @dataclass(frozen=True)
 class Extent:
-  """The sequence of a workgroup: its queries and keys, the rows of the tensors at which they begin, and the `offset` of the diagonal."""
+  """The sequence of a workgroup: its numbers of queries and keys, the rows of the tensors at which they begin, and the `offset` of the diagonal
+  (query i meets the diagonal at key i + offset)."""
   n_q: int|UOp
   n_k: int|UOp
   q_start: int|UOp
@@ -34,13 +36,13 @@ class Extent:
   offset: int|UOp
 
 def counted(n:Count) -> UOp:
-  """What Variables say, as a kernel has it."""
+  """Returns a number given by Variables as a UOp of a kernel."""
   return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
 
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
-  """`given` has the optional tensors by name."""
+  """Returns the sequence of a workgroup. `batch` is the number of the batch or of the packed sequence, `given` has the optional tensors by name."""
   def keys_of() -> tuple[UOp, int|UOp]:
-    """How many keys the batch has by kv_lengths, and where they begin."""
+    """Returns how many keys the batch has, and its first key, from kv_lengths and kv_starts."""
     end = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
     if not p.kv_starts: return end, 0
     start = run_time(flat(given["kv_starts"])[batch].load(), 0, p.Sk)
@@ -66,19 +68,19 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """The rows, among packed sequences, that the workgroups of one of these write though they are of none: those from its last row to the next
-  sequence, or the end, and for the first sequence those before it. Where cu_seqlens say what they should, every row is either of a sequence or
-  here."""
+  """Rows of no sequence that the workgroups of one packed sequence write: the rows from its end to the next sequence, or to the end of the tensor.
+  For the first sequence, also the rows before it. Where cu_seqlens are valid, every row belongs either to a sequence or to one `Outside`."""
   count: UOp
   before: UOp
   after: UOp
-  total: int      # rows of all sequences, and between them
+  total: int      # all rows of the tensor: of all sequences, and between them
   def row(self, i:UOp) -> UOp:
-    """The i-th of them."""
+    """Returns the number of the i-th of these rows."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
-  """Rows of no sequence, of q and tensors like it, or of k and v with `keys`. For rows that devices share these are the padding behind them."""
+  """Returns the rows of no sequence: of q, o and their gradients, or with `keys` of k, v and theirs. Where devices share a sequence, these rows are
+  the padding behind the rows that a device holds."""
   if p.dealt is not None:
     there = p.dealt.queries
     return Outside(UOp.const(p.Sq - there), UOp.const(0), UOp.const(there), p.Sq)
@@ -90,8 +92,8 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """Tiles `begin`..`end` of what is walked over, of which no mask touches `full_begin`..`full_end`. `masked_first`: masks may touch some
-  before these."""
+  """Tiles `begin`..`end` that a workgroup walks over. No mask touches the tiles `full_begin`..`full_end`. `masked_first` says that masks may touch
+  tiles before `full_begin`."""
   begin: UOp
   full_begin: UOp
   full_end: UOp
@@ -99,12 +101,12 @@ class Blocks:
   masked_first: bool
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """The `index`-th of `of` parts, in tiles as equal as can be; the last ones may be empty."""
+    """Returns the `index`-th of `of` parts of the tiles. The parts are as equal as possible. The last parts may be empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """The tiles of this block among the `index`-th group of `tiles` tiles, counted from tile 0."""
+    """Returns the tiles that lie in the `index`-th range of `tiles` tiles, counted from tile 0."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -112,8 +114,8 @@ class Blocks:
     return Blocks(first, full_begin, full_end, last, self.masked_first)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """The tiles that rows `first`..`last` see. None of these rows sees a column before those of the first one, or after those of
-  the last."""
+  """Returns the tiles that rows `first`..`last` see. No row of these sees a column before the columns of row `first`, or after the columns of row
+  `last`."""
   masked_first = first_seen(walk, first) is not None
   def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)

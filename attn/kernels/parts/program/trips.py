@@ -1,4 +1,4 @@
-"""How a kernel goes over tiles: the loop, and on AMD the way of a tile through registers to LDS."""
+"""Loops of a kernel over tiles, and on AMD the steps that bring a tile through registers to LDS."""
 from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,64 +13,65 @@ from attn.tinygrad_compat import AxisType, UOp
 Crossing = TypeVar("Crossing", bound=Carried)
 
 class TileLoop(Generic[Crossing]):
-  """A loop over neighbouring tiles. `masked`: masks may touch them."""
+  """A loop over neighbouring tiles. `masked` says whether masks may touch these tiles."""
   before: Crossing
   trip: UOp
 
   def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins a trip: returns the state in it, and the tile's number."""
+    """Begins a trip. Returns the state in the trip, and the number of its tile."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:
-    """Ends the loop, each trip of which ends in `done`: returns the state after it."""
+    """Ends the loop. Each trip ends in `done`. Returns the state after the loop."""
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Lists the loops over tiles: over those that no mask touches, and, where there are any, over those before them and after them."""
+  """Lists the loops over tiles: one over the tiles that no mask touches, and one each over the tiles before and after those, where there are any."""
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Runs `trip(state, tile, masked)` on one tile after another; it returns what the trip ends with. Tiles that no mask touches come without masks."""
+  """Runs `trip(state, tile, masked)` on one tile after another. `trip` returns what the trip ends with. For tiles that no mask touches `masked` is
+  False. Returns the state after all tiles."""
   loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
   for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
 
 class TripState(Carried):
-  """What crosses trips: tiles in LDS, and registers."""
+  """State that a kernel carries from trip to trip: tiles in LDS, and registers."""
   def lds_after(self, *deps:UOp) -> Self:
-    """Makes the tiles in LDS alone come after `deps`: a barrier where these store to them."""
+    """Makes only the tiles in LDS come after `deps`. tinygrad adds a barrier where `deps` store to these tiles."""
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
     return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, InLds)})
 
 S = TypeVar("S", bound=TripState)
-TileWork = Callable[[S, UOp, bool], UOp]     # on a tile in LDS, given the state, the tile's number, and whether masks touch it
+TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given the state, the tile's number, and whether masks touch the tile
 
 class StagedTripsTile(Protocol):
-  """What a kernel's tile says about its trips."""
+  """Fields of a kernel's tile that describe its trips."""
   @property
-  def prefetch(self) -> int: """When a tile is loaded: 0 in its own trip, 1 in the trip before, 2 so, and stored to a second buffer in LDS."""
+  def prefetch(self) -> int: """When tiles are loaded. 0: in their own trip; 1: in the trip before; 2: as 1, and stored to a second buffer in LDS."""
   @property
-  def buffers(self) -> int: """Tiles of a kind in LDS."""
+  def buffers(self) -> int: """Number of LDS buffers for each tensor's tile."""
   @property
   def in_turn(self) -> bool: """Whether a trip that loads its own tile loads one tensor after another."""
   @property
-  def by_item(self) -> bool: """Whether it loads one item of a thread after another, too."""
+  def by_item(self) -> bool: """Whether a trip that loads its own tile also loads one item of a thread after another."""
   @property
-  def anew(self) -> bool: """Whether it computes the addresses of rows in pieces anew."""
+  def anew(self) -> bool: """Whether each trip computes the addresses of rows that come in pieces anew."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """The trips of a kernel whose tiles come through registers to LDS: where a tile comes from, and when."""
+  """Trips of a kernel whose tiles come through registers to LDS: where a tile comes from, and when it is loaded."""
   tile: StagedTripsTile
   new: Allocator
   statements: Statements
   start: S                      # the state before the first trip
-  loaded: Mapping[str, Any]     # rows in global memory that go to LDS in each trip, by the name of their tile in the state
+  loaded: Mapping[str, Any]     # rows in global memory that each trip brings to LDS, by the name of their tile in the state
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
     """Loads this thread's parts of tile t to registers."""
@@ -82,8 +83,8 @@ class StagedTrips(Generic[S]):
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
   def in_turn(self, s:S, t:UOp) -> UOp:
-    """Brings tile t to LDS, one of its tensors after another, which takes the registers of the largest alone, or of one item of a thread. Where
-    rows come in pieces, each has an address of its own: a tile may have them computed anew."""
+    """Brings tile t to LDS, one tensor after another. That takes registers for the largest tensor only, or with `by_item` for one item of a thread.
+    Where rows come in pieces, each piece has an address of its own: with `anew` each trip computes these addresses anew."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
@@ -93,7 +94,7 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns the place of tile t."""
+    """Returns the buffer in LDS for the tile `name` of tile t."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
@@ -101,14 +102,15 @@ class StagedTrips(Generic[S]):
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
-    """Has tile t in LDS, and the next one on its way to registers: returns its parts. Without prefetch a trip takes its own tile to LDS."""
+    """Waits until tile t is in LDS, and starts loading the next tile to registers. Returns the state, and this thread's parts of the next tile.
+    Without prefetch brings tile t itself to LDS, and returns no parts."""
     if not self.tile.prefetch: return s.lds_after(self.in_turn(s, t) if self.tile.in_turn else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
-    return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # the compiler would put loads off
+    return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # else the compiler delays the loads
 
   def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores the parts of the next tile to LDS when the work on tile t is done. With two buffers no wave has to wait for others before it stores:
-    the barrier at the end of the trip is the only one."""
+    """Stores the parts of the next tile to LDS when the work on tile t is done. With two buffers no wave has to wait for others before it stores: the
+    only barrier is the one at the end of the trip."""
     if not self.tile.prefetch: return worked
     free = worked if self.tile.prefetch > 1 else workgroup_barrier(worked)
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
@@ -118,12 +120,12 @@ class StagedTrips(Generic[S]):
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
-    """Does the work on tile t while the next one is on its way."""
+    """Does the work on tile t while the next tile is being loaded."""
     there, parts = self.arrive(s, t)
     return self.leave(s, t, work(there, t, masked), parts)
 
   def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
-    """Lists the loops over tiles, in which the next tile is on its way while there is work on one."""
+    """Lists the loops over tiles. In each the next tile is being loaded during the work on one tile."""
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):

@@ -1,1 +1,1 @@
-"""Steps between the matrix products and after them: scores, their softmax, dropout, the ends of rows, and merging."""
+"""Steps between and after the matrix products: scores, softmax, dropout, the final O and LSE of each row, and merging of partial results."""

@@ -1,8 +1,8 @@
-"""Which scores of a lane dropout keeps, and what becomes of the others.
+"""Dropout of a lane's scores: which scores are kept, and zeros for the others.
 
-The bits are those of attn/ops/dropout.py: an octet, eight keys of a query, to a call. Lanes that share a row share out its octets, so that none is
-worked out twice in a wave. Where lanes are keys, eight of them have an octet: each works it out for other queries, and they exchange rows of bits for
-columns.
+attn/ops/dropout.py makes the bits: one call makes those of an octet, eight keys of a query. Lanes that share a row divide its octets among them, so
+that no octet is computed twice in a wave. Where a lane owns a key, eight lanes share an octet: each of them computes it for different queries, and
+then they exchange rows of bits for columns.
 """
 from __future__ import annotations
 import functools, operator
@@ -15,15 +15,16 @@ from attn.ops.dropout import OCTET, WORD
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
-OCTETS = WORD//OCTET     # of a dword
+OCTETS = WORD//OCTET     # octets whose bits fill a dword
 
 def bit_of(row:int) -> int:
-  """Where the bit of one of the 32 rows of a dword stands: see attn/ops/dropout.py."""
+  """Returns the position of the bit of one of the 32 rows whose bits a dword has: see attn/ops/dropout.py."""
   return row//OCTET*4 + row % OCTET//2 + row % 2*16
 
 @dataclass(frozen=True)
 class Kept:
-  """Which of a lane's scores of a tile are kept: for each of its rows a dword of every 32 that are walked over; for none of them without dropout."""
+  """Bits that say which of a lane's scores of a tile are kept. For each of the lane's rows there is a dword for every 32 keys or queries that are
+  walked over. Without dropout there are none."""
   at: Lane|MmaLane|ThreadPlace
   words: tuple[tuple[UOp, ...], ...] = ()
 
@@ -32,18 +33,20 @@ class Kept:
     """Number of pairs of neighbouring scores of a row in a vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
-    """The dword that has the bit of a lane's n-th score of a row, and the bit's place in it."""
+    """Returns (which dword has the bit of a lane's n-th score of a row, the position of the bit)."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """The dwords with the bits of some scores, (row, n), side by side, and the place of each score."""
+    """Returns the dwords that hold the bits of some scores, side by side in a vector, and the (dword, position) of each score's bit. `at` lists the
+    scores: (row, n)."""
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """P, packed, with 0 for what is dropped: vectors of scores from the lane's `first` on, of each its rows one after another."""
+    """Replaces dropped elements of packed P by 0. `x` holds vectors of scores from the lane's `first`-th vector on, for each vector the lane's rows
+    one after another."""
     if not self.words: return x
     rows, pairs = range(len(self.words)), range(self.pairs)
     vectors = ops.length(x)//(len(rows)*len(pairs))
@@ -51,7 +54,7 @@ class Kept:
     return bits.drop_packed(x, words, places, first)
 
   def numbers(self, tiles:list[UOp]) -> list[UOp]:
-    """Drops fp32 numbers: all vectors of a tile."""
+    """Replaces dropped elements of fp32 numbers by 0: `tiles` are all vectors of a tile."""
     if not self.words: return tiles
     found, part = [], self.at.matrix.row_part
     for kt, x in enumerate(tiles):
@@ -60,28 +63,28 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Whether neighbouring scores of a lane are two rows apart."""
+  """Says whether neighbouring scores of a lane are two rows apart."""
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Which scores of these rows of a lane dropout keeps in a tile of what is walked over."""
+  """Returns which scores of a lane's rows dropout keeps in a tile of what is walked over."""
   if not scores.p.dropout_p: return Kept(scores.at)
-  count = scores.block_n//OCTET      # octets, or octets of queries, of a tile
+  count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
   def word(row:Row, first:int) -> UOp: return _word(scores, row, tile*count + first, min(OCTETS, count - first))
   return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
-  """(seed, batch, head) of a row as dropout counts them."""
+  """Returns (seed, batch, head) of a row as dropout counts them."""
   seed, start = scores.given["dropout_seed"], scores.given.get("dropout_start")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
   batch, head = (x if start is None else x.cast(dtypes.uint) + flat(start)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """The bits of the lane's scores among eight times `count` rows that are walked over, from octet `first` on."""
+  """Returns the bits of a lane's scores among the 8*`count` keys or queries that are walked over from octet `first` on."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
-  shared = min(at.matrix.groups, count)           # lanes, each of which has every so manyth octet
+  shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
   mine = at.h%shared
   def octet(i:int) -> UOp:
     number = first + mine + i*shared
@@ -92,20 +95,21 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
   if scores.walk.over == "queries": x = bits.turned(x, at.in_octet, *at.neighbours)
   return bits.lane_bits(x, at.h*bit_of(at.matrix.block), alternate(at))
 
-# ***** a thread by itself *****
+# ***** threads that exchange nothing *****
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Which scores of a row are kept, of a thread that exchanges nothing: for each of its vectors one of dwords, and where in these the bits are."""
+  """Bits that say which scores of a row are kept, in a thread that exchanges nothing with others. For each of its vectors of scores there is a vector
+  of dwords. `places` are the (dword, position) of the bits."""
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
   def numbers(self, tiles:list[UOp]) -> list[UOp]:
-    """fp32 numbers, 0 where they are dropped: all vectors of a tile."""
+    """Replaces dropped elements of fp32 numbers by 0: `tiles` are all vectors of a tile."""
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """What dropout keeps of each of four neighbouring rows, for the quads of walked-over rows that begin with `firsts`. Either quad is half an octet
-  of keys."""
+  """Returns which scores are kept for each of four neighbouring rows, and for the quads of keys or queries walked over that begin with `firsts`. The
+  four keys, own or walked over, are half an octet."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]
@@ -114,6 +118,6 @@ def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]
   return [KeptHere(of_queries, tuple((i, bit_of(key)) for i in range(len(rows)))) for key in range(len(rows))]
 
 def _kept_half(scores:Scores, row:Row, query:UOp, key:UOp) -> UOp:
-  """The bits of four neighbouring keys of a query, that of the first one at bit 0."""
+  """Returns the bits of four neighbouring keys of a query. The bit of the first key is bit 0."""
   octet = bits.kept_octet(*_counted(scores, row), query, key//OCTET, scores.p.dropout_p)
   return (key//(OCTET//2)%2).eq(0).where(octet, octet >> 2)

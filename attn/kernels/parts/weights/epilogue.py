@@ -1,4 +1,4 @@
-"""The end of a kernel: O = O / l and LSE = m + ln l of each row, their stores, and what tinygrad is told of the kernel."""
+"""The end of a kernel: O = O / l and LSE = m + ln l of each row, their stores, and the estimates of the kernel's cost for tinygrad."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ from attn.problem import BYTES, Problem
 from attn.score.term import LN2, LOG2E, Row
 from attn.tinygrad_compat import AxisType, Estimates, UOp, dtypes
 
-OPTIMISED = "attn"   # a tag on the SINK: tinygrad leaves its ranges as they are, and its KernelInfo with our estimates
-OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # as the lse of a row among packed sequences: beside it everything vanishes
+OPTIMISED = "attn"   # tag on the SINK: tinygrad then leaves the ranges unchanged, and keeps the KernelInfo with our estimates
+OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence: the largest fp32 number, beside which every other lse vanishes
 
 @dataclass(frozen=True)
 class LogSum:
-  """An LSE, reference + ln(total), as fp32 rounds it, and what the rounding lost: all of the second term where the first one is large. A sum of
-  nothing has -inf and 0."""
+  """An LSE, reference + ln(total), rounded to fp32, and the rest that the rounding lost. Where the reference is large, the rest is all of ln(total).
+  Where the total is 0, the LSE is -inf and the rest is 0."""
   rounded: UOp
   rest: UOp
 
@@ -33,8 +33,8 @@ class LogSum:
     return LogSum(total.eq(0.0).where(NEG_INF, found), total.eq(0.0).where(0.0, ops.sub(more, ops.sub(found, reference))))
 
 def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, LogSum]:
-  """(what O^T is to be multiplied by, LSE) of a row with the sums `totals` of P relative to the reference `m`: first of P as it is rounded, which O
-  is divided by, and last of P as the LSE has it. A sink is one more term of both."""
+  """Returns (factor that O^T is multiplied by, LSE) of a row with the reference `m`. `totals` are sums of P relative to `m`: the first is the sum of
+  P as it is rounded, by which O is divided, and the last is the sum for the LSE. A sink adds one more term to both sums."""
   m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]
   if sink is None:
     return rounded.eq(0.0).where(0.0, ops.rcp(rounded)), LogSum.of(m, exact)
@@ -45,7 +45,8 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Of a row: its number in lse, and where it begins in o; or in lse_partial and o_partial, of a key range."""
+  """Returns the number of a row in lse and the flat index at which it begins in o. With `split`, the number of a key range, returns them for
+  lse_partial and o_partial."""
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
@@ -54,11 +55,12 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   return number - p.rows_before, begin if p.layout == "bshd" else begin - p.rows_before*p.Dv
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-  """Stores consecutive elements of a row of O (`length` elements from index `begin` on), from `column` on, converted to `dtype`, as fp32 numbers or
-  as dwords of `dtype` in pairs: 16 (or 8) bytes at a time where rows are so aligned."""
+  """Stores consecutive elements of a row of O, from `column` on. The row has `length` elements and begins at index `begin`. `values` are fp32
+  numbers, which are converted to `dtype`, or dwords with pairs of elements of `dtype`. A store takes 16 (or 8) bytes where rows are aligned to
+  that."""
   size, packed = BYTES[dtype], values.dtype == ops.u32(ops.length(values))
   n = ops.length(values)*(2 if packed else 1)
-  column, constant = column.pop_const()      # what all columns of a lane have in common is computed once
+  column, constant = column.pop_const()      # the common part of all columns of a lane is then computed only once
   further = int(constant)
   index = begin + column
   words = values if size == 4 or packed else ops.pack(values if n > 1 else ops.build(values, values), dtype)   # dwords of the row
@@ -77,9 +79,9 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   new:Allocator, *split:UOp) -> list[UOp]:
-  """Of packed sequences, and of those that devices hold: the stores, in a loop, of o = 0 and lse = -inf to the rows that are of none
-  (`blocks.outside`), for some heads of a sequence, shared out over `block` (number, of how many) and `thread` likewise. In the result of a key
-  range their lse is OF_NO_SEQUENCE, for `combine` to know them from rows that see no key: a sink is no part of theirs."""
+  """Returns a loop that stores o = 0 and lse = -inf to the rows of no sequence (`blocks.outside`), where sequences are packed or where devices share
+  a sequence. It does so for `heads`. The work is divided over blocks and threads: `block` and `thread` are (number, of how many). In the result of a
+  key range the lse of these rows is OF_NO_SEQUENCE instead. `combine` then tells them from rows that see no key: a sink adds to those only."""
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
   o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)
@@ -95,8 +97,8 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
-  """The loop over rows of no sequence, each of `columns` columns of `vec` elements, shared out over `block` (number, of how many) and `thread`
-  likewise. `stores` gives those of (row, first element, whether there is such a row)."""
+  """Returns the loop over rows of no sequence. Each row has `columns` pieces of `vec` elements. The pieces are divided over blocks and threads:
+  `block` and `thread` are (number, of how many). `stores` makes the stores for (row, first element, whether there is such a row)."""
   together = block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = new.range(count, AxisType.LOOP)
@@ -105,7 +107,7 @@ def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread
   return [UOp.group(*stores(row, column, there)).end(trip)]
 
 def estimates(p:Problem) -> Estimates:
-  """What tinygrad's DEBUG=2 line needs: floating-point operations, and bytes moved when every tensor is touched once."""
+  """Returns what tinygrad's DEBUG=2 line shows: floating-point operations, and bytes moved where every tensor is accessed once."""
   size, out = p.itemsize, p.out_itemsize
   memory = p.all_heads*p.Sq*(p.D*size + p.Dv*out) + p.all_heads*p.Hkv//p.H*p.Sk*(p.D + (0 if p.v_in_k else p.Dv))*size
   return Estimates(ops=p.flops, lds=memory, mem=memory)

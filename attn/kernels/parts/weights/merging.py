@@ -1,8 +1,9 @@
-"""What kernels share that merge partial results: attention of the same queries over some of the keys each, normalised, with its natural-log LSE.
+"""Parts that the kernels share which merge partial results. Each partial result is normalised attention of the same queries over some of the keys,
+with its natural-log LSE:
 
   o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))      (FlashAttention-2, arXiv 2307.08691, section 2.3.1)
 
-with the largest exponent taken out. A result of no keys has o_g = 0 and lse_g = -inf, and so weighs nothing.
+The largest exponent is factored out. A result of no keys has o_g = 0 and lse_g = -inf, so its weight is 0.
 """
 from __future__ import annotations
 import math
@@ -19,17 +20,17 @@ from attn.problem import Problem
 from attn.score.term import LOG2E
 from attn.tinygrad_compat import AxisType, UOp
 
-COMBINE_THREADS = 256       # of a workgroup, at most
+COMBINE_THREADS = 256       # the most threads of a workgroup
 
 def rows_together(p:Problem, arch:Chip, columns:int) -> int:
-  """How many rows a workgroup merges, each by `columns` threads: few where there are few, so that they are shared out over the chip, but those of a
-  whole wave."""
+  """Returns how many rows a workgroup merges. Each row takes `columns` threads. Where the problem has few rows, a workgroup merges few, so that all
+  compute units have work, but at least as many as fill a wave."""
   return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, max(1, arch.cus)), arch.wave//columns)))
 
 @dataclass(frozen=True)
 class MergedRow:
-  """The row of the output that a thread is at, `vec` neighbouring elements of it from `column` on: its number, over batches and heads, held within
-  the rows that are `there`."""
+  """The row of the output that a thread merges, and the thread's `vec` elements of it, from `column` on. `index` is the row's number over batches and
+  heads, clamped to the last row. `there` says whether the thread's row exists."""
   p: Problem
   arch: Chip
   block: UOp
@@ -39,8 +40,8 @@ class MergedRow:
   @staticmethod
   def of(p:Problem, arch:Chip, new:Allocator) -> MergedRow:
     vec = math.gcd(p.Dv, 4)
-    columns = p.Dv//vec                       # threads of a row
-    per = rows_together(p, arch, columns)     # rows of a workgroup
+    columns = p.Dv//vec                       # threads per row
+    per = rows_together(p, arch, columns)     # rows per workgroup
     workgroup, thread = (AxisType.LOOP,)*2 if arch.serial else (AxisType.GLOBAL, AxisType.WARP)
     return MergedRow(p, arch, new.range(ceildiv(p.rows, per), workgroup), new.range(per*columns, thread), vec)
   @property
@@ -56,24 +57,25 @@ class MergedRow:
   def column(self) -> UOp: return self.thread%self.columns*self.vec
   @property
   def length(self) -> int:
-    """Rows of a head."""
+    """Number of rows of one head."""
     return self.p.total_q if self.p.varlen else self.p.Sq
   @property
   def coordinates(self) -> tuple[UOp, UOp, UOp]:
-    """(batch, head, query)."""
+    """Coordinates of the row: (batch, head, query)."""
     return self.index//(self.p.H*self.length), self.index//self.length%self.p.H, self.index%self.length
 
 def reference_of(largest:UOp) -> UOp:
-  """What exponents are taken relative to: the largest LSE, or 0 where no result has a key."""
+  """Returns the reference that is subtracted from every exponent: the largest LSE, or 0 where no partial result has a key."""
   return largest.eq(NEG_INF).where(0.0, largest)
 
 def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
-  """exp(lse - reference): the difference first, for it is exact where it matters. `rest` is what the lse has lost."""
+  """Returns exp(lse - reference). The difference is taken first, because it is exact where it matters. `rest` is what the lse lost to rounding."""
   found = ops.mul(ops.sub(lse, reference), LOG2E)
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """The stores of o, from the weighted sum `values` and the sum `weights`, and of lse and lse_rest where they are among the tensors `given`."""
+  """Returns the stores of o, from the weighted sum `values` and the sum of weights `weights`, and the stores of lse and lse_rest where they are among
+  the tensors `given`."""
   p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)

@@ -1,9 +1,9 @@
-"""From raw scores Q K^T to what the softmax takes: the problem's terms (attn/score), then the masks.
+"""Steps from raw scores Q K^T to the input of the softmax: first the problem's terms (attn/score), then the masks.
 
-Without a term scores stay raw: the softmax takes differences first and folds softmax_scale * log2(e) in with its fma. With any of them, scores
-become base-2 logarithms, in fp32, and the softmax works on those with a factor of 1. Where inputs are float32 that is not exact enough: there they
-become `natural` logarithms, rounded as the textbook's are, in both passes alike. So do wide scores (Problem.wide_scores), among which is
-the least number of float32: no base-2 logarithm that fp32 holds.
+Without a term the scores stay raw: the softmax first takes differences, and multiplies by softmax_scale * log2(e) in its fma. With a term the scores
+become base-2 logarithms in fp32, and the softmax uses a factor of 1. For float32 inputs that is not exact enough: there the scores become `natural`
+logarithms, rounded as the textbook's are, alike in forward and backward. Wide scores (Problem.wide_scores) become natural logarithms, too: among them
+is the least number of float32, whose base-2 logarithm fp32 cannot hold.
 """
 from __future__ import annotations
 import functools, math
@@ -22,15 +22,15 @@ NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """The scores of one row and trip as a lane holds them: a list of vectors, element n of them all being row `tile*block_n + matrix.key_of(h, n)` of
-  what is walked over: the keys of a query, or the queries of a key."""
+  """Scores of one row in one trip, as a lane holds them: a list of vectors. A row is a query and walks over keys, or it is a key and walks over
+  queries. Element n, counted over all vectors, is number `tile*block_n + matrix.key_of(h, n)` of what is walked over."""
   p: Problem
   at: Lane|MmaLane|ThreadPlace
   block_n: int
   walk: Walk
-  first: Row         # the workgroup's first head, and its first row or, where it has those of several heads, row 0: uniform
-  given: Mapping[str, UOp]   # the kernel's tensors by name, those among them that terms and dropout read
-  natural: bool = False
+  first: Row         # the workgroup's first head and first row (row 0 where a tile has rows of several heads); the same in the whole workgroup
+  given: Mapping[str, UOp]   # the kernel's tensors by name, among them all that terms and dropout read
+  natural: bool = False      # whether terms leave natural logarithms instead of base-2 logarithms
 
   @functools.cached_property
   def terms(self) -> tuple[ScoreTerm, ...]: return score_terms(self.p)
@@ -38,42 +38,42 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> Unit:
-    """What the terms leave scores in."""
+    """Unit of the scores after the terms."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2
   @property
   def to_log2(self) -> float:
-    """What the softmax multiplies scores by to have base-2 logarithms."""
+    """Factor by which the softmax multiplies scores to get base-2 logarithms."""
     return LOG2E if self.natural else self.unit.base2
   @property
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """The rows of each vector in lane group 0; those of lane group h lie h*matrix.block further on."""
+    """Which numbers of a tile each vector has in lane group 0. In lane group h each number is h*matrix.block larger."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
-    """The same of another head."""
+    """Returns these scores for another head."""
     return replace(self, first=replace(self.first, head=head))
   def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Where the scores of a row in a tile lie."""
+    """Returns where the scores of a row in a tile lie, as the terms need it."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk.over, self.walk.diagonal(row.index), tile, self.block_n, self.at.h, mat.block,
                     self.walked, mat.tile_keys, self.unit_of_terms)
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Raw scores as the terms leave them, or `natural` ones."""
+    """Applies the terms to raw scores. Without terms, converts `natural` scores to their unit."""
     return self.left(self.steps(x, row, tile))
 
   def left(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns what the softmax takes of `steps`, but for masks."""
+    """Returns the scores that the softmax takes, before masks, from what `steps` returned."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
-    """Raw scores, and as each term leaves them."""
+    """Returns the raw scores `x`, and the scores after each term."""
     found, at, unit = [x], self.fragment(row, tile), raw_unit(self.p)
     for term in self.terms:
       found.append(term.value(found[-1], at, unit))
@@ -81,7 +81,7 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """The derivative of each term, by its name, at the scores of `steps`; of none that is 1 everywhere."""
+    """Returns the derivative of each term, by the term's name, at the scores of `steps`. A term whose derivative is 1 everywhere is left out."""
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
       assert term.derivative is not None
@@ -90,15 +90,15 @@ class Scores:
     return found
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """-inf where there is no such key or query, or where the query does not see the key."""
+    """Replaces scores by -inf where the key or query does not exist, or where the query does not see the key."""
     return self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """0 there."""
+    """Replaces numbers by 0 where the key or query does not exist, or where the query does not see the key."""
     return self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """The first and the last of a lane's keys in a tile that a row sees, or of its queries, counted from the lane's first one; None where the first
-    one is the first there is."""
+    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key, or a query where rows
+    are keys. The first is None where no mask hides columns before it."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
@@ -108,13 +108,13 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """`mask` of two rows whose raw scores lie in registers, in place: statements, in any order."""
+    """Returns statements, in any order, that mask two rows' raw scores in place, in their registers."""
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """What the softmax takes, of the raw scores of these rows, whose elements lie in each vector one row after another."""
+    """Returns what the softmax takes from the raw scores of `rows`. In each vector the elements lie one row after another."""
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]

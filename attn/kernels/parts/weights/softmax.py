@@ -1,10 +1,11 @@
-"""The online softmax over the lanes that share a query: what the forward kernels do to scores between their two matrix products.
+"""Online softmax over the lanes that share a query: the steps of the forward kernels between their two matrix products.
 
-A trip looks for no maximum. Weights P = exp2(scores - m) are taken from the reference m that there is, and their sums, which are needed anyway, tell
-whether it is still good: see attn/ops/softmax.py. A row begins with the lowest m there is, from which every score overflows.
+A trip does not look for a maximum. It computes weights P = exp2(scores - m) with the current reference m. The sums of the weights, which are needed
+anyway, show whether m is still good: see attn/ops/softmax.py. A row begins with the lowest possible m, from which every score overflows.
 
-O is divided by the sum of P as it is rounded to 16 bits, as a product with V takes it, and so is a mean of V whatever the rounding did: where one key
-outweighs all others, exactly its row of V. An LSE is that of the sum before it was rounded, which is taken only where an LSE is written.
+O is divided by the sum of the P that the product with V takes: P rounded to 16 bits. So O is a mean of rows of V, whatever the rounding did. Where
+one key outweighs all others, O is exactly its row of V. The LSE is made of the sum of P before the rounding, which is computed only where an LSE is
+written.
 """
 from __future__ import annotations
 import math
@@ -23,8 +24,9 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """Which sums of P a kernel takes, kind by kind (attn/ops/softmax.py): first of P as it is rounded, and where an LSE is written also of P before
-  that. `matrix` is the instruction for the first, where it is not a dot product from its beginning on; `dual`: two dot products issue at once."""
+  """Sums of P that a kernel computes, as a list of kinds (attn/ops/softmax.py). The first is the sum of P as it is rounded. Where an LSE is written,
+  the second is the sum of P before the rounding. `matrix` is the matrix instruction that begins the first sum, None where no matrix instruction does.
+  `dual` says that two dot products issue at once."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
@@ -37,8 +39,9 @@ class Sums:
     return Sums(dtype, (kind, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Of each query tile the sum of P as it is rounded, packed, a column of S^T tiles. Dot products that issue at once are of two sums side by side,
-    those of two query tiles or of every other S^T tile of one. The second begins with another dword, for the first ones of both are in one bank."""
+    """Returns for each query tile the sum of its rounded, packed P, a column of S^T tiles. Dot products that issue at once belong to two sums side by
+    side: the sums of two query tiles, or of the even and the odd S^T tiles of one query tile. The second sum begins with another dword of each
+    vector, because the first dwords of both sums are in the same register bank."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
@@ -49,9 +52,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """Its state in registers: O^T accumulators; per query tile the reference m that the exponents of scores are taken from, addend = -m*to_log2 (NaN
-  where that has too large a rounding error) and, of each kind of sum in turn, the lane's part of the row sum l; and of a trip the weights, packed,
-  the scores, and its part of l."""
+  """State of the online softmax in registers. `acc` are the accumulators of O^T. Each query tile has the reference `m` of its exponents, `addend` =
+  -m*to_log2 (NaN where that has too large a rounding error), and in `l` the lane's part of the row sum, for each kind of sum. Of the current trip
+  there are the packed weights `p`, the `scores`, and the trip's part of l, `l_of_trip`."""
   acc: UOp
   m: UOp
   addend: UOp
@@ -62,7 +65,7 @@ class Softmax(Carried):
 
   @staticmethod
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, sums:Sums, new:Allocator) -> Softmax:
-    """For that many tiles of queries, each with as many of O^T and of S^T."""
+    """Allocates the state for `q_tiles` tiles of queries, each with `d_tiles` tiles of O^T and `k_tiles` tiles of S^T."""
     totals = len(sums.kinds)*q_tiles
     kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (totals, ops.f32(1)),
              (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (totals, ops.f32(1)))
@@ -73,8 +76,8 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """The bias of each query tile, as `weights` takes it. For instructions that issue at once (`dual`) those of two tiles lie side by side, or that
-    of a single one and its copy."""
+    """Returns the state, and the addend of each query tile as `weights` takes it. For instructions that issue at once (`dual`), the addends of two
+    query tiles lie side by side, or the addend of a single tile and its copy do."""
     found = [self.addend[i].load() for i in range(self.addend.max_numel())]
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
@@ -82,7 +85,8 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """P of a query tile, from the reference that there is. A bias and its copy are of the two halves of each vector of scores."""
+    """Computes P of a query tile with the current reference. Where there is an addend with its copy, each serves one half of each vector of
+    scores."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
@@ -91,8 +95,8 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
-    """Takes the weights of each query tile, a column of S^T tiles, and corrects them and all the rest where scores have outgrown the reference by
-    2^above. `do` executes a statement, after what is `before`."""
+    """Adds the weights of each query tile, a column of S^T tiles, to the state. Where a sum shows that scores have outgrown the reference by 2^above,
+    corrects the weights and the whole state. `do` executes a statement, after `before`."""
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
     parts = sums.rounded(packed)
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
@@ -105,16 +109,17 @@ class Softmax(Carried):
     return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """The row sums over the lane groups, kind by kind."""
+    """Returns the row sums of a query tile over all lane groups, one for each kind of sum."""
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """The weights of a query tile, now a column of P^T, as the B operands of O^T = V^T P^T: those that dropout keeps. `renewed`: see
+    """Returns the weights of a query tile, a column of P^T, as the B operands of O^T = V^T P^T, with 0 for those that dropout drops. `renewed`: see
     `fragment_operands`."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
-  """The sum of the elements, by a tree: of pairs, where the chip adds two numbers at a time, else of whole vectors."""
+  """Sums all elements of a list of vectors as a tree: first the whole vectors, then the elements of the result. With `pairs` (the chip adds two
+  numbers at a time) the elements are added as pairs, too."""
   def tree(x:list[UOp]) -> UOp:
     while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
     return x[0]
