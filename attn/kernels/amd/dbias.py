@@ -82,11 +82,11 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Of consecutive elements of the lane's row, or of the one that all rows share."""
+    """Stores consecutive elements of the lane's row, or of the row that all rows share."""
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Those of the elements that a lane has of tile t: neighbouring keys at a time."""
+    """Stores the elements that a lane has of tile t, neighbouring keys at a time."""
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), of.row.there)]

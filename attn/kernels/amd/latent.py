@@ -80,7 +80,7 @@ class AmdLatent:
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
-    """That whose scores the wave computes."""
+    """The query row whose scores this wave computes."""
     return self.in_block(self.share.tile)
   @functools.cached_property
   def query(self) -> Row: return self.group.row(self.own)
@@ -174,12 +174,12 @@ class AmdLatent:
 
   @property
   def first_column(self) -> UOp:
-    """Of O, of those that the wave has."""
+    """First column of O among those that the wave computes."""
     return self.at.wave*(self.columns*self.mat.M)
 
   # ***** after the last trip *****
   def totals(self, s:LatentState) -> LatentState:
-    """With the reference of each row, and its sums over each part of the keys, in LDS."""
+    """The state with the reference of each row, and its sums over each part of the keys, in LDS."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]

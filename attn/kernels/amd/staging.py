@@ -76,7 +76,7 @@ class StagedTile(InLds):
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
-    """Of one tile or both, carried by so many threads; `across`: see Staging."""
+    """Stages the tile, its transpose, or both, with `threads` threads; `across`: see Staging."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)
@@ -104,11 +104,11 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """The same with one item of a thread each."""
+    """One staged tile for each item of a thread."""
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
-    """The same, but what follows from the thread's number is computed in trip t and not kept in registers."""
+    """The staged tile whose addresses are computed in trip t from the thread's number, and not kept in registers."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 

@@ -184,7 +184,8 @@ class MmaForward:
     return s.after(workgroup_barrier(s.done))
 
   def found_by_all(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """The same of all warps together, in the order of their keys, relative to the largest of their references; of O the warp's share of columns."""
+    """Reference, sums and O of all warps together, added in the order of their keys, relative to the largest of their references. O is the warp's
+    share of columns."""
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_found(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]

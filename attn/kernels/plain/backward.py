@@ -130,7 +130,7 @@ class PlainBackward(Rectangle):
 
   # ***** the numbers of own queries *****
   def known(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Their stores to registers, and the state that has those of delta to where it is kept."""
+    """Stores of the numbers of own queries to registers, and the state that has those of delta to where it is kept."""
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)

@@ -86,9 +86,9 @@ class Portion:
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Of a device without workgroups: how many parts it is told to do one after another, of so many blocks of rows of so many heads over batches, and
-  how many (head, block) each has, over which it loops. What keys there are must be the same in all of these, for the bound of a loop may not depend
-  on another loop."""
+  """Numbers for a device without workgroups: how many parts it does one after another, of `blocks` blocks of rows of `heads` heads over batches, and
+  how many (head, block) each part has, over which it loops. What keys there are must be the same in all of these, for the bound of a loop may not
+  depend on another loop."""
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
@@ -294,8 +294,8 @@ class Rectangle:
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Of each of a thread's own rows what all threads of that row have together, and what comes after that exchange, before which these are
-    `done`."""
+    """Joins, for each of a thread's own rows, what all threads of that row have. Returns the results and what comes after that exchange; `done` comes
+    before it."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

@@ -21,9 +21,9 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """The same of rows that lie transposed beside it. Two kinds of access are to find their rows in different banks: of neighbouring rows, which are
-  read, and of the same row in neighbouring quads, `key_rows`, which are stored. Where the matrix has 32 rows these are 4 apart: the rows of a block
-  of 4 are an even stride apart, and the blocks an odd number of units. Else they are 8 apart, or in the other lane group."""
+  """Layout of rows that lie transposed beside it as well. Two kinds of access are to find their rows in different banks: of neighbouring rows, which
+  are read, and of the same row in neighbouring quads, `key_rows`, which are stored. Where the matrix has 32 rows these are 4 apart: the rows of a
+  block of 4 are an even stride apart, and the blocks an odd number of units. Else they are 8 apart, or in the other lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
