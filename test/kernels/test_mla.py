@@ -287,7 +287,7 @@ def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_pat
 
 def test_rows_of_the_measurement() -> None:
   assert decode.decode_steps(["576", "B=8", "page=16", "H=16"]) == [decode.DecodeStep(8, 16, 1, 4096, 576, 16, v_dim=512)]
-  for word, text in (("C=8", "C=8: must be NAME=NUMBER, of B, H"), ("B=x", "B=x: must be a whole number"), ("keys=0", "keys=0: must be a whole")):
+  for word, text in (("C=8", "C=8: must be NAME=NUMBER, NAME one"), ("B=x", "B=x: must be a whole number"), ("keys=0", "keys=0: must be a whole")):
     with pytest.raises(ValueError, match=text): decode.decode_steps([word])
   with emulated("sm_90"), pytest.raises(ValueError, match="it is for latent attention"): decode.tune(decode.DecodeStep(1, 2, 2, 64))
 
