@@ -1,4 +1,4 @@
-"""ALiBi: a slope of the head times the distance of query and key is subtracted (arXiv 2108.12409)."""
+"""ALiBi: subtracts from a score the slope of its head times the distance of query and key (arXiv 2108.12409)."""
 from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
@@ -17,20 +17,20 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
   return c.fma(c.splat(slope, len(offsets)), away, x)
 
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
-  """x + slope*|distance - offset|, with an offset per element."""
+  """Computes x + slope*|distance - offset|, with one offset per element."""
   return emit("alibi", x.dtype, x, slope, integer(distance), offsets=offsets)
 
 def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   row, p = at.row, at.p
   slope = ops.mul(ops.flat(at.given["alibi_slopes"])[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -at.unit.of_natural)
   distance = at.diagonal - at.begin     # |i + offset - j| is symmetric
-  # the same few constants for all vectors
+  # all vectors use the same few constants
   return [alibi(y, slope, distance - n*at.apart, at.columns[0]) for n, y in enumerate(changed(x, unit, at.unit))]
 
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
   _, kv_heads, group, queries, _ = map(int, s.shape)
   slopes = given["alibi_slopes"].float().reshape(-1, kv_heads, group, 1, 1)
-  if at.member is not None: slopes = at.member.reshape(-1, 1, 1, queries, 1).where(slopes, 0.0).sum(0, keepdim=True)   # to each query its sequence's
+  if at.member is not None: slopes = at.member.reshape(-1, 1, 1, queries, 1).where(slopes, 0.0).sum(0, keepdim=True)   # of its sequence
   return s - slopes*(at.query - at.key).abs().float()
 
 def _in_float(name:str, slopes:Tensor) -> Tensor:

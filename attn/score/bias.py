@@ -1,4 +1,4 @@
-"""A bias: a tensor that broadcasts to (B, H, Sq, Sk) is added."""
+"""Bias: adds a tensor that broadcasts to (B, H, Sq, Sk) to the scores."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ from attn.values import FLOATS
 
 @compound("rounded")
 def _rounded(c:Any, x:Value) -> Value:
-  """x as it is, NaN and infinities too. No compiler knows that, and so none makes a multiply-add, which would not round x, of what follows."""
+  """Returns x unchanged, NaN and infinities too. No compiler can know that, so none fuses the multiplication that makes x and the addition that
+  follows into a multiply-add, which would not round x."""
   n = c.length(x)
   bounded = c.let("bounded", c.max(x, c.splat(c.number(LOWEST), n)))
   def element(i:int) -> Value: return c.select(c.number(LOWEST) < c.element(x, i), c.element(bounded, i), c.element(x, i))
@@ -24,15 +25,16 @@ def _rounded(c:Any, x:Value) -> Value:
 
 def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   if at.unit == NATURAL != unit: return [ops.fma(y, unit.natural, b) for b, y in zip(_loaded(at), x)]
-  if at.unit == NATURAL: x = [emit("rounded", y.dtype, y) for y in x]      # alike in all passes
+  if at.unit == NATURAL: x = [emit("rounded", y.dtype, y) for y in x]      # rounded alike in all passes
   return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]
 
 def _loaded(at:Fragment) -> list[UOp]:
-  """The bias of each score in fp32; zero beyond the end of the tensor, and any of its elements where a mask will take the score away."""
+  """Loads the bias of each score and converts it to fp32. Beyond the end of the tensor it is zero. Where a mask will remove the score, it may be any
+  element of the tensor."""
   p, size, row, first = at.p, BYTES[at.p.bias_dtype], at.row, at.first
   shape = p.shapes["bias"][0]
-  b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # distances, 0 where the bias is broadcast
-  (i, j), length = ((i, j), shape[3]) if at.over == "keys" else ((j, i), shape[2])     # of rows, and of columns
+  b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # strides, 0 where the bias is broadcast
+  (i, j), length = ((i, j), shape[3]) if at.over == "keys" else ((j, i), shape[2])     # strides of rows and of columns, number of columns
   start = first.batch*b + first.head*h + first.index*i + at.tile*(at.size*j)
   records = ops.uniform((math.prod(shape) - start).maximum(0).minimum(ops.MAX_RECORDS//size)*size)
   lane = (row.head - first.head).simplify()*h + (row.index - first.index).simplify()*i + at.group*(at.block*j)
@@ -45,7 +47,7 @@ def _loaded(at:Fragment) -> list[UOp]:
   return [ops.build(*[y for n in columns[::chunk] for y in load(n)]) for columns in at.columns]
 
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
-  _, kv_heads, group, _, _ = map(int, s.shape)     # of all devices, where tensors are sharded
+  _, kv_heads, group, _, _ = map(int, s.shape)     # sharded tensors: of all devices together
   bias = given["bias"]
   heads = (kv_heads, group) if bias.shape[1] == kv_heads*group else (1, 1)
   return s + bias.float().reshape(bias.shape[0], *heads, *bias.shape[2:])

@@ -1,4 +1,4 @@
-"""What a term is, and what it may go by: one of the steps of a score on its way from Q K^T to the softmax."""
+"""Definition of a term, one of the steps of a score between Q K^T and the softmax, and of what a term may read."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 @dataclass(frozen=True)
 class Row:
-  """A query of one head, as a lane has it, or a key where lanes are keys; `there` says whether it exists (the last block may reach beyond them)."""
+  """A query of one head, or a key where lanes own keys. `there` says whether the row exists: the last block may reach beyond the last row."""
   batch: UOp
   head: UOp
   index: UOp
@@ -22,85 +22,85 @@ class Row:
 
 @dataclass(frozen=True)
 class Unit:
-  """What 1 in a score stands for: so much of a natural logarithm, and so much of one to base 2."""
+  """Unit of a score: a score of 1 is `natural` in natural logarithms, and `base2` in base-2 logarithms."""
   natural: float
   base2: float
   @property
   def of_natural(self) -> float:
-    """The number of it that is 1 in a natural logarithm."""
+    """The score in this unit that is 1 in natural logarithms."""
     return LOG2E/self.base2
 
 BASE2, NATURAL = Unit(LN2, 1.0), Unit(1.0, LOG2E)
 
 def raw_unit(p:Problem) -> Unit:
-  """The unit of Q K^T: softmax_scale, which so takes no instruction of its own."""
+  """Returns the unit of Q K^T. It includes softmax_scale, which therefore takes no instruction of its own."""
   return Unit(p.softmax_scale, p.softmax_scale*LOG2E)
 
 def changed(x:list[UOp], unit:Unit, to:Unit) -> list[UOp]:
-  """Changes scores to another unit."""
+  """Converts scores from one unit to another."""
   return x if unit == to else [ops.mul(y, unit.base2/to.base2) for y in x]
 
 @dataclass(frozen=True)
 class Fragment:
-  """Where the scores of one row in one tile lie, as a lane holds them: a list of vectors, whose elements are columns of the tile."""
+  """Positions of the scores of one row in one tile, as a lane holds them: a list of vectors, whose elements are columns of the tile."""
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name
   row: Row
-  first: Row                          # the workgroup's first head, and its first row or, where it has those of several heads, row 0: uniform
+  first: Row                          # the workgroup's first head and first row (row 0 where a tile has rows of several heads), the same in all lanes
   over: str                           # what the columns are: "keys" or "queries"
   diagonal: UOp                       # the column at which the diagonal meets the row
-  tile: UOp
+  tile: UOp                           # number of the tile
   size: int                           # columns of a tile
-  group: UOp                          # the lane's group, whose first column lies group*block beyond that of the tile
+  group: UOp                          # the lane's group: its first column lies group*block beyond the tile's first column
   block: int                          # columns of a group that lie side by side
-  columns: list[tuple[int, ...]]      # those of each vector, counted from the lane's first one
+  columns: list[tuple[int, ...]]      # columns of each vector, counted from the lane's first column
   apart: int                          # columns from one vector to the next
-  unit: Unit                          # what terms leave scores in: BASE2 or NATURAL
+  unit: Unit                          # unit of the scores after a term: BASE2 or NATURAL
   @property
   def begin(self) -> UOp:
-    """The lane's first column."""
+    """First column of the lane."""
     return self.tile*self.size + self.group*self.block
 
 # ***** scores in tensor operations *****
 
 @dataclass(frozen=True)
 class Positions:
-  """Which keys there are for a query, and where both stand in their sequences: `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) or None for all,
-  query positions (.., Sq, 1), counted so that a causal query sees the keys up to its own, and key positions (1, Sk)."""
+  """Positions of queries and keys in their sequences, as tensors. `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) says which keys exist for a
+  query; None: all keys. `query` (.., Sq, 1) is counted such that a causal query sees the keys up to its own position. `key` is (1, Sk)."""
   belongs: Tensor|None
   query: Tensor
   key: Tensor
   counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
-  member: Tensor|None = None   # (sequences, Sq): whether a query is of a sequence
+  member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
 
 # ***** terms *****
 
 class TermRegisters(IntEnum):
-  """What a term keeps in registers beside the scores: each more than the one before."""
-  FEW = 0        # a number or two
-  COLUMNS = 1    # something of each column
-  SCORES = 2     # as many numbers as there are scores
+  """Registers that a term takes besides the scores, from few to many."""
+  FEW = 0        # one or two numbers
+  COLUMNS = 1    # a number for each column
+  SCORES = 2     # a number for each score
 
-# of scores, where they lie and what unit they are in: them after the term, in the unit of the fragment
+# (scores, their positions, their unit) -> the scores after the term, in the unit of the fragment
 TermValue = Callable[[list[UOp], Fragment, Unit], list[UOp]]
-# of scores before a term and after it, where they lie and what unit they are in before: the derivative of the natural score, at each
+# (scores before the term, scores after it, their positions, their unit before it) -> the derivative of the natural score, at each score
 TermDerivative = Callable[[list[UOp], list[UOp], Fragment, Unit], list[UOp]]
-# of natural scores (B, Hkv, heads of each, Sq, Sk), where they stand, and the optional tensors by name: the natural scores after the term
+# (natural scores (B, Hkv, query heads of each, Sq, Sk), the problem, positions, the optional tensors by name) -> the natural scores after the term
 PlainTerm = Callable[[Tensor, Problem, Positions, Mapping[str, Tensor]], Tensor]
 
 def one(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
-  """The derivative of what adds to a score: kernels leave the product with it out."""
+  """Returns the derivative, 1, of a term that adds to a score. Kernels leave out the product with it."""
   return [ops.splat(1.0, ops.length(x)) for x in after]
 
 def tensor_as_given(name:str, t:Tensor) -> Tensor: return t
 
 @dataclass(frozen=True)
 class TermTensor:
-  """An optional tensor of Problem that a term reads, whose name, axes and dtypes its field says. Along an axis where it has size 1 it is the same.
+  """An optional tensor of Problem that a term reads. `given` has its name, axes and dtypes. Along an axis of size 1 all scores share its elements.
 
-  summed: whether a kernel sums its gradient, that of the scores after the term over the axes that it lacks: of one tensor that a problem has at most.
-    The gradients of others are by tinygrad
-  taken: a caller's tensor as kernels take it, or a ValueError
+  summed: whether a kernel computes its gradient: the gradient of the scores after the term, summed over the axes that the tensor lacks. A problem has
+    at most one such tensor. tinygrad computes the gradients of other tensors
+  taken: converts a caller's tensor to the form that kernels take, or raises ValueError
   """
   given: TensorOfTerm
   summed: bool = False
@@ -112,21 +112,21 @@ class TermTensor:
   @property
   def dtypes(self) -> tuple[str, ...]: return self.given.dtypes
   def dimension(self, axis:str) -> int|None:
-    """Which dimension of a tensor with all axes is this one."""
+    """Returns the dimension of an axis in a tensor that has all axes. None: the tensor has no such axis."""
     return self.axes.index(axis) if axis in self.axes else None
   def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-    """The axis of each dimension, None where the tensor is the same all along."""
+    """Returns the axis of each dimension of a tensor of this shape, None for a dimension of size 1."""
     return tuple(axis if n > 1 else None for axis, n in zip(self.axes[len(self.axes) - len(shape):], shape))
 
 @dataclass(frozen=True)
 class ScoreTerm:
-  """A row: what a term is, for all that computes with it.
+  """One row of the table of terms. All code that computes with terms reads it.
 
-  derivative: None where the backward kernels have none: then tinygrad differentiates `plain`
-  differentiable: whether there is a derivative at all; where there is none, who asks for a gradient gets an error with the term's name
-  placed: whether it goes by how far a query and a key are apart in their sequence
+  derivative: None if the backward kernels have no derivative of the term: then tinygrad differentiates `plain`
+  differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
+  placed: whether the term depends on how far a query and a key are apart in their sequence
   """
-  name: str                           # the field of Problem that says whether it is in use
+  name: str                           # field of Problem that says whether the term is in use
   value: TermValue
   derivative: TermDerivative|None
   plain: PlainTerm

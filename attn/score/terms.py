@@ -1,4 +1,4 @@
-"""The terms there are, in their order, and what is asked of those that a problem has."""
+"""Table of all terms, in the order in which they apply to a score, and questions about the terms of a problem."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
@@ -14,23 +14,23 @@ TERMS: tuple[ScoreTerm, ...] = (SOFTCAP, ALIBI, BIAS)
 TERM_TENSORS: dict[str, TermTensor] = {tensor.name: tensor for term in TERMS for tensor in term.tensors}
 
 def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
-  """Terms that a problem has, in their order."""
+  """Returns the terms that a problem has, in the order of the table."""
   return tuple(term for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
-  """What the term that takes the most registers takes; None without terms."""
+  """Returns the most registers that a term of a problem takes. None without terms."""
   return max((term.registers for term in score_terms(p)), default=None)
 
 def crowded(p:Problem) -> bool:
-  """Whether a term takes as many registers as the scores."""
+  """Says whether a term of a problem takes as many registers as the scores."""
   return heaviest(p) == TermRegisters.SCORES
 
 def goes_by_distance(p:Problem) -> bool:
-  """Whether a score goes by how far its query and its key are apart, beside the window."""
+  """Says whether a term of a problem depends on how far a query and a key are apart. The window does not count."""
   return any(term.placed for term in score_terms(p))
 
 def varies(p:Problem) -> bool:
-  """Whether the derivative of any term is not 1 everywhere."""
+  """Says whether a problem has a term whose derivative is not 1 everywhere."""
   return any(term.derivative is not one for term in score_terms(p))
 
 def check_differentiable(p:Problem) -> None:
@@ -45,11 +45,11 @@ def check_derivatives(p:Problem) -> None:
     if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels have no derivative of it")
 
 def has_sum(p:Problem) -> bool:
-  """Whether a term has a tensor whose gradient a kernel sums."""
+  """Says whether a term of a problem has a tensor whose gradient a kernel sums."""
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
 
 def summed_term(p:Problem) -> ScoreTerm:
-  """The term with that tensor: a problem has one at most."""
+  """Returns the term whose tensor's gradient a kernel sums. A problem has at most one, and must have one here."""
   found, = (term for term in score_terms(p) if any(tensor.summed for tensor in term.tensors))
   return found
 
@@ -58,9 +58,9 @@ def summed_tensor(p:Problem) -> TermTensor:
   return found
 
 def terms_after(term:ScoreTerm) -> set[str]:
-  """The names of the terms that come after one."""
+  """Returns the names of the terms that apply after `term`."""
   return {x.name for x in TERMS[TERMS.index(term) + 1:]}
 
 def plain_terms(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Tensor, Positions], Tensor]:
-  """All of a problem in tensor operations: what makes scores of softmax_scale * Q K^T."""
+  """Returns a function that applies all terms of a problem in tensor operations, to the scores softmax_scale * Q K^T and their positions."""
   return lambda s, at: functools.reduce(lambda x, term: term.plain(x, p, at, given), score_terms(p), s)
