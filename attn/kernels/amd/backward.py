@@ -1,9 +1,9 @@
 """The steps of backward by AMD's matrix instructions.
 
-An own row is a lane, see attn/chips/matrix.py. A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T; one that owns keys S = Q K^T and
-dP = dO V^T. So P and dS in registers are the B operands of the gradients' products, dQ^T = K^T dS^T, dV^T = dO^T P and dK^T = Q^T dS, as P^T is in
-forward. Tiles lie in LDS as they are, and transposed where a gradient is made of them. The lse and delta of queries that are walked over belong to a
-lane's elements: they lie in LDS, too.
+Each lane has one own row (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T. One that owns keys computes
+S = Q K^T and dP = dO V^T. So P and dS lie in registers as the B operands of the gradients' products, dQ^T = K^T dS^T, dV^T = dO^T P and dK^T = Q^T
+dS, as P^T does in forward. Tiles lie in LDS in their own order, and also transposed if a gradient is made from them. If queries are walked over,
+their lse and delta belong to the elements of a lane, so these numbers lie in LDS, too.
 """
 from __future__ import annotations
 import functools
@@ -36,13 +36,13 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class TripStores:
-  """The stores of a trip, for which nothing in the trip waits."""
+  """The stores of a trip. Nothing else in the trip waits for them."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """What crosses trips over keys: tiles in LDS, and the sums, columns of C fragments."""
+  """The state between trips over keys: tiles of K and V in LDS, and the sums, columns of C fragments."""
   k: StagedTile
   v: StagedTile
   acc: UOp
@@ -50,7 +50,7 @@ class KeysState(TripState):
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """What crosses trips over queries, likewise."""
+  """The state between trips over queries: tiles of Q and dO and the numbers of queries in LDS, and the sums, columns of C fragments."""
   q: StagedTile
   do: StagedTile
   numbers: RowNumbers
@@ -59,23 +59,23 @@ class QueriesState(TripState):
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A kernel of one problem, or a pass of it, as a thread sees it: what is the same in all trips over the rows of `head`. `own` has its rows of
-  q and dO, or of k and v."""
+  """A backward kernel of one problem, or one pass of it, as one thread sees it: what stays the same in all trips over the rows of `head`. `own` holds
+  the own rows of q and dO, or of k and v."""
   tile: BackwardTile
   new: Allocator
   statements: Statements
-  state: Any      # at the start
+  state: Any      # before the first trip
   group: Workgroup
   at: Lane
   own: tuple[OwnRows, OwnRows]
   wanted: tuple[str, ...]
   head: UOp
-  known: tuple[Exponent, UOp]|None = None      # of the lane's query: its exponent, and delta
-  outer_trip: UOp|None = None      # of the trip around those over tiles, where the tile is the same in all of them
+  known: tuple[Exponent, UOp]|None = None      # exponent and delta of the lane's query, if queries are owned
+  outer_trip: UOp|None = None      # number of the outer trip, if all trips have the same tile
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:
-    """A workgroup that owns queries."""
+    """Makes the kernel for a workgroup that owns queries."""
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     k_rows, v_rows = (LdsTile.of(new, both_ways_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
@@ -89,7 +89,7 @@ class AmdBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
-    """The passes of a workgroup that owns keys, which share what they have in LDS."""
+    """Makes the passes of a workgroup that owns keys. The passes share their tiles in LDS."""
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
@@ -104,12 +104,12 @@ class AmdBackward:
       return AmdBackward(tile, new, statements, QueriesState(q, do, numbers, acc, TripStores()), group, at, own, wanted, group.first_head)
     return [one(wanted) for wanted in PASSES[tile.passes]]
 
-  # ***** what there is *****
+  # ***** rows and registers *****
   @property
   def walked(self) -> tuple[str, str]: return OF_QUERIES if self.tile.keys else OF_KEYS
   @functools.cached_property
   def row(self) -> Row:
-    """The lane's query, or key."""
+    """The lane's own row: a query, or a key."""
     group, in_block = self.group, self.own[0].in_block[0]
     if not self.tile.keys: return group.row(in_block)
     key = group.first_row + in_block
@@ -119,13 +119,13 @@ class AmdBackward:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
   def accumulators(self, name:str) -> range:
-    """Which accumulators a gradient has."""
+    """Indices of the accumulators of a gradient."""
     tiles = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in self.wanted]
     first = sum(tiles[:self.wanted.index(name)])
     return range(first, first + tiles[self.wanted.index(name)])
   @functools.cached_property
   def delta(self) -> UOp:
-    """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
+    """rowsum(dO * O) - dLSE, summed over the lanes that share a query. dO is rounded to the inputs' dtype, as in dP."""
     group, mat, of_do = self.group, self.tile.matrix, self.own[1]
     rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
     kept = [x.kept.buffer for x in self.own if x.lds is not None]
@@ -140,7 +140,7 @@ class AmdBackward:
 
   # ***** the way over tiles *****
   def begin(self, s:Any=None, stores:list[UOp]|None=None) -> Any:
-    s = self.state.after(*[workgroup_barrier(UOp.group(*stores))] if stores else [])     # waves store to LDS when all have done with it
+    s = self.state.after(*[workgroup_barrier(UOp.group(*stores))] if stores else [])     # no wave stores to LDS before all waves have read it
     return s.after(UOp.group(*store_all(s.acc, zeros(self.tile.matrix, 1, s.acc.max_numel())[0])))
 
   @functools.cached_property
@@ -158,12 +158,12 @@ class AmdBackward:
     return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """The work of a trip, which ends with its stores."""
+    """Returns the work of a trip, which ends with the trip's stores."""
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
   # ***** the ends *****
   def gradient(self, s:Any, name:str) -> list[UOp]:
-    """The stores of a gradient: 0 of keys beyond kv_lengths."""
+    """Returns the stores of a gradient. Keys beyond kv_lengths get 0."""
     mat, p = self.tile.matrix, self.group.p
     known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None
     factor = 1.0 if name == "dv" else p.softmax_scale
@@ -185,21 +185,21 @@ class AmdTrip:
 
   @property
   def count(self) -> int:
-    """C fragments of a lane's scores."""
+    """Number of C fragments of a lane's scores."""
     return self.of.tile.block_n//self.of.tile.matrix.M
   @functools.cached_property
   def left(self) -> Kept: return kept_scores(self.of.scores, [self.of.row], self.t)
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
   def numbers(self, s:Any) -> tuple[list[Exponent], list[UOp]]:
-    """(exponents, -delta) of a lane's column of C fragments."""
+    """Returns (exponents, -delta) for a lane's column of C fragments."""
     if self.of.known is None: return self.lds(s, "numbers").load(self.of.at)
     (exponent, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [exponent.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """`start` + the tile's rows of one of the two tensors times the own ones, a column of C fragments."""
-    number = self.t if self.of.outer_trip is None else self.of.outer_trip      # by it own rows that are not kept in registers are read anew
+    """Computes `start` + the tile's rows times the own rows, a column of C fragments. `which` chooses the pair of tensors: 0 for S, 1 for dP."""
+    number = self.t if self.of.outer_trip is None else self.of.outer_trip      # own rows not in registers are read again for each such number
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
   # ***** the steps *****
@@ -223,14 +223,14 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """The lane's rows of q and dO, or of k and v."""
+  """Makes the lane's own rows of q and dO, or of k and v."""
   own = OF_KEYS if tile.keys else OF_QUERIES
   first, second = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, group.grid.allocator, kept, tile.sparing, statements)
                    for name, kept in zip(own, in_lds))
   return first, second
 
 def columns_in_turn(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
-  """Tiles in LDS, of which those of several passes take turns in one place."""
+  """Reserves tiles in LDS for `layouts`. If there are several passes, their tiles use one place, one after another."""
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

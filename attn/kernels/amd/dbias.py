@@ -1,7 +1,8 @@
-"""The gradient of a bias by AMD's matrix instructions: what a workgroup owns of it, the trips over what shares that, and the stores of the sums.
+"""The gradient of a bias by AMD's matrix instructions: the block of it that a workgroup owns, the trips over everything that shares the block, and
+the stores of the sums.
 
-The steps are those of attn/kernels/amd/backward.py for a workgroup that owns queries. Where keys are owned each trip has other queries and the same
-tile of keys; else it walks over the keys that its queries see.
+The steps are those of attn/kernels/amd/backward.py for a workgroup that owns queries. If a workgroup owns a tile of keys, each trip has other queries
+and the same tile. Otherwise a trip walks over the keys that its queries see.
 """
 from __future__ import annotations
 import functools
@@ -27,8 +28,8 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """What is owned where the workgroup has this part of the problem. P is 0 beyond the last query too, for it is summed where rows are. The rows that
-  other kernels keep in LDS are read from global memory in every trip."""
+  """Returns the queries of a trip, given the workgroup's part of the problem in that trip. P is 0 beyond the last query, too, because dS may be
+  summed over rows. The rows that other kernels keep in LDS are read from global memory in every trip."""
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
@@ -36,14 +37,14 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 
 @dataclass(frozen=True)
 class AmdBias:
-  """The kernel of one problem, as a thread sees it."""
-  of: AmdBackward      # the queries of its first trip over what is summed
+  """The kernel of one problem, as one thread sees it."""
+  of: AmdBackward      # the queries of the first trip
   bias: BiasPart
 
   @staticmethod
   def of_block(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBias:
     mat, new, share = tile.matrix, Allocator(), BiasShare(p, tile.block_m, tile.block_n)
-    if share.owns_keys: tile = replace(tile, prefetch=0)       # no trip is to know the next one's tile
+    if share.owns_keys: tile = replace(tile, prefetch=0)       # a trip must not load the next tile: all trips have the same
     bias = BiasPart.of(share, parts, mat.wave, tile.waves, new)
     at, statements = Lane(bias.grid.lane, bias.grid.wave, mat), Statements.of(new)
     lies = [LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv)]
@@ -57,11 +58,11 @@ class AmdBias:
   def group(self) -> Workgroup: return self.of.group
   def kernel(self, *how:Any) -> UOp: return self.of.kernel(*how)
 
-  # ***** the way over what is summed *****
+  # ***** the trips *****
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    """Goes over the trips of its part."""
+    """Walks over the trips of this part of the sum."""
     if self.bias.one_trip: return self.over_keys(self.of, s, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -82,21 +83,22 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Stores consecutive elements of the lane's row, or of the row that all rows share."""
+    """Returns the stores of consecutive elements of the lane's row, or of the one row that all queries share."""
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Stores the elements that a lane has of tile t, neighbouring keys at a time."""
+    """Returns the stores of the lane's elements of tile t, neighbouring keys together."""
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), of.row.there)]
 
   def nothing(self, t:UOp) -> list[UOp]:
-    """The stores of 0 to tile t."""
+    """Returns the stores of 0 to tile t."""
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
   def sums(self, s:Any) -> list[UOp]:
-    """The stores of what was summed: over keys in registers, over rows in LDS; or of 0 to tiles of keys that no query sees."""
+    """Returns the stores of the sums. They were summed over keys in registers, and over rows in LDS. If each tile of dS was stored at once, returns
+    the stores of 0 to the tiles of keys that no query sees."""
     of, share = self.of, self.bias.share
     if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
@@ -106,10 +108,11 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Four numbers a thread, each added up over the rows: those of as many keys of a lane group, or where keys are summed too of as many rows."""
+    """Sums over the rows, four numbers in each thread, and returns the stores. The four numbers belong to four keys of a lane group, or, if keys are
+    summed as well, to four rows."""
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)
-    one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # by a lane, in vectors of four
+    one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # vectors of four that a lane holds
     units = new.lds(tile.block_m//4 if one else tile.block_m*held*mat.groups, ops.f32(4))
     if one: stores = [units.bitcast(dtypes.float)[row.valid(there)].store(ds[0])]
     else:

@@ -1,11 +1,11 @@
-"""The steps of forward by AMD's matrix instructions where values are the first columns of keys: multi-head latent attention (MLA, DeepSeek-V2, arXiv
-2405.04434) as it decodes, with 576 columns of K, of which 512 are V, and many query heads on one.
+"""The steps of forward by AMD's matrix instructions for multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), where values are the first
+columns of keys. When it decodes, K has 576 columns, 512 of them are V, and many query heads share one key head.
 
-A row of O is too long for the registers of the wave that has its query, and all heads share the keys. So a workgroup has the queries of as many heads
-as it can, reads each key once for them all, and its waves share the work twice over. Of the scores S^T = K Q^T of a tile of keys each wave has one
-tile of queries, and a part of the keys where there are more waves than such tiles; of O^T = V^T P^T some columns of V, for all queries.
-In between P goes through LDS, and so do what the softmax multiplies O by, and where waves share a query its largest score. V^T is read by columns
-from the tile of K, which lies in LDS once.
+A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup takes the queries of many heads and reads each key
+once for all of them. Its waves divide the work in two ways. For the scores S^T = K Q^T of a tile of keys, each wave has one tile of queries; if there
+are more waves than such tiles, it has only a part of the keys. For O^T = V^T P^T, each wave has some columns of V, and all queries. In between, P
+goes through LDS. So do the factors by which the softmax multiplies O, and the largest scores of queries that several waves share. V^T is read by
+columns from the tile of K, so K lies in LDS once.
 """
 from __future__ import annotations
 import functools
@@ -33,8 +33,9 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """What crosses trips: of O^T the wave's columns of all queries; of its own query the reference m and the sums of P over its part of the keys, kind
-  by kind; and of each tile of queries, within a trip, the factor of O. In LDS the tile of K, P, and what waves tell each other."""
+  """The state between trips. Registers hold the wave's columns of O^T for all queries, and for the wave's own query the reference m and each kind of
+  sum of P over its part of the keys. Within a trip they also hold the factor of O for each tile of queries. LDS holds the tile of K, P, and what
+  waves tell each other."""
   acc: UOp
   m: UOp
   l: UOp
@@ -45,11 +46,11 @@ class LatentState(TripState):
 
 @dataclass(frozen=True)
 class AmdLatent:
-  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
   tile: MlaTile
   new: Allocator
   statements: Statements
-  state: LatentState      # at the start
+  state: LatentState      # before the first trip
   group: Workgroup
   at: Lane
   sums: Sums
@@ -76,17 +77,17 @@ class AmdLatent:
   @property
   def names(self) -> Told: return self.tile.told(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """A lane's row of a tile of queries."""
+    """The lane's row in a tile of queries."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
-    """The query row whose scores this wave computes."""
+    """The query row whose scores this lane computes."""
     return self.in_block(self.share.tile)
   @functools.cached_property
   def query(self) -> Row: return self.group.row(self.own)
   @functools.cached_property
   def q(self) -> OwnRows:
-    """Operand B of S^T."""
+    """The rows of Q: operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
   @property
@@ -103,11 +104,12 @@ class AmdLatent:
   def loops(self) -> Iterator[TileLoop[LatentState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
-    """S^T of the wave's keys and queries: a column of C fragments."""
+    """Computes S^T of the wave's keys and queries: a column of C fragments."""
     return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.tile_number(t), masked)
 
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
-    """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in LDS."""
+    """Computes P, relative to a reference that P does not outgrow, and the factor by which O is multiplied before P V is added. Stores both to
+    LDS."""
     to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
     top = self.highest(s, functools.reduce(ops.max_, [ops.extract(y, i) for y in x for i in range(ops.length(y))], m))
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -118,10 +120,10 @@ class AmdLatent:
     sums = [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(parts)]
     known, first = s.after(UOp.group(s.m[0].store(reference), *store_all(s.l, sums))), self.at.h.eq(0) & self.share.part.eq(0)
     told = UOp.group(*self.store_weights(known, packed), known.told.store(self.names.factor, self.own, factor, first))
-    return replace(known.lds_after(told), k=s.k), None      # K has lain there all the time
+    return replace(known.lds_after(told), k=s.k), None      # K needs no barrier: it was in LDS before
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """O^T += V^T P^T of the wave's columns, the P of some keys after that of others."""
+    """Computes O^T += V^T P^T for the wave's columns, with the P of one part of the keys after another."""
     keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
@@ -142,19 +144,19 @@ class AmdLatent:
     s = self.totals(s)
     return self.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)])
 
-  # ***** what they are made of *****
+  # ***** their parts *****
   def k_tile(self, s:LatentState, t:UOp) -> LdsTile:
     """Returns the rows of K of tile t as they lie in LDS."""
     return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
-    """S^T = K Q^T of the wave's keys and queries: a column of C fragments."""
+    """Computes S^T = K Q^T of the wave's keys and queries, before terms and masks: a column of C fragments."""
     tiles = self.share.keys//self.mat.M
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:
-    """The largest of a row's scores over the lanes, and waves, that share it."""
+    """Returns the largest of a row's scores over the lanes, and waves, that share the row."""
     for step in self.mat.group_steps:
       pair = amd.pair(top, step, self.mat)
       top = ops.max_(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -163,7 +165,7 @@ class AmdLatent:
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
   def store_weights(self, s:LatentState, packed:list[UOp]) -> list[UOp]:
-    """The stores of P, by units in the order in which lanes have it: that of `staging.key_rows`."""
+    """Returns the stores of P to LDS, unit by unit, in the order in which lanes hold P. That is the order of `staging.key_rows`."""
     mat, words = self.mat, UNIT_BYTES//4
     if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]
@@ -174,19 +176,19 @@ class AmdLatent:
 
   @property
   def first_column(self) -> UOp:
-    """First column of O among those that the wave computes."""
+    """The first column of O that this wave computes."""
     return self.at.wave*(self.columns*self.mat.M)
 
   # ***** after the last trip *****
   def totals(self, s:LatentState) -> LatentState:
-    """The state with the reference of each row, and its sums over each part of the keys, in LDS."""
+    """Stores the reference of each row, and its sums over each part of the keys, to LDS. Returns the state after that."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]
     return s.lds_after(UOp.group(*stores, s.told.store(self.names.reference, self.own, s.m[0].load(), first & self.share.part.eq(0))))
 
   def outputs(self, s:LatentState, tile:int) -> list[UOp]:
-    """O = O^T / l of the wave's columns; LSE = m + ln l by the first wave."""
+    """Returns the stores of O = O^T / l for the wave's columns. The first wave also stores LSE = m + ln l."""
     mat, names, in_block = self.mat, self.names, self.in_block(tile)
     row, totals = self.group.row(in_block), [functools.reduce(ops.add, [s.told.load(names.total(kind, part), in_block)
                                                                         for part in range(self.share.key_parts)]) for kind in range(names.kinds)]

@@ -1,4 +1,4 @@
-"""The way of a tile of rows from global memory through registers to LDS, as it lies or transposed on the way: who carries what."""
+"""The way of a tile of rows from global memory through registers to LDS, transposed on the way or not, and the part that each thread carries."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
@@ -12,23 +12,23 @@ from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
 # Transposing: an item is a quad of rows, and what it stores of each column is half a unit, four elements of 16 bits.
-TURNED_ROWS, QUADS_OF_UNIT = 4, 2     # rows of an item; quads whose elements of a column make a unit
-UNITS_APART = 2                   # units from one neighbouring item to the next, where columns so go to different banks
+TURNED_ROWS, QUADS_OF_UNIT = 4, 2     # rows of an item; quads whose elements of one column make a unit
+UNITS_APART = 2                   # units from one item to its neighbour, where that brings their columns to different banks
 FAST_QUADS = 8                    # quads that vary fastest over threads: their stores fill a row of V^T
 FIRST_OF_FOUR = 0x05040100        # byte_perm: the low halves of two dwords side by side
 SECOND_OF_FOUR = 0x07060302       # and their high halves
 
 @dataclass(frozen=True)
 class Staging:
-  """Which part of a K or V tile a thread carries from global memory to LDS: its `items`, each (row or rows, unit, gate)."""
+  """The part of a K or V tile that a thread carries from global memory to LDS: its `items`, each (row or rows, unit, gate)."""
   rows: int
   units: int
   threads: int
   thread: UOp
-  group: int = 1       # rows that one item takes, to be transposed
-  together: int = 1    # so many neighbouring items of a row group take units `apart`: their columns then go to different banks
+  group: int = 1       # rows of one item, which are transposed
+  together: int = 1    # `together` neighbouring items of a row group take units that are `apart`: so their columns go to different banks
   apart: int = 1
-  across: int = 0      # so many threads carry each row, where it is long: all that a thread carries is then a constant way from its first unit
+  across: int = 0      # threads that carry each long row: all units of a thread are then a constant distance from its first one
   @functools.cached_property
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.item(j) for j in range(self.count)]
   @property
@@ -66,17 +66,17 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
-  """A tile of `block_n` rows in LDS, as they lie, transposed, or both from one load, and the way there."""
+  """A tile of `block_n` rows that goes to LDS: in its own order, transposed, or both ways from one load."""
   matrix: Matrix
   block_n: int
   carried: Staging
   lies: LdsTile|None
   turned: LdsTile|None
-  only: int|None = None      # of a thread's items, or all of them
+  only: int|None = None      # the one item that each thread carries, or None for all
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
-    """Stages the tile, its transpose, or both, with `threads` threads; `across`: see Staging."""
+    """Makes the tile of one or both LDS tiles, carried by `threads` threads. For `across` see Staging."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)
@@ -87,17 +87,17 @@ class StagedTile(InLds):
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   def nth(self, i:UOp) -> StagedTile:
-    """The i-th buffer."""
+    """The tile in the i-th buffer."""
     lies, turned = (x.nth(i) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   @property
   def row_tile(self) -> LdsTile:
-    """The rows as they lie: operand A of products that contract over their elements."""
+    """The rows in their own order: operand A of products that contract over their elements."""
     assert self.lies is not None
     return self.lies
   @property
   def column_tile(self) -> LdsTile:
-    """The tile transposed: operand A of products that contract over its rows."""
+    """The transposed tile: operand A of products that contract over the tile's rows."""
     assert self.turned is not None
     return self.turned
   @property
@@ -108,18 +108,18 @@ class StagedTile(InLds):
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
-    """The staged tile whose addresses are computed in trip t from the thread's number, and not kept in registers."""
+    """The tile, with everything that follows from the thread's number computed in trip t instead of kept in registers."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 
   def fetch(self, rows:Rows, t:UOp) -> list[UOp]:
-    """This thread's parts of the t-th tile of these rows."""
+    """Loads this thread's parts of the t-th tile of these rows to registers."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]
     return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
-    """The stores to LDS of what was fetched."""
+    """Returns the stores of the loaded parts to LDS."""
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
     stores = []

@@ -10,20 +10,22 @@ from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 
-# Sixteen lanes at a time store 8 bytes each to `v_columns` columns of V (rows of V^T), which must not meet in a bank.
+# Sixteen lanes at a time store 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
-  """Columns two units apart lie in different matrix tiles where these have 16 rows: a gap after each tile puts them into different banks."""
+  """Units of the gap after each matrix tile of V^T. Where matrix tiles have 16 rows, columns that are two units apart lie in different tiles: the gap
+  puts them into different banks."""
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Rows of `width` elements as they lie: operand A of products that contract over the elements."""
+  """Layout of rows of `width` elements in their own order: operand A of products that contract over the elements."""
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Layout of rows that lie transposed beside it as well. Two kinds of access are to find their rows in different banks: of neighbouring rows, which
-  are read, and of the same row in neighbouring quads, `key_rows`, which are stored. Where the matrix has 32 rows these are 4 apart: the rows of a
-  block of 4 are an even stride apart, and the blocks an odd number of units. Else they are 8 apart, or in the other lane group."""
+  """Layout of rows of `width` elements whose transposed tile lies in LDS, too. Two kinds of access must find their rows in different banks. Reads
+  access neighbouring rows. Stores access the same row of neighbouring quads (`staging.key_rows`). If the matrix has 32 rows, those are 4 rows apart:
+  then the rows of a block of 4 are an even stride apart, and the blocks an odd number of units. Otherwise those are 8 rows apart, or in the other
+  lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
@@ -37,13 +39,13 @@ def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
 
 @dataclass(frozen=True)
 class Tile(ForwardShape):
-  """How a kernel divides the work on one chip."""
+  """How a forward kernel on AMD's matrix units divides the work."""
   _: KW_ONLY
   matrix: Matrix
-  pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
-  sparing: bool = False        # without prefetch a trip loads K and V one after the other: fewer registers
-  rescale_above: float = 8.0   # accumulators are rescaled when a row maximum has grown by more than this, in powers of two; 0: whenever one has grown
-  anew: bool = False           # a trip that loads one after the other computes the addresses of pieces of rows anew: fewer registers still
+  pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
+  sparing: bool = False        # a trip without prefetch loads K and then V: fewer registers
+  rescale_above: float = 8.0   # accumulators are rescaled when a row maximum grows by more than this, in powers of two; 0: whenever it grows
+  anew: bool = False           # a sparing trip computes the addresses of pieces of rows again: even fewer registers
 
   kernel: ClassVar[str] = "forward"
 
@@ -52,7 +54,7 @@ class Tile(ForwardShape):
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
-    """The tiles of Q, of K and of V^T in LDS."""
+    """Layouts of Q, of K and of V^T in LDS."""
     mat = self.matrix
     return row_layout(mat, self.block_m, p.D), row_layout(mat, self.block_n, p.D), column_layout(mat, self.block_n, p.Dv)
   @property
@@ -61,25 +63,25 @@ class Tile(ForwardShape):
   def by_item(self) -> bool: return False
   @property
   def buffers(self) -> int:
-    """K tiles in LDS, and as many V tiles."""
+    """Number of K tiles in LDS. V has the same number."""
     return max(1, self.prefetch)
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
     return UNIT_BYTES*(self.buffers*(k.size + v.size) + (q.size if self.q_in_lds else 0))
   @property
   def options(self) -> str:
-    """What is not by default, in words."""
+    """The options of the tile that differ from the default, in words."""
     said = [name for name in ("q_in_lds", "fenced", "sparing", "anew") if getattr(self, name)]
     return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 @dataclass(frozen=True)
 class BackwardTile(BackwardShape):
-  """How a backward kernel divides the work: a workgroup has `block_m` rows of its own, queries in backward_dq and keys in backward_dkdv, and walks
-  over the others by `block_n`."""
+  """How a backward kernel on AMD's matrix units divides the work. A workgroup owns `block_m` rows, queries in backward_dq and keys in backward_dkdv,
+  and walks over the others, `block_n` at a time."""
   _: KW_ONLY
   matrix: Matrix
-  keys: bool = False       # its own rows are keys
+  keys: bool = False       # the own rows are keys
 
   suffix: ClassVar[str] = ""
 
@@ -93,13 +95,13 @@ class BackwardTile(BackwardShape):
   def buffers(self) -> int: return max(1, self.prefetch)
   @property
   def in_turn(self) -> bool:
-    """Whether of the tensors that a trip loads for itself one comes after another."""
+    """Whether a trip that loads its own tile loads one tensor after another."""
     return self.prefetch == 0 and self.sparing
   @property
   def anew(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether fences come between the units of an operand, of which then no product would be left."""
+    """Whether fences would separate the units of one operand: then no operand would be whole, and no product left."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
@@ -109,7 +111,7 @@ class BackwardTile(BackwardShape):
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property
   def options(self) -> str:
-    """What is not by default, in words."""
+    """The options of the tile that differ from the default, in words."""
     kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1),
                                                                    ("read_ahead", self.read_ahead, 0)) if value != usual]
@@ -119,10 +121,10 @@ class BackwardTile(BackwardShape):
 
 @dataclass(frozen=True)
 class MlaTile(MlaShape, SharingTile):
-  """How the kernel divides the work on one chip."""
+  """How the kernel of latent attention on AMD's matrix units divides the work."""
   _: KW_ONLY
   matrix: Matrix
-  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+  rescale_above: float = 8.0   # the reference of a row is raised when its largest score exceeds it by more than this, in powers of two
 
   kernel: ClassVar[str] = "mla"
 
@@ -137,17 +139,17 @@ class MlaTile(MlaShape, SharingTile):
   @property
   def buffers(self) -> int: return 1
   def columns(self, p:Problem) -> int:
-    """Matrix tiles of columns of O that a wave has."""
+    """Matrix tiles of columns of O that each wave computes."""
     return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
-    """The tiles of K and of P in LDS."""
+    """Layouts of K and of P in LDS."""
     return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
   def lds_bytes(self, p:Problem) -> int:
     k, weights = self.layouts(p)
     return UNIT_BYTES*(k.size + weights.size + self.told(p).units(self.block_m))
   @property
   def options(self) -> str:
-    """What is not by default, in words."""
+    """The options of the tile that differ from the default, in words."""
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
                                                             ("prefetch", self.prefetch, 1)) if value != usual]
     return " ".join(["q_anew"]*self.q_anew + numbers)

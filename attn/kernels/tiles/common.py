@@ -1,4 +1,4 @@
-"""What every tile says, and what follows from it for any kernel; what tiles share whose waves share rows."""
+"""What every tile says, what follows from that for any kernel, and what tiles share whose waves share rows."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,9 +8,9 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 class BlockTile(Protocol):
-  """What a kernel's tile says of how its workgroups divide the work."""
+  """What the tile of any kernel says about the division of the work over workgroups."""
   @property
-  def block_m(self) -> int: """Queries of a workgroup, times the heads that share its rows."""
+  def block_m(self) -> int: """Rows of a workgroup: its queries, times the heads that share them."""
   @property
   def block_n(self) -> int: """Keys of a trip."""
   @property
@@ -18,31 +18,32 @@ class BlockTile(Protocol):
   @property
   def threads(self) -> int: """Threads of a workgroup."""
   @property
-  def pack_gqa(self) -> bool: """Whether a tile's rows are the queries of all the heads that share a key/value head."""
-  def lds_bytes(self, p:Problem) -> int: """LDS that a workgroup takes."""
+  def pack_gqa(self) -> bool: """Whether the rows of a tile are the queries of all heads that share a key/value head."""
+  def lds_bytes(self, p:Problem) -> int: """Bytes of LDS that a workgroup takes."""
 
 def heads_of(p:Problem, tile:BlockTile) -> int:
-  """Query heads of a workgroup: row r of its block is query r//heads of head r%heads."""
+  """Number of query heads of a workgroup: row r of its block is query r//heads of head r%heads."""
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """(pieces, workgroups for each of them) of the queries of a head, or of as many heads as a workgroup takes. Where a device holds a piece from the
-  front of a sequence and one from the back (`DealtRows`) none has rows of both: it would walk over keys which the first ones don't see."""
+  """(pieces, workgroups for each piece) of the queries of a head, or of all heads that a workgroup takes together. A device may hold a piece from the
+  front of a sequence and one from the back (`DealtRows`). Then no workgroup has rows of both: it would walk over keys that the front rows don't
+  see."""
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
 def numbers_of_queries(p:Problem) -> tuple[str, ...]:
-  """The tensors that have the numbers of each query which kernels that own keys bring to shared memory."""
+  """Names of the tensors that hold one number for each query, as far as kernels that own keys bring them to shared memory."""
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
 def units_of_numbers(p:Problem, queries:int) -> int:
-  """The units that the numbers of so many queries take there."""
+  """Units of shared memory that the numbers of `queries` queries take."""
   return len(numbers_of_queries(p))*4*queries//UNIT_BYTES
 
 @dataclass(frozen=True)
 class Told:
-  """The numbers of a row that waves tell each other: by which factor what was accumulated of it is to be multiplied, its largest score among each of
-  `parts` of the keys, and at the end its reference and the sums of P over each part, of `kinds` kinds."""
+  """Places of the numbers that waves tell each other about a row. They are: the factor that rescales what is accumulated so far; for each of `parts`
+  parts of the keys the row's largest score; and at the end its reference and, for each part, the sums of P, of which there are `kinds` kinds."""
   parts: int
   kinds: int
   factor: int = 0
@@ -50,13 +51,14 @@ class Told:
   @property
   def count(self) -> int: return 2 + self.parts*(1 + self.kinds)
   def units(self, rows:int) -> int:
-    """What those of so many rows take in LDS, in fp32."""
+    """Units of LDS that the numbers of `rows` rows take, in fp32."""
     return ceildiv(rows*self.count, 4)
   def top(self, part:int|UOp) -> int|UOp: return 2 + part
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
-  """A tile of a kernel whose waves share rows: of the queries of all heads that share a key/value head, and of a trip's keys."""
+  """A tile of a kernel whose waves share rows. The rows are the queries of all heads that share a key/value head. The waves share a trip's keys,
+  too."""
   matrix: Any
   row_tiles: int
   key_parts: int

@@ -10,18 +10,18 @@ from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 
 def fragments(width:int, mat:Mma) -> int:
-  """C fragments of a tile of rows that are so wide."""
+  """Number of C fragments that a tile of rows of `width` elements takes."""
   return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)
 class MmaTile(MmaShape):
-  """How the kernel divides the work on one chip."""
+  """How the forward kernel on mma.sync divides the work."""
   _: KW_ONLY
   matrix: Mma
   waves: int                   # warps of a block
-  pack_gqa: bool = False       # a tile's rows are the queries of all the heads that share a key/value head: K and V are read once for them
-  rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than this, in powers of two
-  key_waves: int = 1           # warps that have the same queries: each takes its share of a trip's keys, and at the end they add up what they found
+  pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
+  rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than 2 to this power
+  key_waves: int = 1           # warps that have the same queries: each takes a share of a trip's keys, and at the end they add up their results
 
   kernel: ClassVar[str] = "forward_mma"
 
@@ -29,12 +29,12 @@ class MmaTile(MmaShape):
   def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M
   @property
   def warp_keys(self) -> int:
-    """Keys of a trip that a warp takes."""
+    """Keys of a trip that each warp takes."""
     return self.block_n//self.key_waves
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
-    """The tiles of Q, of K and of V in shared memory."""
+    """Layouts of Q, of K and of V in shared memory."""
     k_units, v_units = (round_up(d, self.matrix.K)//self.matrix.unit for d in (p.D, p.Dv))
     return SwizzledRows(self.block_m, k_units), SwizzledRows(self.block_n, k_units), SwizzledRows(self.block_n, v_units)
   def lds_bytes(self, p:Problem) -> int:
@@ -42,7 +42,7 @@ class MmaTile(MmaShape):
     found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
   def units_found(self, p:Problem) -> int:
-    """What a lane has found at the end, in units of shared memory: its part of O, and for each tile of queries m and the sums."""
+    """Units of shared memory for the results of a lane: its part of O, and for each tile of queries m and the sums."""
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
     shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
@@ -50,21 +50,21 @@ class MmaTile(MmaShape):
 
 @dataclass(frozen=True)
 class MlaMmaTile(MlaMmaShape, SharingTile):
-  """How the kernel divides the work on one chip."""
+  """How the kernel of latent attention on mma.sync divides the work."""
   _: KW_ONLY
   matrix: Mma
   stages: int = 2              # tiles of K in shared memory
-  rescale_above: float = 8.0   # a reference is raised when a row's largest score exceeds it by more than this, in powers of two
+  rescale_above: float = 8.0   # the reference of a row is raised when its largest score exceeds it by more than this, in powers of two
 
   kernel: ClassVar[str] = "mla_mma"
 
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M
   def columns(self, p:Problem) -> int:
-    """C fragments of columns of O that a warp has: whole lines of shared memory."""
+    """C fragments of columns of O that each warp computes: whole lines of shared memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
-    """The tiles of Q, of K and of P in shared memory."""
+    """Layouts of Q, of K and of P in shared memory."""
     units = round_up(p.D, LINE*self.matrix.unit)//self.matrix.unit
     return LongRows(self.block_m, units), LongRows(self.block_n, units), SwizzledRows(self.block_m, self.block_n//self.matrix.unit)
   def lds_bytes(self, p:Problem) -> int:
@@ -75,12 +75,12 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
 
 @dataclass(frozen=True)
 class MmaBackwardTile(MmaBackwardShape):
-  """How a backward kernel divides the work: a block has `block_m` rows of its own, queries in backward_dq_mma and keys in backward_dkdv_mma, and
-  walks over the others by `block_n`."""
+  """How a backward kernel on mma.sync divides the work. A block owns `block_m` rows, queries in backward_dq_mma and keys in backward_dkdv_mma, and
+  walks over the others, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
-  stages: int = 2          # tiles in shared memory
-  keys: bool = False       # its own rows are keys
+  stages: int = 2          # tiles of the walked rows in shared memory
+  keys: bool = False       # the own rows are keys
 
   suffix: ClassVar[str] = "_mma"
 
@@ -97,14 +97,14 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:
-    """Units of the numbers of a tile's queries."""
+    """Units of shared memory for the numbers of a tile's queries."""
     return units_of_numbers(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:
-    """Queries whose numbers a thread carries."""
+    """Number of queries whose numbers each thread carries to shared memory."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
-    """Units of a tile."""
+    """Units of shared memory for one tile of walked rows, with the numbers of its queries."""
     return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers(p)
   def lds_bytes(self, p:Problem) -> int:
     return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))

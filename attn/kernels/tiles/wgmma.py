@@ -10,14 +10,14 @@ from attn.kernels.tiles.common import units_of_numbers
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
-STAGES = 3      # K and V tiles in shared memory, where there are as many
-RING = 3        # of a kernel of gradients
+STAGES = 3      # K and V tiles in shared memory, at most
+RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 
 @dataclass(frozen=True)
 class WgmmaTile(WgmmaShape):
-  """How the kernel divides the work."""
+  """How the forward kernel on wgmma divides the work."""
   _: KW_ONLY
-  rescale_above: float = 8.0   # accumulators are rescaled when the P of a lane, in one trip, add up to more than this power of two
+  rescale_above: float = 8.0   # accumulators are rescaled when a lane's P of one trip add up to more than 2 to this power
 
   kernel: ClassVar[str] = "forward_wgmma"
 
@@ -29,25 +29,25 @@ class WgmmaTile(WgmmaShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
-    """The tiles of Q, of K and of V in shared memory."""
+    """Layouts of Q, of K and of V in shared memory."""
     unit = MMA[p.dtype].unit
     k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
   def stages(self, p:Problem) -> int:
-    """K and V tiles in shared memory."""
+    """Number of K and V tiles in shared memory."""
     return min(STAGES, ceildiv(p.Sk, self.block_n))
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + 1)      # the last one is for the mbarrier
+    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + 1)      # the last unit is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
 
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):
-  """How a backward kernel divides the work: a block has 64 rows of its own for each warpgroup, queries in backward_dq_wgmma and keys in
-  backward_dkdv_wgmma, and walks over the others by `block_n`."""
+  """How a backward kernel on wgmma divides the work. A block owns 64 rows for each warpgroup, queries in backward_dq_wgmma and keys in
+  backward_dkdv_wgmma, and walks over the others, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
-  keys: bool = False       # its own rows are keys
+  keys: bool = False       # the own rows are keys
 
   suffix: ClassVar[str] = "_wgmma"
 
@@ -66,12 +66,12 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def stage(self, p:Problem) -> int:
-    """Units of a tile."""
+    """Units of shared memory for one tile of walked rows, without the numbers of its queries."""
     return sum(x.size for x in self.layouts(p, self.block_n))
   def numbers(self, p:Problem) -> int:
-    """Units of the numbers of a tile's queries."""
+    """Units of shared memory for the numbers of a tile's queries."""
     return units_of_numbers(p, self.block_n) if self.keys else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))
-    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + 1)      # the last one is for the mbarrier
+    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + 1)      # the last unit is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"
