@@ -20,7 +20,9 @@ SEARCHED = tuple(name for name, chip in CHIPS.items() if chip.searched)         
 def get_chip(name:str) -> Chip:
   """The row of `name`, such as "gfx942" or "gfx942:sramecc+:xnack-". Raises ValueError for a name that is not in the table."""
   if (chip := CHIPS.get(name.split(":")[0])) is None:
-    raise ValueError(f"arch={name!r} has no matrix unit that these kernels know; supported: {', '.join(CHIPS)}")
+    plain = [chip.name for chip in CHIPS_WITHOUT_A_MATRIX_UNIT]
+    units = [x for x in CHIPS if x not in plain]
+    raise ValueError(f"arch={name!r} is not known; supported with a matrix unit: {', '.join(units)}; without one: {', '.join(plain)}")
   return chip
 
 def modelled(name:str) -> Chip:

@@ -16,6 +16,7 @@ from attn.choose.backward import Parts, choose_parts, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.grid.tensors import Shapes, dkdv_arguments, dq_arguments
+from attn.measure.machine import need
 from attn.measure.peers import OURS, ROUND_SECONDS, as_tensor, backends, in_turn, on_the_host, random_inputs
 from attn.ops import renderers
 from attn.problem import Problem
@@ -130,4 +131,6 @@ def main(words:list[str]) -> None:
     row = compare_backward(p, causal)
     print("  ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()), flush=True)
 
-if __name__ == "__main__": main(sys.argv[1:])
+if __name__ == "__main__":
+  need("python -m attn.measure.backward", "torch", device="CUDA")
+  main(sys.argv[1:])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 import attn
 from attn.measure.decode import normal as repeated_numbers
+from attn.measure.machine import need
 from attn.measure.rows import heads_text
 from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
 
@@ -156,4 +157,6 @@ def main(words:list[str]) -> None:
   for row in CONTEXTS:
     if all(word in str(row) for word in words): measure_row(small(row) if os.getenv("SMALL") else row, devices)
 
-if __name__ == "__main__": main(sys.argv[1:])
+if __name__ == "__main__":
+  need("python -m attn.measure.context")
+  main(sys.argv[1:])

@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import run_matrix
-from attn.calls.options import options_of
 from attn.cache import tuned
+from attn.calls.options import options_of
 from attn.choose import splits
 from attn.choose.dispatch import Work
 from attn.choose.mla_tiles import ENTRY
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.mma import MlaMmaTile
-from attn.search.latent import latent_space
+from attn.measure.machine import need
 from attn.measure.peers import OURS, ROUNDS, in_turn, torch_peers
 from attn.measure.rows import heads_text
 from attn.problem import Problem
+from attn.search.latent import latent_space
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
 STEPS = 100
@@ -168,5 +169,6 @@ def main(words:list[str]) -> None:
       print(" | ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in found.items()), flush=True)
 
 if __name__ == "__main__":
+  need("python -m attn.measure.decode", "torch", device="CUDA")
   try: main(sys.argv[1:])
   except ValueError as e: raise SystemExit(f"python -m attn.measure.decode: {e}") from None

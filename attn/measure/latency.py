@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 from attn.api.attention import attention
+from attn.measure.machine import need
 from attn.measure.rows import MeasuredRow
 from attn.ops.renderers import adapt
 from attn.tinygrad_compat import Device, Tensor, device_of
@@ -88,4 +89,6 @@ def main(words:list[str]) -> None:
       shown = {name: " ".join(f"{x:.3g}" for x in value) if isinstance(value, list) else value for name, value in latency(row).items()}
       print(" | ".join(f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in shown.items()), flush=True)
 
-if __name__ == "__main__": main(sys.argv[1:])
+if __name__ == "__main__":
+  need("python -m attn.measure.latency")
+  main(sys.argv[1:])

@@ -9,8 +9,8 @@ import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 import numpy as np
-from attn.calls.checked_kernel import device_arch
 from attn.api.custom_kernel import flash_attention_fn
+from attn.calls.checked_kernel import device_arch
 from attn.choose.dispatch import single_kernel
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, foreign_cuda_context
@@ -148,5 +148,6 @@ def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
   figure.savefig(path, dpi=120)
 
 if __name__ == "__main__":     # python -m attn.measure.peers FILE.csv PICTURE.png TITLE
+  if len(sys.argv) != 4: raise SystemExit("python -m attn.measure.peers FILE.csv PICTURE.png TITLE: draws the rows that bench.py wrote")
   written, picture, heading = sys.argv[1:]
   plot(rows_of_file(written), picture, heading)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from attn.api.attention import attention, choice_of
 from attn.measure.decode import STEPS, torch_graph_timer
+from attn.measure.machine import need
 from attn.measure.peers import OURS, ULPS, as_tensor, in_turn, on_the_host, random_inputs, torch_peers
 from attn.measure.rows import MeasuredRow
 from attn.problem import Problem
@@ -73,4 +74,6 @@ def main(words:list[str]) -> None:
     if all(word in str(row) for word in words):
       print(" | ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in compare_short(row).items()), flush=True)
 
-if __name__ == "__main__": main(sys.argv[1:])
+if __name__ == "__main__":
+  need("python -m attn.measure.short", "torch", device="CUDA")
+  main(sys.argv[1:])

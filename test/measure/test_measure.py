@@ -1,6 +1,6 @@
 """Tests, without a GPU, of the measurements on a GPU: which problems, how often, and against what. test_bench.py has the rest."""
 from __future__ import annotations
-import itertools, json, subprocess, sys
+import importlib.util, itertools, json, os, subprocess, sys
 from collections.abc import Callable
 from types import SimpleNamespace
 import numpy as np
@@ -64,3 +64,19 @@ def test_peers_take_turns() -> None:
   assert all(sorted(order) == ["a", "b", "c"] for order in rounds) and {order[0] for order in rounds} == {"a", "b", "c"}
   behind = list(itertools.pairwise(called))
   assert {("b", "a"), ("c", "a"), ("a", "b"), ("c", "b"), ("a", "c"), ("b", "c")} <= set(behind)
+
+NEEDS = {"decode": "needs torch, and an NVIDIA GPU", "backward": "needs torch, and an NVIDIA GPU", "short": "needs torch, and an NVIDIA GPU",
+         "context": "needs a GPU", "latency": "needs a GPU", "peers": "FILE.csv PICTURE.png TITLE"}
+
+@pytest.mark.parametrize("program", NEEDS)
+def test_a_program_says_what_it_needs(program:str) -> None:
+  """A measurement on a machine without a GPU ends in one sentence and not in a traceback."""
+  if NEEDS[program].startswith("needs torch") and importlib.util.find_spec("torch") is not None: pytest.skip("torch is here")
+  env = {**os.environ, "DEV": "CUDA", "CUDA_PATH": "/nothing"} if "peers" not in program else dict(os.environ)
+  if "CUDA" in env.get("DEV", "") and cuda_is_there(): pytest.skip("a GPU is here")
+  done = subprocess.run([sys.executable, "-m", f"attn.measure.{program}"], capture_output=True, text=True, env=env)
+  assert done.returncode == 1 and NEEDS[program] in done.stderr and "Traceback" not in done.stderr
+
+def cuda_is_there() -> bool:
+  try: return bool(Device["CUDA"])
+  except Exception: return False

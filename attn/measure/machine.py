@@ -1,0 +1,14 @@
+"""What a measurement needs of the machine: one sentence tells the user where it is missing."""
+from __future__ import annotations
+import importlib.util, os, shutil
+from attn.tinygrad_compat import Device, device_of
+
+def need(program:str, *packages:str, device:str|None=None) -> None:
+  """Raises SystemExit where a package is missing, or where `device` (None: tinygrad's default) cannot be used. `program` is what was run."""
+  if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+    raise SystemExit(f"{program}: needs {' and '.join(missing)}, and an NVIDIA GPU: it times PyTorch's attention beside attn's")
+  try: device_of(name := device or Device.DEFAULT)
+  except Exception as e:
+    raise SystemExit(f"{program}: needs a GPU, but {device or 'no device'} does not open ({e}): set DEV=CUDA or DEV=AMD") from None
+  if name.split(":")[0] == "CPU" and shutil.which(compiler := os.environ.get("CC", "clang")) is None:
+    raise SystemExit(f"{program}: needs a GPU (DEV=CUDA or DEV=AMD); tinygrad's CPU device needs {compiler}, which is not on PATH")
