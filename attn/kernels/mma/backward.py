@@ -1,10 +1,10 @@
 """The steps of backward by NVIDIA's mma.sync (sm_80 and later).
 
-A block owns rows, queries or keys, 16 or 32 for each warp, and walks over the others in tiles. Two tensors of each lie in shared memory: of the own
-rows Q and dO, or K and V, and of those walked over the other two, which come by cp.async into a ring, with one barrier a trip. A tile is read in
-both ways from where it lies: as B of products that contract over the elements of its rows, and, transposed by ldmatrix, as B of products that
-contract over its rows. P and dS, whose rows are the own ones, are operand A of those and never leave their lanes. Of keys they are P^T and dS^T, and
-the lse and delta of the queries, which belong to their columns, come to shared memory with the tile.
+A block owns rows, queries or keys, 16 or 32 for each warp, and walks over the others in tiles. Shared memory holds two tensors of the own rows: Q and
+dO, or K and V. It holds the other two tensors of the walked rows, which come by cp.async into a ring, with one barrier in each trip. A tile is read
+in two ways from the same place: as B of products that contract over the elements of its rows, and, transposed by ldmatrix, as B of products that
+contract over its rows. P and dS have the own rows as their rows. They are operand A of the gradients' products and never leave their lanes. If the
+own rows are keys, they are P^T and dS^T. Then the lse and delta of queries belong to columns, and come to shared memory with the tile.
 """
 from __future__ import annotations
 import itertools
@@ -30,8 +30,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """What crosses trips: the accumulators of each tile of own rows, one tile after another, and the numbers of queries on their way to shared memory;
-  shared memory, and where statements are stored."""
+  """The state between trips: the accumulators of one tile of own rows after another, the numbers of queries on their way to shared memory, shared
+  memory itself, and the statements so far."""
   shared: UOp
   acc: UOp
   numbers: UOp
@@ -48,15 +48,15 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
 @dataclass(frozen=True)
 class MmaBackward:
-  """A kernel of one problem, or a pass of it, as a thread sees it: what is the same in all trips over the rows of a head."""
+  """A backward kernel of one problem, or one pass of it, as one thread sees it: what stays the same in all trips over the rows of a head."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
-  state: MmaBackwardState      # at the start
-  known: OwnNumbers|None = None      # of own queries
+  state: MmaBackwardState      # before the first trip
+  known: OwnNumbers|None = None      # the numbers of own queries, if queries are owned
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> MmaBackward:
-    """A block that owns queries."""
+    """Makes the kernel for a block that owns queries."""
     warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
     state = MmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
     rows: WarpRows[SwizzledRows] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
@@ -64,13 +64,13 @@ class MmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[MmaBackward]:
-    """The passes of a block that owns keys, which take turns in the same accumulators."""
+    """Makes the passes of a block that owns keys. They use the same accumulators, one pass after another."""
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
     return [MmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state) for wanted in passes]
 
-  # ***** what there is *****
+  # ***** rows *****
   @property
   def group(self) -> Workgroup: return self.warp_rows.warps.group
   @property
@@ -79,10 +79,10 @@ class MmaBackward:
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
-    """Tile t of this tensor."""
+    """Place of tile t of a tensor of walked rows in shared memory."""
     return self.warp_rows.lies(name, self.tile.block_n, self.stage(t))
   def numbers(self, t:UOp) -> UOp:
-    """Where those of tile t begin."""
+    """First unit of the numbers of the queries of tile t in shared memory."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
 
   # ***** the way over tiles *****
@@ -97,7 +97,7 @@ class MmaBackward:
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
     def over_head(one:MmaBackward, s:MmaBackwardState) -> MmaBackwardState:
       s = one.over_tiles(s, self.group.walked, work)
-      return s.arrived(0) if self.tile.keys else s      # when a head is done, so is all that was read and copied of it
+      return s.arrived(0) if self.tile.keys else s      # a head ends when all its copies and reads are done
     if (heads := self.group.walked_heads) == 1: return over_head(self, s)
     r = self.group.grid.allocator.range(heads, AxisType.LOOP)
     of_head = replace(self, warp_rows=self.warp_rows.of_head(self.group.first_head + r))
@@ -118,7 +118,7 @@ class MmaBackward:
     return s
 
   def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Tile t is on its way, and with queries their numbers."""
+    """Starts the copies of tile t. Loads the numbers of its queries to registers, if keys are owned."""
     group, n, head = self.group, self.tile.block_n, self.warp_rows.head
     if self.tile.keys:
       numbers = [[group.numbers(name, head).load_number(t*n, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
@@ -129,7 +129,7 @@ class MmaBackward:
                       for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, t*n, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """What of it came to registers goes to shared memory."""
+    """Stores the numbers of the queries of tile t from registers to shared memory."""
     if not self.tile.keys: return s
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
     places = [(kind*n + i, i < n) for kind in range(len(numbers_of_queries(self.group.p))) for i in self.carried]
@@ -148,7 +148,7 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The steps on a part of tile t."""
+  """The steps on one part of tile t."""
   of: MmaBackward
   t: UOp
   part: int
@@ -156,13 +156,14 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """The `shared_numbers` of this kind of the queries that a lane's columns are."""
+    """Loads one kind of `shared_numbers` for the queries in the lane's columns."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """`start` + A B: own rows times rows of the part, the contraction over their elements; C fragments of each tile of own rows."""
+    """Computes `start` + A B, where A has the own rows and B the rows of the part, and the contraction is over their elements. Returns C fragments
+    for each tile of own rows."""
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)
@@ -174,7 +175,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
           tiles[i][2*pair + half] = nv.mma(mat, a[i], b, half, tiles[i][2*pair + half])
     return tiles
 
-  # ***** the steps that WarpTrip has not *****
+  # ***** the steps that WarpTrip lacks *****
   def start(self, s:MmaBackwardState) -> MmaBackwardState: return s
   def lse(self, s:MmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)

@@ -1,8 +1,8 @@
-"""The steps of forward by mma.sync (sm_80 and later), with the query on the rows.
+"""The steps of forward by mma.sync (sm_80 and later). Queries are the rows of the matrices.
 
-A warp has 16 or 32 queries of its block. K and V tiles come by cp.async into a ring of `stages` in shared memory, so that one barrier a trip is
-enough: it says that a tile is there and that the one before it is no longer read. Operands are read by ldmatrix, V transposed on the way, from rows
-that are swizzled against bank conflicts. The softmax takes no maxima but in a rare branch: see attn/ops/softmax.py.
+A warp has 16 or 32 queries of its block. K and V tiles come by cp.async into a ring of `stages` tiles in shared memory. So one barrier in each trip
+is enough: it says that a tile has arrived and that the tile before it is no longer read. ldmatrix reads the operands, and transposes V, from rows
+that are swizzled against bank conflicts. The softmax computes maxima only in a rare branch: see attn/ops/softmax.py.
 """
 from __future__ import annotations
 import functools, itertools
@@ -26,15 +26,15 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Operands:
-  """Operands that no step changes: of each tile of queries those of Q, where registers keep them."""
+  """Operands that no step changes: those of Q for each tile of queries, if registers keep them."""
   of_tiles: tuple[tuple[UOp, ...], ...] = ()
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
-  """State that crosses trips: the accumulators of O and, per query tile, the reference m of its rows, addend = -m*Scores.to_log2, and the row sums l
-  of rounded P. O divided by these sums is a mean of V, whatever the rounding did. For the LSE, l also has the lane's part of the exact sums. Within a
-  trip: the scores, P as the A operand of O, and the trip's part of l. Shared memory, where statements are stored, and Q."""
+  """The state between trips: the accumulators of O, and for each query tile the reference m of its rows, addend = -m*Scores.to_log2, and the row sums
+  l of rounded P. O divided by these sums is a mean of V, however P was rounded. For the LSE, l also has the lane's part of the exact sums. Within a
+  trip it also has the scores, P as the A operand of O, and the trip's part of l. Further fields are shared memory, the statements so far, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -48,15 +48,15 @@ class MmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaForward:
-  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
   warps: Warps
   tile: MmaTile
-  state: MmaState      # at the start
+  state: MmaState      # before the first trip
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> MmaForward:
     warps, mat = Warps.of(p, arch, tile, tile.matrix, args).with_keys(tile.warp_keys), tile.matrix
-    new, kinds = warps.group.grid.allocator, 1 if warps.group.lse is None else 2       # of row sums
+    new, kinds = warps.group.grid.allocator, 1 if warps.group.lse is None else 2       # kinds of row sums
     q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.warp_keys//mat.N, fragments(p.Dv, mat)
     state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
                      new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
@@ -78,28 +78,28 @@ class MmaForward:
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
-    """The matrix instructions that a row of Q and K takes."""
+    """Steps of the contraction over a row of Q and K: one matrix instruction each."""
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """The steps of O += P V, in the parts by which P is computed and used."""
+    """Steps of O += P V, grouped by the part of the keys whose P is computed and used together."""
     steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """The first rows of the warp's query tiles."""
+    """First row of each of the warp's query tiles."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """The warp's number among those that have its queries."""
+    """The warp's number among the warps that have the same queries."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
-    """The first of a trip's keys that the warp takes."""
+    """First key of a trip that this warp takes."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """The number of the warp's keys of tile t, counted in as many."""
+    """The number of the warp's keys of tile t, if tiles have `warp_keys` keys."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -118,7 +118,7 @@ class MmaForward:
   def loops(self) -> Iterator[TileLoop[MmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
-    """S of a tile, in registers. Later tiles start on their way while the tensor cores work."""
+    """Computes S of a tile, in registers. Copies of later tiles start while the tensor cores work."""
     s = s.arrived(self.tile.stages - 2)
     tiles = [self.warps.group.scores.finished(x, rows, self.own_tile(t), masked) for x, rows in zip(self.raw_scores(s, t), self.queries)]
     s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
@@ -141,7 +141,7 @@ class MmaForward:
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
-    """O += P V, of the P that dropout keeps."""
+    """Computes O += P V, with the P that dropout keeps."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
@@ -157,24 +157,25 @@ class MmaForward:
     return self.warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
-    """The stores of O = O / l and LSE = m + ln l of a query tile."""
+    """Returns the stores of O = O / l and LSE = m + ln l of a query tile."""
     m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, (ONES, LANE), self.share if self.tile.key_waves > 1 else None)
 
-  # ***** what warps with the same queries add up *****
+  # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """What the warp has of a query tile: m, the sums, and the accumulators of O."""
+    """Returns the warp's results for a query tile: m, the sums, and the accumulators of O."""
     sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Where in shared memory the i-th unit lies that a lane with the thread's place has found, in the warp with this share of the keys."""
+    """Place in shared memory of the i-th unit of results, in the warp with share `share` of the keys, of the lane that has this thread's lane
+    number."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
 
   def exchanged(self, s:MmaState) -> MmaState:
-    """What each warp has found, in shared memory."""
+    """Stores the results of each warp to shared memory."""
     puts = []
     for qt in range(self.tile.q_tiles):
       m, sums, accs = self.found(s, qt)
@@ -184,8 +185,8 @@ class MmaForward:
     return s.after(workgroup_barrier(s.done))
 
   def found_by_all(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Reference, sums and O of all warps together, added in the order of their keys, relative to the largest of their references. O is the warp's
-    share of columns."""
+    """Returns m, the sums and O of all warps together. m is the largest of their references. The other results are brought to this m and added in the
+    order of their keys. O has only the warp's share of the columns."""
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_found(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]
@@ -209,13 +210,13 @@ class MmaForward:
 
   def fetch(self, s:MmaState, t:UOp) -> MmaState: return s.started(self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """The A operand of S: kept in registers, or read anew in every trip."""
+    """The A operand of S = Q K^T. Registers keep it, or it is read in every trip."""
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """S = Q K^T of one key tile: for each query tile its C fragments."""
+    """Computes S = Q K^T of one key tile, before terms and masks: C fragments for each query tile."""
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_address(self.warps.at.lane)
     tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
     for step in self.depth_steps:

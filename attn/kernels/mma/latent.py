@@ -1,8 +1,9 @@
-"""The steps of latent attention by mma.sync (sm_80 and later), with the query on the rows: the work is shared as in attn/kernels/amd/latent.py.
+"""The steps of latent attention by mma.sync (sm_80 and later). Queries are the rows of the matrices. Warps share the work as waves do in
+attn/kernels/amd/latent.py.
 
-A block has the queries of many heads and reads each key once for them all. Of the scores S = Q K^T of a tile of keys each warp has 16 queries and a
-part of the keys, of O += P V some columns of all queries. In between P goes through shared memory. K comes by cp.async into a ring of `stages`; V is
-read from it, transposed on the way, as attn/kernels/mma/forward.py does.
+A block has the queries of many heads and reads each key once for all of them. For the scores S = Q K^T of a tile of keys, each warp has 16 queries
+and a part of the keys. For O += P V it has some columns, and all queries. In between, P goes through shared memory. K comes by cp.async into a ring
+of `stages` tiles. V is read from K, transposed on the way, as in attn/kernels/mma/forward.py.
 """
 from __future__ import annotations
 import functools
@@ -25,15 +26,16 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
-# Matrix instructions that add to one sum of a score. The tensor cores cut off what fp32 has no room for, always towards 0: over the 36 that 576
-# columns take it showed in the LSE of peaked rows (1.13 of the limit of an earlier law, on an H200; by a model of it a third as much in sums of 12).
+# Matrix instructions that add to one sum of a score. The tensor cores do not round an fp32 sum: they cut it off, always towards 0. Over the 36
+# instructions of 576 columns this showed in the LSE of peaked rows: 1.13 of the limit of an earlier law, on an H200. A model of it gives a third of
+# that for sums of 12.
 ADDED_UP = 12
 
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
-  """What crosses trips: of O the warp's columns of all queries; of its own queries the reference m and the sums of P over its part of the keys: as it
-  is rounded, and for the LSE the lane's part of the exact ones. Within a trip: the scores, and of each tile of queries the factors of O. Shared
-  memory, and where statements are stored."""
+  """The state between trips. Registers hold the warp's columns of O for all queries, and for its own queries the reference m and the sums of P over
+  its part of the keys: the sums of rounded P, and for the LSE the lane's part of the exact sums. Within a trip they also hold the scores, and the
+  factors of O for each tile of queries. Further fields are shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -44,10 +46,10 @@ class LatentMmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaLatent:
-  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
   warps: Warps
   tile: MlaMmaTile
-  state: LatentMmaState      # at the start
+  state: LatentMmaState      # before the first trip
   share: Share
   parts = (None,)    # a tile's keys are not divided
 
@@ -73,12 +75,12 @@ class MmaLatent:
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
   @functools.cached_property
   def own(self) -> UOp:
-    """The first of the 16 rows whose scores the warp computes."""
+    """The first of the 16 rows whose scores this warp computes."""
     return self.share.tile*self.mat.M
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """A lane's rows of the 16 from `first` on."""
+    """The lane's two rows among the 16 rows from `first` on."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****
@@ -93,14 +95,15 @@ class MmaLatent:
   def loops(self) -> Iterator[TileLoop[LatentMmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
-    """S of the warp's queries and keys: its C fragments. Later tiles start on their way while the tensor cores work."""
+    """Computes S of the warp's queries and keys, as C fragments. Copies of later tiles start while the tensor cores work."""
     s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.tile_number(t), masked)
     return self.fetch(s, t + self.tile.stages - 1), scores
 
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
-    """P, relative to a reference that it does not outgrow, and by what factor O is to be multiplied before it is added: all in shared memory."""
+    """Computes P, relative to a reference that P does not outgrow, and the factor by which O is multiplied before P V is added. Stores both to shared
+    memory."""
     to_log2, m, dtype, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p.dtype, ops.splat(0.0, nv.ROWS)
     s, top = self.highest(s, x, m)
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -113,7 +116,7 @@ class MmaLatent:
     return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0)))), None
 
   def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """O += P V of the warp's columns."""
+    """Computes O += P V for the warp's columns."""
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
@@ -142,14 +145,14 @@ class MmaLatent:
   def told(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Tells all waves a number of each of the lane's own two rows. Statements."""
+    """Returns the statements that tell all warps a number of each of the lane's own two rows."""
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Loads the `i`-th number of each of the lane's two rows among the 16 rows from `first` on."""
+    """Loads the i-th number of each of the lane's two rows among the 16 rows from `first` on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
   def met(self, s:LatentMmaState) -> LatentMmaState:
-    """All warps have done what they did."""
+    """Waits until all warps have done their statements."""
     return s.after(workgroup_barrier(s.done))
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -158,7 +161,7 @@ class MmaLatent:
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
-    """S = Q K^T of the warp's queries and keys: its C fragments."""
+    """Computes S = Q K^T of the warp's queries and keys, before terms and masks: C fragments."""
     mat, lane, q, steps = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0], round_up(self.p.D, self.mat.K)//self.mat.K
     (a_row, a_unit), (b_row, b_unit), first_key = mat.a_address(lane), mat.b_address(lane), self.share.part*self.share.keys
     for first in range(0, steps, ADDED_UP):
@@ -172,7 +175,7 @@ class MmaLatent:
     return s
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """The largest of each row's scores, and of what m was, over the lanes and warps that share it."""
+    """Returns the largest of m and each row's scores, over the lanes and warps that share the row."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
@@ -184,7 +187,7 @@ class MmaLatent:
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
   def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
-    """The stores of P: dword i of an A fragment is of row i%2 and tile i//2. Statements."""
+    """Returns the statements that store P. Dword i of an A fragment belongs to row i%2 and tile i//2."""
     to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
     for step, x in enumerate(packed):
       for i in range(4):
@@ -193,20 +196,21 @@ class MmaLatent:
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """The rows of K from a line of the warp's columns of V on. Where there is no such line, the last one: nobody will store what comes of it."""
+    """The rows of K from line `line` of the warp's columns of V on. If that line does not exist, the last line is read: no warp stores what is
+    computed from it."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last trip *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """The state with the reference of each row, and its sums over each part of the keys, in shared memory."""
+    """Stores the reference of each row, and its sums over each part of the keys, to shared memory. Returns the state after that."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
-    sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # of the lane's own P
+    sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # sums over the lane's own P
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
     return self.met(s.do(*told, *self.tell(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
 
   def outputs(self, s:LatentMmaState, tile:int) -> list[UOp]:
-    """O = O / l of the warp's columns; LSE = m + ln l by the first warp."""
+    """Returns the stores of O = O / l for the warp's columns. The first warp also stores LSE = m + ln l."""
     group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
     accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)
     for r, (row, in_block) in enumerate(zip(self.warps.queries(UOp.const(tile*mat.M)), self.in_block(tile*mat.M))):

@@ -1,4 +1,4 @@
-"""How tiles come to shared memory on NVIDIA: what the states of kernels know of the copies that are under way."""
+"""How tiles come to shared memory on NVIDIA: states of kernels that know which copies have not arrived yet."""
 from __future__ import annotations
 from typing import Self
 from attn.kernels.parts.memory.lanes import MmaLane
@@ -8,15 +8,15 @@ from attn.ops import hopper as wgmma, nvidia as nv
 from attn.tinygrad_compat import UOp
 
 class CopyGroups(InOrder):
-  """The ring of mma.sync: copies go in groups, and a barrier follows a wait for them. ldmatrix reads the operands."""
+  """A ring of tiles for mma.sync: copies form groups, and a barrier follows each wait for some of them. ldmatrix reads the operands."""
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
-    """The copies are under way, as a group of their own."""
+    """Starts the copies, as a group of their own."""
     s = self.do(*copies)
     return s.do(nv.commit(s.done))
   def arrived(self, but:int) -> Self:
-    """All threads' copies are there, the last `but` groups excepted, and what was read before is read."""
+    """Waits until the copies of all threads have arrived, except the last `but` groups, and until earlier reads are done."""
     return self.after(workgroup_barrier(self.statements.do(nv.wait_copies(self.done, but))))
 
   def read(self, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
@@ -24,7 +24,7 @@ class CopyGroups(InOrder):
     return nv.ldmatrix(self.shared[place], step, transposed)
 
 class Arrivals(InOrder):
-  """The ring of wgmma: all threads arrive at an mbarrier when their part of a tile is there."""
+  """A ring of tiles for wgmma: all threads arrive at an mbarrier when their part of a tile has arrived."""
   shared: UOp
 
   @property

@@ -1,4 +1,4 @@
-"""What backward on NVIDIA's matrix units has of a warp's own rows, queries or keys: their numbers, P and dS of them, and the stores of gradients."""
+"""Backward on NVIDIA's matrix units, for a warp's own rows, queries or keys: their numbers, their P and dS, and the stores of gradients."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
@@ -26,27 +26,27 @@ L = TypeVar("L", bound=CopiedLayout)
 L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
 
 class WarpsTile(BlockTile, Protocol[L_co]):
-  """What such a kernel's tile says besides."""
+  """What a backward kernel's tile says in addition to a `BlockTile`."""
   @property
-  def matrix(self) -> Mma: """Whose fragments a warp has."""
+  def matrix(self) -> Mma: """The matrix instruction whose fragments a warp has."""
   @property
-  def row_tiles(self) -> int: """Tiles of 16 rows of a warp."""
+  def row_tiles(self) -> int: """Tiles of 16 rows that each warp owns."""
   @property
-  def keys(self) -> bool: """Whether its own rows are keys."""
+  def keys(self) -> bool: """Whether the own rows are keys."""
   def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Layouts of `rows` rows in shared memory: those of q or k, and those of do or v."""
 
-Exponents = list[list[Exponent]]     # of each own row of a lane: of each of its vectors of scores
-Lse = list[Exponents]                # of each tile of own rows
+Exponents = list[list[Exponent]]     # for each own row of a lane, and for each of its vectors of scores
+Lse = list[Exponents]                # for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnNumbers:
-  """The numbers of a lane's own queries, of each tile: what makes P of their scores, and delta."""
+  """The numbers of a lane's own queries, for each tile: the exponents that turn their scores into P, and delta."""
   exponents: list[list[Exponent]]
   deltas: list[list[UOp]]
 
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
-  """The rows that a block's warps own, in walks over the rows of `head`. `wanted`: the gradients that are summed, in this order."""
+  """The rows that a block's warps own, in a walk over the rows of `head`. `wanted` lists the gradients that are summed, in order."""
   warps: Warps
   tile: WarpsTile[L]
   wanted: tuple[str, ...]
@@ -64,16 +64,16 @@ class WarpRows(Generic[L]):
   def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
 
   def of_head(self, head:UOp) -> WarpRows[L]:
-    """The rows for a walk over another head."""
+    """The own rows, in a walk over another head."""
     return replace(self, head=head)
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """The first rows of the warp's tiles."""
+    """First row of each of the warp's tiles."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """A lane's, of each tile."""
+    """The lane's rows, for each tile."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -82,32 +82,32 @@ class WarpRows(Generic[L]):
 
   # ***** registers *****
   def accs(self, name:str) -> int:
-    """Accumulators of a gradient, of a tile of rows."""
+    """Number of accumulators of a gradient for one tile of rows."""
     return fragments(self.warps.group.rows_of(name).width, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
-    """Where those of the i-th tile are."""
+    """Indices of the accumulators of a gradient for the i-th tile."""
     before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
     first = i*sum(map(self.accs, self.wanted)) + before
     return range(first, first + self.accs(name))
 
-  # ***** shared memory: own rows, then tiles of those that are walked over *****
+  # ***** shared memory: own rows, then tiles of walked rows *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """Layout of `rows` rows of this tensor. The rows of q or k begin at unit `first`, and those of do or v follow."""
+    """Layout of `rows` rows of this tensor. The rows of q or k begin at unit `first`, and those of do or v follow them."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
-    """Own rows of this tensor."""
+    """Layout of the own rows of this tensor."""
     return self.lies(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
-    """Units of all own rows."""
+    """Units of shared memory for all own rows."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
-    """The thread's part in copying the own rows. Statements."""
+    """Returns the statements that copy this thread's part of the own rows."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
-    """Rows of a head that are walked over, `there` in number."""
+    """The walked rows of a head, `there` in number."""
     return self.warps.group.operand_rows(name, head).up_to(there)
 
   # ***** the numbers of own queries *****
@@ -119,7 +119,7 @@ class WarpRows(Generic[L]):
             for first, own in zip(self.in_block, self.of_lane)]
 
   def delta(self, in_block:UOp, row:Row) -> UOp:
-    """rowsum(dO * O) - dLSE, over the lanes that share a query; of dO as dP is made of it, rounded to the inputs' dtype."""
+    """rowsum(dO * O) - dLSE, summed over the lanes that share a query. dO is rounded to the inputs' dtype, as in dP."""
     group, mat = self.warps.group, self.mat
     rows = (group.rows_of("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
     total = ops.splat(0.0, 4)
@@ -131,7 +131,7 @@ class WarpRows(Generic[L]):
 
   # ***** the ends *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
-    """The stores of a gradient, whose sums are in `acc`: 0 of keys beyond kv_lengths."""
+    """Returns the stores of a gradient, whose sums are in `acc`. Keys beyond kv_lengths get 0."""
     group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
     for i, own in enumerate(self.of_lane):
       for r, row in enumerate(own):
@@ -142,7 +142,7 @@ class WarpRows(Generic[L]):
     return stores
 
   def kept_deltas(self) -> list[UOp]:
-    """The stores of delta."""
+    """Returns the stores of delta."""
     group = self.warps.group
     to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
     both = [pair for own, deltas in zip(self.of_lane, self.deltas) for pair in zip(own, deltas)]
@@ -150,7 +150,7 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The steps of backward between its products, of some rows that are walked over: part `number` by the count of `score`."""
+  """The steps of backward between its products, for some walked rows. `tile_number` is their number, if tiles have `score.block_n` rows."""
   warp_rows: WarpRows[L]
   score: Scores
   tile_number: UOp
@@ -158,7 +158,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """The C fragments of scores of a tile of own rows."""
+    """Indices of the C fragments of scores, for one tile of own rows."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -167,7 +167,7 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.exponents]
   def lse_of_walked(self, exponents:list[Exponent]) -> Lse: return [[exponents]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnNumbers) -> list[list[UOp]]:
-    """`scaled_delta` of the queries, as C fragments of each tile of own rows."""
+    """`scaled_delta` of the own queries, as C fragments for each tile of own rows."""
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 
@@ -177,7 +177,7 @@ class WarpTrip(Generic[L]):
   def ds(self, weights:list[Weights], dp:list[list[UOp]], added:ScoreTerm|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, added) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
-    """C fragments of a tile of own rows as operand A."""
+    """Packs C fragments of one tile of own rows to operand A."""
     return [nv.pack_a(a, b, self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:

@@ -1,6 +1,6 @@
-"""What the kernels for NVIDIA's matrix units share: the way of rows to shared memory, and what a warp holds of 16 queries.
+"""The parts that all kernels for NVIDIA's matrix units share: copies of rows to shared memory, and what a warp holds of 16 queries.
 
-A warp's tile of C has 16 queries, of which a lane holds part of two rows (attn/chips/matrix.py, Mma): vectors of four numbers, two a row.
+A warp's tile of C has 16 queries. A lane holds part of two of these rows (attn/chips/matrix.py, Mma): vectors of four numbers, two from each row.
 """
 from __future__ import annotations
 import math
@@ -25,47 +25,47 @@ def always(gate:UOp|None) -> UOp: return UOp.const(True) if gate is None else ga
 
 @dataclass(frozen=True)
 class Warps:
-  """A block of warps, its part of a problem, and where a thread stands in it."""
+  """A block of warps, its part of a problem, and this thread's place in the block."""
   group: Workgroup
   at: MmaLane
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes|None=None, parts:int=0) -> Warps:
-    """A block that owns queries; `names` and `parts` as in `Workgroup.of`."""
+    """Makes a block that owns queries. `names` and `parts` have the meaning that they have in `Workgroup.of`."""
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of(p, arch, tile, args, grid, at, names, parts), at)
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes, parts:int=0) -> Warps:
-    """A block that owns keys."""
+    """Makes a block that owns keys."""
     grid = kv_head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """The warps, each with `keys` keys of a trip."""
+    """The block, where each warp has `keys` keys of a trip."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """A lane's rows of the 16 that begin at `first` of the block."""
+    """The lane's rows among the 16 rows that begin at row `first` of the block."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****
   def copies_of_q(self, shared:UOp, to:CopiedLayout) -> list[UOp]:
-    """The thread's part in copying the block's queries. Statements."""
+    """Returns the statements that copy this thread's part of the block's queries."""
     return self.copies(self.group.rows_of("q"), shared, self.group.first_row, to)
 
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """The thread's part in copying tile t of K and of V, of the tiles that the block walks over, where `gate` holds. Statements."""
+    """Returns the statements that copy this thread's part of tile t of K and V, if `gate` holds. The block walks over these tiles."""
     group, block_n = self.group, self.group.tile.block_n
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
     rows = [replace(group.rows_of(name), count=there) for name in ("k", "v")]
     return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to, gate)]
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """The thread's part in bringing the rows of a tile from row `first` of `source` on, where `gate` holds: those that there are not, and columns
-    beyond the last, become zero. Rows that are converted come through registers. Statements."""
+    """Returns the statements that copy this thread's part of a tile, from row `first` of `source` on, if `gate` holds. Rows that do not exist, and
+    columns beyond the last, become zero. Rows that are converted come through registers."""
     if isinstance(source, GlobalRows): return self.started(source, shared, first, to, gate)
     items = [(self.at.thread + j*self.group.tile.threads) for j in range(ceildiv(to.rows*to.across, self.group.tile.threads))]
     places = [(i//to.across, i%to.across) for i in items]
@@ -73,13 +73,13 @@ class Warps:
             for row, unit in places]
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
-    """Starts the copies of rows that are copied as they are."""
+    """Returns the statements that start the copies of rows that need no conversion. See `copies` for the arguments."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []
     whole = width % (2*source.unit) == 0 and to.units*source.unit == width
     for j in range(ceildiv(to.rows*to.across, threads)):
-      moved = j*apart if regular else 0                # rows further on: in the instruction
+      moved = j*apart if regular else 0                # rows from the first copy: a constant in the instruction
       if j == 0 or not regular:
         index = self.at.thread + (0 if regular else j*threads)
         row, unit = index//to.across, index%to.across
@@ -95,14 +95,14 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """The stores that begin a sum over keys, of which none was seen; O begins with `nv.clear`."""
+    """Returns the stores of m, addend and l before the first key. `nv.clear` does it for O."""
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
-    """O = O / l, LSE = m + ln l of 16 queries, whose sums of P are of these kinds: the first is what O is divided by, the last what the LSE is made
-    of. Of warps that share the queries this one has the `share`-th columns, and the first one stores the LSE."""
+    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `kinds` names the kinds of their sums of P: O is divided by the first, and
+    the LSE is made from the last. If warps share the queries, this warp has the `share`-th part of the columns, and the first one stores the LSE."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
@@ -113,9 +113,9 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """(first column, values) of the parts that this lane stores of its `r`-th row, times a factor: of its two numbers of each C fragment, those being
-    all of the row or its `share`-th part. Where rows are whole units of 16 bytes, the four lanes of a row exchange theirs, so that each stores units:
-    every fourth."""
+    """Returns (first column, values) of the parts of row `r` that this lane stores, times `factor`. A lane has two numbers of the row in each C
+    fragment. The fragments are those of the whole row, or of its `share`-th part. If rows consist of whole units of 16 bytes, the four lanes of a row
+    exchange their numbers, so that each lane stores whole units: every fourth one."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
     if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(accs)//mat.groups*mat.groups
@@ -124,6 +124,6 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
 def sum_over_quad(x:UOp) -> UOp:
-  """The sum of a number over the four lanes that share a row."""
+  """Sums a number over the four lanes that share a row."""
   for step in (1, 2): x = x + nv.xor_lane(x, step)
   return x

@@ -1,10 +1,11 @@
 """The steps of backward by Hopper's wgmma (sm_90).
 
-A block owns 64 rows, queries or keys, for each of its warpgroups, and walks over the others in tiles. Per trip a warpgroup starts S and dP, both of
-its own rows and of a tile in shared memory, turns them into P and dS in registers, and starts the products of those with the tile, which is read
-across its rows where it lies. It waits for no product that is not needed: the last ones of a trip run on while the next trip's S and dP are started.
-Nothing holds the groups together but the tiles that they all copy, by cp.async, into a ring of three: all threads arrive at an mbarrier when their
-part of a tile is there, one trip ahead and when the trip before is no longer read. Who waits for it knows that of every group.
+A block owns 64 rows, queries or keys, for each of its warpgroups, and walks over the others in tiles. In each trip a warpgroup starts the products S
+and dP of its own rows and a tile in shared memory. It turns them into P and dS in registers, and starts the products of those with the tile, which
+are read across its rows from the same place. It waits only for products that it needs: the last ones of a trip still run when S and dP of the next
+trip start. Nothing synchronises the warpgroups except the tiles, which all of them copy, by cp.async, into a ring of three. A thread copies one trip
+ahead, when the tile of the trip before is no longer read, and arrives at an mbarrier when its part of a tile is there. A warpgroup that has waited
+for the mbarrier knows that every group has come so far.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -30,7 +31,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
-  """What crosses trips: the accumulators. Within a trip: scores and dP, and P and dS as operand A. Shared memory, and where statements are stored."""
+  """The state between trips: the accumulators. Within a trip it also has the scores and dP, and P and dS as operand A. Further fields are shared
+  memory and the statements so far."""
   shared: UOp
   acc: UOp
   scores: UOp
@@ -48,7 +50,8 @@ class WgmmaBackwardState(Arrivals):
 
 @dataclass(frozen=True)
 class RingPlace:
-  """A tile on the way over those of one head after another, in each pass: its number, the turn of its head, and how many came before it."""
+  """A tile's place in the walk over the tiles of one head after another, in each pass: the tile's number, the turn of its head, and the number of
+  tiles before it."""
   tile: UOp
   turn: UOp|int
   index: UOp
@@ -57,16 +60,16 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A kernel of one problem, or its `pass_number`-th pass, as a thread sees it: what is the same in all trips."""
+  """A backward kernel of one problem, or its `pass_number`-th pass, as one thread sees it: what stays the same in all trips."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
-  state: WgmmaBackwardState      # at the start
-  known: OwnNumbers|None = None      # of own queries
+  state: WgmmaBackwardState      # before the first trip
+  known: OwnNumbers|None = None      # the numbers of own queries, if queries are owned
   pass_number: int = 0
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> WgmmaBackward:
-    """A block that owns queries."""
+    """Makes the kernel for a block that owns queries."""
     warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
     state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
     rows: WarpRows[SwizzledPanels] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
@@ -74,13 +77,13 @@ class WgmmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
-    """The passes of a block that owns keys, which take turns in the same accumulators."""
+    """Makes the passes of a block that owns keys. They use the same accumulators, one pass after another."""
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = WgmmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
     return [WgmmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state, None, i) for i, wanted in enumerate(passes)]
 
-  # ***** what there is *****
+  # ***** rows *****
   @property
   def group(self) -> Workgroup: return self.warp_rows.warps.group
   @property
@@ -89,26 +92,26 @@ class WgmmaBackward:
   def walked(self) -> Blocks: return self.group.walked
   @property
   def heads(self) -> int:
-    """How many heads the block walks over, one after another."""
+    """Number of heads that the block walks over, one after another."""
     return self.group.walked_heads
   @property
   def turns(self) -> int:
-    """Walks over the tiles of a head, in all passes."""
+    """Number of walks over the tiles of a head, in all passes together."""
     return self.heads*self.tile.passes
 
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """The tile of this tensor."""
+    """Place in shared memory of the tile of this tensor."""
     return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def numbers(self, place:RingPlace) -> UOp:
-    """The unit where those of its queries begin."""
+    """First unit in shared memory of the numbers of the tile's queries."""
     p = self.group.p
     return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p))
 
   # ***** the way over tiles *****
   def begin(self, s:WgmmaBackwardState|None=None, stores:list[UOp]|None=None) -> WgmmaBackwardState:
     if s is not None: s = s.after(UOp.group(*(stores or [])))
-    else:      # the own rows and the first tile are on their way
+    else:      # starts the copies of the own rows and of the first tile
       s = self.state.store([self.state.statements.first])
       s = s.expected(self.warp_rows.warps.at, self.tile.threads)
       s = self.fetch(s.do(*self.warp_rows.copies(s.shared)), self.ring_at(self.walked.begin, 0))
@@ -116,14 +119,15 @@ class WgmmaBackward:
 
   def ring_at(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
-    """The tile after this one."""
+    """The place of the tile after this one."""
     t, index = place.tile + 1, place.index + 1
     if self.turns == 1: return RingPlace(t, place.turn, index)
     same = t < self.walked.end
     return RingPlace(same.where(t, self.walked.begin), same.where(place.turn, place.turn + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """A tile, if there is one, is on its way, and with queries their numbers; this thread arrives when its part is there."""
+    """Starts the copies of a tile, if it exists, and of the numbers of its queries, if keys are owned. This thread arrives at the mbarrier when its
+    part is there."""
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there = (self.walked.end*n).minimum(group.scores.walk.count)
     if self.turns > 1: there = (place.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
@@ -138,7 +142,7 @@ class WgmmaBackward:
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
   def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
-    """Goes over the tiles of one head after another, and what that has started is done."""
+    """Walks over the tiles of one head after another. Then waits for all products that the walk has started."""
     if self.heads == 1: s = self.over_head(s, self.warp_rows, self.pass_number, work)
     else:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
@@ -160,26 +164,26 @@ class WgmmaBackward:
 
 @dataclass(frozen=True)
 class WgmmaTrip(WarpTrip[SwizzledPanels]):
-  """The steps on a tile. Products are asynchronous: they are started, and waited for."""
+  """The steps on a tile. Products are asynchronous: one statement starts them, and a later one waits for them."""
   of: WgmmaBackward
   ring_place: RingPlace
 
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """The numbers of this kind (see `numbers_of_queries`) of the queries that a lane's columns are."""
+    """Loads one kind of numbers (see `numbers_of_queries`) for the queries in the lane's columns."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int) -> WgmmaBackwardState:
-    """The group's own rows times those of the tile, the contraction over their elements, are on their way to `acc`."""
+    """Starts the product of the group's own rows with the tile's rows, a contraction over their elements. The result goes to `acc`."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
     return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.warp_rows.mat.unit//wgmma.K, panels, self.warp_rows.p.dtype))
 
-  # ***** the steps that WarpTrip has not *****
+  # ***** the steps that WarpTrip lacks *****
   def start(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
     s = self.product(s, s.scores, 0)
     return self.product(s, s.dp, 1) if self.needs_dp else s
@@ -191,13 +195,14 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
                                for xs in numbers])
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """S is waited for. The products of the trip before are done, too: nobody in the group reads the tile before, and the next one gets on its way."""
+    """Waits for S. The products of the trip before are done then, too: no thread of the group reads the earlier tile any more, so the copies of the
+    next tile start."""
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
     s = self.of.fetch(s, self.of.next(self.ring_place))
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """dP is waited for, and not a product with P that was started after it."""
+    """Waits for dP, but not for a product with P that was started after it."""
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
     else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.numbers(s, 1)])[0]
@@ -205,7 +210,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
   def add(self, s:WgmmaBackwardState, name:str, weights:list[list[UOp]]) -> WgmmaBackwardState:
-    """The product is started."""
+    """Starts the product of P or dS with the tile's rows."""
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), weights[0]))

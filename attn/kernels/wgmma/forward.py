@@ -1,9 +1,9 @@
 """The steps of forward by Hopper's wgmma (sm_90), with warpgroups that overlap by themselves.
 
-A warpgroup has 64 queries of its block. Per trip it starts S = Q K^T, turns S into P in registers and starts O += P V; the tensor cores do one
-group's products while the others are in their softmax. Nothing holds the groups together but the tiles that they all copy, by cp.async, into a ring
-of three: all threads arrive at an mbarrier when their part of a tile is there, one trip ahead, and who waits for it knows that every group has left
-the trip before.
+A warpgroup has 64 queries of its block. In each trip it starts S = Q K^T, turns S into P in registers and starts O += P V. The tensor cores compute
+the products of one group while the other groups are in their softmax. Nothing synchronises the groups except the tiles, which all of them copy, by
+cp.async, into a ring of three. A thread copies one trip ahead, and arrives at an mbarrier when its part of a tile is there. A group that has waited
+for the mbarrier knows that every group has left the trip before.
 """
 from __future__ import annotations
 import functools
@@ -29,17 +29,17 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 def sums_of(p:Problem) -> tuple[str, ...]:
-  """The sums of P that a problem takes. That of P as it is rounded costs 4 to 15 % of the rate (H200, by mma.sync; 2 to 8 % by additions of the
-  unpacked P): it is taken where O is stored in a type that is finer than P's, whose rounding doesn't hide what the sum is for. Every other unit
-  takes it always."""
+  """Returns the kinds of sums of P that a problem takes. The sum of P as it is rounded costs 4 to 15 % of the speed on an H200 (by mma.sync; 2 to 8 %
+  if unpacked P is added). It is taken only if O is stored in a finer type than P: otherwise the rounding of O hides what that sum is for. All other
+  units take it always."""
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   if ROUNDOFF[stored] >= ROUNDOFF[p.dtype]: return (LANE,)
   return (ONES, LANE) if p.writes_lse else (ONES,)
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
-  """State that crosses trips: the accumulators of O; the reference m of a lane's two rows, addend = -m*Scores.to_log2, and the row sums l. Within a
-  trip: the trip's part of l, the scores, and P as the A operand of O. Shared memory, and where statements are stored."""
+  """The state between trips: the accumulators of O, the reference m of a lane's two rows, addend = -m*Scores.to_log2, and the row sums l. Within a
+  trip it also has the trip's part of l, the scores, and P as the A operand of O. Further fields are shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -52,10 +52,10 @@ class WgmmaState(Arrivals):
 
 @dataclass(frozen=True)
 class WgmmaForward:
-  """The kernel of one problem, as a thread sees it: what is the same in all trips."""
+  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
   warps: Warps
   tile: WgmmaTile
-  state: WgmmaState      # at the start
+  state: WgmmaState      # before the first trip
   parts = (None,)        # a tile's keys are not divided
 
   @staticmethod
@@ -77,7 +77,8 @@ class WgmmaForward:
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries. One whose queries would lie beyond the last only copies: products would take the time of others."""
+    """Whether the warpgroup has queries. If all its queries would lie beyond the last one, it only copies: its products would take time from the
+    other groups."""
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
     if isinstance(n_q, int) and full(front) and full(n_q - front): return wgmma.EVERYWHERE
@@ -95,7 +96,7 @@ class WgmmaForward:
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
-    """S of a warpgroup's queries is under way, once tile t is there; meanwhile the next tile, if there are several, starts on its way."""
+    """Waits for tile t and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring has several."""
     q, k, _ = self.tile.layouts(self.p)
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
@@ -115,7 +116,7 @@ class WgmmaForward:
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """S as terms and masks leave it."""
+    """Applies terms and masks to S."""
     scores = self.warps.group.scores
     if not scores.raw:
       tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
@@ -131,7 +132,7 @@ class WgmmaForward:
     return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:WgmmaState) -> list[UOp]:
-    """The stores of O = O / l and LSE = m + ln l."""
+    """Returns the stores of O = O / l and LSE = m + ln l."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
     sums = sums_of(self.p)
     return self.warps.outputs(self.queries, accs, s.m[0].load(), [s.l[i].load() for i in range(len(sums))], sums)
@@ -147,8 +148,8 @@ class WgmmaForward:
     q, k, v = self.tile.layouts(self.p)
     return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Tile t is on its way; this thread arrives when its part is there. A tile that there is not becomes zeros, but where each has a place of its
-    own, and none is left for it."""
+    """Starts the copies of tile t. This thread arrives at the mbarrier when its part is there. A tile beyond the last one becomes zeros. In a ring of
+    fewer than STAGES tiles it is not copied: there each tile has a place of its own, and none is left for it."""
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
