@@ -1,5 +1,5 @@
-"""The chips, one row each, with everything that anyone derives from a chip: kernels, dispatch, the search for tiles, the report on machine code, the
-disassembler, the roofline, error messages. The emulator alone has tables of its own: that the two agree is a test.
+"""Table of the chips, one row each, with all facts about a chip. Kernels, dispatch, the search for tiles, the report on machine code, the
+disassembler, the roofline and error messages read it. Only the emulator has tables of its own: a test checks that both agree.
 """
 from __future__ import annotations
 from attn.chips.cdna2 import CHIPS_OF_CDNA2
@@ -14,11 +14,11 @@ from attn.chips.rdna4 import CHIPS_OF_RDNA4
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in (
   *CHIPS_OF_CDNA2, *CHIPS_OF_CDNA3, *CHIPS_OF_CDNA4, *CHIPS_OF_RDNA3, *CHIPS_OF_RDNA4, *CHIPS_WITHOUT_A_MATRIX_UNIT, *CHIPS_OF_NVIDIA)}
 FAMILIES: dict[str, Family] = {chip.family: chip.unit for chip in CHIPS.values()}
-MODELLED = tuple(name for name, chip in CHIPS.items() if chip.unit.pipes is not None)   # whose machine code has bounds
-SEARCHED = tuple(name for name, chip in CHIPS.items() if chip.searched)                 # one of each of AMD's families
+MODELLED = tuple(name for name, chip in CHIPS.items() if chip.unit.pipes is not None)   # chips with bounds from machine code
+SEARCHED = tuple(name for name, chip in CHIPS.items() if chip.searched)                 # one chip of each of AMD's families
 
 def get_chip(name:str) -> Chip:
-  """The row of `name`, such as "gfx942" or "gfx942:sramecc+:xnack-". Raises ValueError for a name that is not in the table."""
+  """Returns the chip with a name such as "gfx942" or "gfx942:sramecc+:xnack-". Raises ValueError for a name that is not in the table."""
   if (chip := CHIPS.get(name.split(":")[0])) is None:
     plain = [chip.name for chip in CHIPS_WITHOUT_A_MATRIX_UNIT]
     units = [x for x in CHIPS if x not in plain]
@@ -26,6 +26,6 @@ def get_chip(name:str) -> Chip:
   return chip
 
 def modelled(name:str) -> Chip:
-  """The row of a chip whose machine code has bounds. Raises ValueError for another."""
+  """Returns a chip for whose machine code there are bounds. Raises ValueError for any other chip."""
   if name not in MODELLED: raise ValueError(f"no machine model for {name!r}: known are {', '.join(MODELLED)}")
   return CHIPS[name]

@@ -1,11 +1,11 @@
-"""What CDNA's families share: MFMA, waves of 64 lanes, accumulation registers."""
+"""Data that CDNA's families share: MFMA instructions, waves of 64 lanes, accumulation registers."""
 from __future__ import annotations
 from attn.chips.family import Counters
 from attn.chips.matrix import LaneSums, Matrix
 from attn.chips.shapes import BackwardShape, MlaShape, UpTo
 
 def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", banks:int=32) -> Matrix:
-  """MFMA of CDNA."""
+  """Makes the row of an MFMA instruction of CDNA with M x M results."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
 SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
@@ -13,7 +13,7 @@ SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("
 # LLVM, AMDGPUBaseInfo.cpp: decodeVmcnt, decodeLgkmcnt
 COUNTERS_ON_CDNA = Counters("vmcnt", "vmcnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((0, 4), (14, 2)), "lgkmcnt": ((8, 4),)})
 
-# AMD's backward tiles are chosen by the registers that clang 22 needs, and not measured
+# AMD's backward tiles are chosen by the registers that clang 22 needs. None of them was measured.
 DQ_ON_CDNA = (UpTo(128, BackwardShape(4, 32)), UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True), whole=True),
               UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=0, sparing=True)))
 DKDV_OF_256_ON_CDNA = (UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True, passes=2, read_ahead=1), whole=True),
@@ -21,5 +21,5 @@ DKDV_OF_256_ON_CDNA = (UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True, pa
 DKDV_ON_CDNA = (UpTo(64, BackwardShape(4, 32, fenced=2)), UpTo(128, BackwardShape(4, 32, fenced=4)), *DKDV_OF_256_ON_CDNA)
 PLAIN_DQ_128 = UpTo(128, BackwardShape(8, 32, fenced=2))
 
-# no register is spilled; a wave keeps Q, and 64 rows wait for K in memory
+# no register is spilled; a wave keeps Q in registers, and 64 rows of a workgroup wait for each load of K from memory
 LATENT_ON_CDNA = (UpTo(576, MlaShape(4, 32, 1), matrix=1),)

@@ -5,7 +5,7 @@ from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
 
-# The latencies of MFMA are wait states of software on CDNA: compiled code has them, and s_nop where there is no other work.
+# On CDNA software has to wait for MFMA: compiled code keeps the distances between instructions, with s_nop where there is no other work.
 CDNA3_MACHINE = Machine(
   turn=Figure(4, "profiler"), step=Figure(4, "profiler"), vector=Figure(4, "coissue"), vector_to_matrix=Figure(12, "hazard"),
   vector_to_scalar=Figure(16, "clrx"), dot=Figure(16, "hazard"), slow=Figure(16, ASSUMED), transcendental=Figure(20, "hazard"),
@@ -16,9 +16,9 @@ CDNA3_MACHINE = Machine(
   lds_address=Figure(4, "profiler"), permute=Figure(48, ASSUMED), memory=Figure(650, "latency"), memory_bytes=Figure(64, "fifo"),
   memory_queue=Figure(16, "fifo"), lds_load=Figure(48, ASSUMED))
 
-# Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
-# python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
-# and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
+# Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
+# waves per SIMD. A row with `llvm` is for compilers of that release and older ones. It replaces the rows without `llvm` of its class.
 FORWARD_ON_CDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(4, 1, 64, fenced=True)),                              # predicted 56.5%, serial 51.0%, issued 48.5%, overlap 94.0%, waves 3
   UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2
@@ -32,7 +32,7 @@ FORWARD_ON_CDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(256, ForwardShape(4, 1, 32), llvm=21),                                 # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
 )
 
-# the last two shapes of CDNA3 and of CDNA4 are of 8-bit inputs
+# the last two shapes in `pipes` of CDNA3 and of CDNA4 are for 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
     "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, dots=("float16",), sums=SUMS,

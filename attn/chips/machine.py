@@ -1,7 +1,6 @@
-"""The units of a compute unit as stepping through machine code sees them: their rates and latencies. Beside each figure stands the source that it is
-from, or "assumed".
+"""Rates and latencies of the units in a compute unit, for stepping through machine code. Beside each figure stands its source, or "assumed".
 
-Cycles are of the shader clock.
+Cycles are cycles of the shader clock.
 """
 from __future__ import annotations
 from dataclasses import dataclass, fields
@@ -25,42 +24,42 @@ ORIGINS = {
 }
 
 class Figure(NamedTuple):
-  """A number of cycles, or of bytes a cycle, and where it is from: a word of ORIGINS or ASSUMED."""
+  """A number of cycles, or of bytes per cycle, and its origin: a key of ORIGINS, or ASSUMED."""
   value: int
   origin: str
 
 @dataclass(frozen=True)
 class Machine:
-  """What stepping through instructions needs to know of a family. A latency is from the issue of an instruction to that of one that uses its
-  result."""
-  turn: Figure               # cycles between turns of a SIMD; in a turn it issues at most one instruction of each kind, of different waves
+  """Figures of a family for stepping through instructions. A latency is the time from the issue of an instruction to the issue of an instruction that
+  uses its result."""
+  turn: Figure               # cycles between turns of a SIMD; in a turn it issues at most one instruction of each kind, from different waves
   step: Figure               # least cycles between two instructions of a wave
   vector: Figure             # latency of a vector instruction
-  vector_to_matrix: Figure   # the same where a matrix instruction uses it
-  vector_to_scalar: Figure   # the same where a scalar instruction or a branch does: masks, v_readfirstlane
-  dot: Figure                # latency of a dot product, but for the sum that the next dot product adds to
+  vector_to_matrix: Figure   # latency of a vector instruction whose result a matrix instruction uses
+  vector_to_scalar: Figure   # latency of a vector instruction whose result a scalar instruction or a branch uses: masks, v_readfirstlane
+  dot: Figure                # latency of a dot product, except where the next dot product adds to its sum
   slow: Figure               # cycles of a 32-bit integer multiplication on the vector ALU
-  transcendental: Figure     # latency of v_exp and its like
-  beside: Figure             # 1 where transcendentals have a unit of their own and take one slot of vector issue
-  matrix: Figure             # latency of a matrix instruction beyond its cycles; none for the sum that the next one adds to
-  matrix_sum: Figure         # latency of that sum for an instruction of 8 cycles, beyond its cycles
-  packed_drain: Figure       # cycles after a matrix instruction's own until packed fp32 may follow on the same unit; 0 where it runs beside
-  packed_alone: Figure       # 1 where packed fp32 instructions and those of the matrix unit exclude each other
+  transcendental: Figure     # latency of v_exp and other transcendental instructions
+  beside: Figure             # 1 if transcendentals have a unit of their own and take one slot of vector issue
+  matrix: Figure             # latency of a matrix instruction beyond its cycles; 0 where the next matrix instruction adds to its sum
+  matrix_sum: Figure         # the latency in that case for an instruction of 8 cycles, beyond its cycles
+  packed_drain: Figure       # cycles from the end of a matrix instruction until packed fp32 may follow on the same unit; 0 if that runs beside it
+  packed_alone: Figure       # 1 if packed fp32 instructions and matrix instructions exclude each other
   scalar: Figure             # latency of a scalar instruction
   scalar_load: Figure        # latency of a scalar load
   taken: Figure              # cycles of a branch that is taken
-  passed: Figure             # of one that is not
-  barrier: Figure            # from the last wave's arrival to the next instruction
+  passed: Figure             # cycles of a branch that is not taken
+  barrier: Figure            # cycles from the last wave's arrival at a barrier to the next instruction
   lds: Figure                # latency of an access to LDS without its transfer
-  lds_ports: Figure          # to the SIMDs of a compute unit, which share them and the bytes a cycle of LDS evenly
-  lds_queue: Figure          # cycles of transfers that a port may have before it, beyond which no access to LDS is issued
-  lds_address: Figure        # cycles of a port for the addresses of a store
+  lds_ports: Figure          # ports of LDS. The SIMDs of a compute unit share the ports evenly, and also LDS's bytes per cycle
+  lds_queue: Figure          # cycles of waiting transfers at a port beyond which no access to LDS is issued
+  lds_address: Figure        # cycles of a port that the addresses of a store take
   permute: Figure            # latency of a permutation of lanes through LDS, without its transfer
   memory: Figure             # latency of a load from memory
-  memory_bytes: Figure       # bytes a cycle that a compute unit gets
-  memory_queue: Figure       # loads of a compute unit that are issued before the first one's transfer ends
-  lds_load: Figure           # what a load to LDS takes beyond one to registers
+  memory_bytes: Figure       # bytes per cycle that a compute unit gets from memory
+  memory_queue: Figure       # loads that a compute unit may issue before the transfer of the first one ends
+  lds_load: Figure           # cycles by which a load to LDS takes longer than a load to registers
 
 def figures_of(machine:Machine) -> dict[str, Figure]:
-  """The figures of a row by name."""
+  """Returns the figures of a machine by name."""
   return {f.name: getattr(machine, f.name) for f in fields(machine)}

@@ -1,4 +1,5 @@
-"""NVIDIA's chips, whose matrix instructions are mma.sync and, on Hopper, wgmma. The tiles were measured on an H200: docs/nvidia.md."""
+"""NVIDIA's chips. Their matrix instructions are mma.sync, and on Hopper also wgmma. The forward tiles and wgmma's backward tiles were measured on an
+H200: docs/nvidia.md."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Family
 from attn.chips.matrix import MMA
@@ -17,7 +18,7 @@ CHIPS_OF_NVIDIA = (
 
 # ***** forward *****
 
-# The first one that fits is taken.
+# The first row that fits is taken.
 FORWARD_MMA = (
   UpTo(64, MmaShape(2, 64), burden=Burden.MASK, large=True),
   UpTo(64, MmaShape(2, 48, parts=3), large=True),
@@ -31,7 +32,7 @@ FORWARD_MMA = (
   UpTo(256, MmaShape(1, 16, q_in_lds=True, parts=1)),
 )
 
-# The first one that fits is taken: it waits for memory, so as much as there is room for is on its way.
+# The first row that fits is taken. Few queries wait for memory, so as many keys are being loaded as shared memory has room for.
 FEW_QUERIES = (
   UpTo(64, MmaShape(1, 128, stages=3)),
   UpTo(128, MmaShape(1, 64, stages=3)),
@@ -39,8 +40,8 @@ FEW_QUERIES = (
   UpTo(256, MmaShape(1, 64, stages=2)),
 )
 
-# Rates and prologues are fitted to the times of 4 x 8192 and 32 x 1024 rows of 16 heads in fp16, those of few keys to 2 x 4096 queries and 77 keys;
-# at D = 64 rates to rounds of 0.25 s, of 4096 and 16384 rows, in which the chip slows down and larger tiles lose less.
+# Rates and prologues are fitted to the times of 4 x 8192 and 32 x 1024 rows of 16 heads in fp16. Rows with few_keys are fitted to 2 x 4096 queries
+# and 77 keys. At D = 64 the rates are fitted to rounds of 0.25 s, of 4096 and 16384 rows: the chip slows down in them, and larger tiles lose less.
 FORWARD_WGMMA = (
   RatedUpTo(64, WgmmaShape(1, 64), 3, 457, 456, 123),
   RatedUpTo(64, WgmmaShape(1, 80), 3, 457, 456, 100, few_keys=True),
@@ -65,7 +66,7 @@ FORWARD_WGMMA = (
   RatedUpTo(256, WgmmaShape(2, 48), 1, 693, 717, 218),
 )
 
-# the first that shared memory has room for
+# The first row for which shared memory has room is taken.
 LATENT_MMA = (
   UpTo(576, MlaMmaShape(4, 64, 2), beyond=32),
   UpTo(576, MlaMmaShape(4, 32, 2), beyond=32),
@@ -74,7 +75,7 @@ LATENT_MMA = (
   UpTo(576, MlaMmaShape(1, 64, 4)),
   UpTo(576, MlaMmaShape(1, 32, 2)))
 
-# ***** backward: of mma.sync chosen by the registers that nvcc 13 needs, and not measured *****
+# ***** backward: tiles of mma.sync are chosen by the registers that nvcc 13 needs, and were not measured *****
 
 DQ_MMA = (
   UpTo(64, MmaBackwardShape(2, 32, 32)),

@@ -1,4 +1,4 @@
-"""Chips that have no matrix unit, or of which nothing is known: the kernel of plain UOps alone runs on them."""
+"""Chips without a matrix unit, and chips that are not in the table. Only the kernels of plain UOps run on them."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Family
 
@@ -11,5 +11,5 @@ CHIPS_WITHOUT_A_MATRIX_UNIT = (
   Chip("gfx1030", RDNA2, 65536, (Card("RX 6900 XT", 80), Card("RX 6800 XT", 72))),)
 
 def other_chip(name:str, lds:int, serial:bool=False) -> Chip:
-  """A row for a device that is not in the table: what it says of itself. The number of its compute units is not known, 0."""
+  """Makes a row for a device that is not in the table, from what the device reports. The number of compute units is 0: not known."""
   return Chip(name, OTHER, lds, (Card(name, 0),), serial=serial)

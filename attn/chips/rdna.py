@@ -1,13 +1,13 @@
-"""What RDNA's families with a matrix unit share: WMMA, waves of 32 lanes."""
+"""Data that RDNA's families with a matrix unit share: WMMA instructions, waves of 32 lanes."""
 from __future__ import annotations
 from attn.chips.matrix import Matrix
 from attn.chips.shapes import MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}") -> Matrix:
-  """WMMA of 16 x 16 rows and columns; `duplicated`: both lane groups hold all of A and B."""
+  """Makes the row of a WMMA instruction with 16 x 16 results. `duplicated`: both lane groups hold all of A and B."""
   operand = 16*K//32*(1 + duplicated)
   return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated)
 
-# no register is spilled; neither registers nor LDS have room for Q
+# no register is spilled; neither registers nor LDS have room for Q, so each trip reads Q from memory
 LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), beyond=32),
                   UpTo(576, MlaShape(2, 32, 2, q_anew=True, weight_parts=2, prefetch=0)))

@@ -15,9 +15,9 @@ RDNA3_MACHINE = Machine(
   lds_ports=Figure(1, ASSUMED), lds_queue=Figure(64, ASSUMED), lds_address=Figure(1, ASSUMED), permute=Figure(60, ASSUMED),
   memory=Figure(376, "chips"), memory_bytes=Figure(64, ASSUMED), memory_queue=Figure(16, ASSUMED), lds_load=Figure(0, "isa"))
 
-# Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
-# python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
-# and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
+# Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
+# waves per SIMD. A row with `llvm` is for compilers of that release and older ones. It replaces the rows without `llvm` of its class.
 FORWARD_ON_RDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(8, 1, 32, fenced=True)),                              # predicted 78.5%, serial 80.5%, issued 75.5%, overlap 87.0%, waves 8
   UpTo(128, ForwardShape(8, 1, 32, fenced=True)),                             # serial 86.5%, issued 81.5%, overlap 90.0%, waves 4
@@ -25,7 +25,7 @@ FORWARD_ON_RDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(256, ForwardShape(4, 1, 16, q_in_lds=True, fenced=True, prefetch=0)),  # predicted 63.0%, serial 91.5%, issued 83.0%, overlap 93.5%, waves 2
 )
 
-# chosen by the registers that clang 22 needs, and not measured
+# chosen by the registers that clang 22 needs; none of them was measured
 DQ_ON_RDNA3 = (
   UpTo(64, BackwardShape(4, 16)),
   UpTo(128, BackwardShape(4, 16, (True, False), fenced=2), whole=True),

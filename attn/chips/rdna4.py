@@ -7,11 +7,11 @@ from attn.chips.rdna import LATENT_ON_RDNA, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
 from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
-RDNA4_MACHINE = replace(RDNA3_MACHINE, memory=Figure(446, ASSUMED))     # the same time as RDNA3's at a clock of 2.97 GHz
+RDNA4_MACHINE = replace(RDNA3_MACHINE, memory=Figure(446, ASSUMED))     # RDNA3's latency in time, in cycles of 2.97 GHz
 
-# Best first: the first one that fits is taken. Made by a search by predictions from machine code; none of it was measured. Rewritten by:
-# python -m attn.tune --write. Beside each row the worst over fp16 and bf16, full and causal: the use of the matrix unit as predicted, bounds on it,
-# and waves per SIMD. Rows with `llvm` are for compilers of that release and older ones, and take the place of those of their class without.
+# Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
+# measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
+# waves per SIMD. A row with `llvm` is for compilers of that release and older ones. It replaces the rows without `llvm` of its class.
 FORWARD_ON_RDNA4: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(8, 1, 64, fenced=True)),                              # predicted 71.5%, serial 69.5%, issued 65.5%, overlap 80.0%, waves 8
   UpTo(128, ForwardShape(8, 1, 16, fenced=True)),                             # predicted 75.5%, serial 79.5%, issued 73.5%, overlap 86.0%, waves 8
@@ -19,7 +19,7 @@ FORWARD_ON_RDNA4: tuple[UpTo[ForwardShape], ...] = (
   UpTo(256, ForwardShape(8, 1, 16)),                                          # serial 88.5%, issued 82.0%, overlap 92.0%, waves 4
 )
 
-# chosen by the registers that clang 22 needs, and not measured
+# chosen by the registers that clang 22 needs; none of them was measured
 DQ_ON_RDNA4 = (
   UpTo(64, BackwardShape(4, 32, fenced=8)),
   UpTo(128, BackwardShape(4, 16, fenced=2), whole=True), UpTo(128, BackwardShape(4, 16, fenced=2, prefetch=0, sparing=True)),

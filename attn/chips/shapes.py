@@ -1,7 +1,7 @@
-"""Rows of the tables of tiles: the shapes that a kernel's tile may have, and for which problems each of them is.
+"""Rows of the tables of tiles. A row has a shape that a kernel's tile may have, and says for which problems the shape is.
 
-A shape is the numbers by which a kernel divides its work, whatever the problem. The tile that a problem gets (attn/kernels/tiles) is of the same
-numbers, fewer where the problem has no more rows, and of what the problem adds.
+A shape holds the numbers by which a kernel divides its work, whatever the problem. The tile that a problem gets (attn/kernels/tiles) has the same
+numbers, or smaller ones where the problem has few rows, and what the problem adds.
 """
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
@@ -11,10 +11,10 @@ from attn.chips.matrix import Matrix
 
 # ***** rows *****
 
-EVERY = 1000    # a release of LLVM that is newer than all: what is for it and older ones is for every release
+EVERY = 1000    # a release of LLVM newer than all: a row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """Things that the loop of a problem needs registers for, besides its matrix tiles: one more thing from each to the next."""
+  """Things for which the loop of a problem needs registers, besides its matrix tiles. Each member includes those before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -29,16 +29,16 @@ class UpTo(Generic[AnyShape]):
   up_to: int
   shape: AnyShape
   _: KW_ONLY
-  matrix: int = 0                  # which of a chip's matrix instructions for the inputs' dtype it is a shape of, by number
-  fills: int = 0                   # workgroups there must be at least, lest a large tile leave compute units idle
-  large: bool = False              # so many that every compute unit has one
-  beyond: int = 0                  # rows of queries, of the heads that share a key/value head, that there must be more of
-  burden: Burden = Burden.BIAS     # the heaviest for which it has registers
-  spills_on: tuple[str, ...] = ()  # chips on which it has not
-  whole: bool = False              # it has them for rows of whole units and workgroups of all its waves only: rows in pieces have more addresses, and
-                                   # fewer waves load as much
-  llvm: int = EVERY                # the newest release of LLVM that it is for: of a class those rows count that have the least such number for the
-                                   # compiler
+  matrix: int = 0                  # number of the matrix instruction that the shape uses, among the chip's instructions for the inputs' dtype
+  fills: int = 0                   # least number of workgroups: with fewer, a large tile would leave compute units idle
+  large: bool = False              # whether there must be a workgroup for every compute unit
+  beyond: int = 0                  # the problem must have more rows of queries than this, over all heads that share a key/value head
+  burden: Burden = Burden.BIAS     # heaviest burden for which the shape has registers
+  spills_on: tuple[str, ...] = ()  # chips on which the shape spills registers, whatever the burden
+  whole: bool = False              # whether it has registers only for rows of whole units, and for workgroups with all of its waves: rows in pieces
+                                   # have more addresses, and with fewer waves each wave loads more
+  llvm: int = EVERY                # newest release of LLVM that the row is for. In a class the rows count whose `llvm` is the least one that is not
+                                   # older than the compiler
 
 # ***** AMD *****
 
@@ -50,9 +50,9 @@ class ForwardShape:
   block_n: int       # keys of a trip
   q_in_lds: bool = False       # Q is read from LDS in every trip instead of being kept in registers
   fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
-  prefetch: int = 1            # K and V tiles are loaded 0: for their own trip, 1: during the one before, 2: so, and stored to a second buffer in LDS
+  prefetch: int = 1            # when K and V tiles are loaded. 0: in their own trip; 1: in the trip before; 2: as 1, into a second buffer in LDS
 
-BOTH = (True, True)     # of own rows in LDS
+BOTH = (True, True)     # both tensors of own rows are in LDS
 
 @dataclass(frozen=True)
 class BackwardShape:
@@ -60,23 +60,23 @@ class BackwardShape:
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int       # rows of a trip
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
-  fenced: int = 0                                  # work on so many units of a row is done before the next ones are read from LDS; 0: no fences
-  prefetch: int = 1
-  sparing: bool = False    # what is waited for comes a few units at a time, own rows and what a trip loads for itself: fewer registers
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
-  by_item: bool = False    # of what a sparing trip loads for itself a thread takes one item after another: fewer registers still
-  read_ahead: int = 0      # of a gradient's products operands of so many tiles are read while one before them is worked on, in spite of fences
+  fenced: int = 0                                  # work on this many units of a row is done before the next ones are read from LDS; 0: no fences
+  prefetch: int = 1        # as in ForwardShape
+  sparing: bool = False    # own rows, and rows that a trip loads for itself, come a few units at a time: fewer registers
+  passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
+  by_item: bool = False    # a thread loads one item after another of the rows that a sparing trip loads for itself: still fewer registers
+  read_ahead: int = 0      # in a gradient's products, operands of this many tiles are read during the work on a tile before them, in spite of fences
 
 @dataclass(frozen=True)
 class MlaShape:
   """Shape of a tile of mla."""
-  row_tiles: int               # of matrix.N queries of a workgroup, those of all heads that share a key/value head
+  row_tiles: int               # tiles of matrix.N queries of a workgroup, over all heads that share a key/value head
   block_n: int                 # keys of a trip
-  key_parts: int               # into which they are divided for the scores: so many waves have the same queries
+  key_parts: int               # parts of a trip's keys for the scores: this many waves have the same queries, and each has one part of the keys
   q_anew: bool = False         # Q is read from memory in every trip instead of being kept in registers
-  fenced: int = 8              # matrix work on so many units of a row is done before the next ones are read: fewer registers; 0: no fences
-  weight_parts: int = 1        # of a trip's keys, whose P is read from LDS by turns
-  prefetch: int = 1            # K is loaded 0: for its own trip, 1: during the one before
+  fenced: int = 8              # matrix work on this many units of a row is done before the next ones are read: fewer registers; 0: no fences
+  weight_parts: int = 1        # parts of a trip's keys: P is read from LDS for one part after another
+  prefetch: int = 1            # when K is loaded. 0: in its own trip; 1: in the trip before
 
 # ***** NVIDIA *****
 
@@ -86,8 +86,8 @@ class MmaShape:
   q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
   block_n: int                 # keys of a trip
   q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
-  parts: int = 2               # of a trip's keys, whose P is computed and used by turns
-  stages: int = 2              # K and V tiles in shared memory
+  parts: int = 2               # parts of a trip's keys: P is computed and used for one part after another
+  stages: int = 2              # number of K and V tiles in shared memory
 
 @dataclass(frozen=True)
 class WgmmaShape:
@@ -104,49 +104,49 @@ class RatedUpTo(UpTo[WgmmaShape]):
   full: int
   causal: int
   prologue: int
-  few_keys: bool = False       # for problems whose keys all fit into it
+  few_keys: bool = False       # whether the row is only for problems whose keys all fit into one tile
 
 @dataclass(frozen=True)
 class MlaMmaShape:
   """Shape of a tile of mla_mma."""
-  row_tiles: int               # of 16 queries of a block, those of all heads that share a key/value head
+  row_tiles: int               # tiles of 16 queries of a block, over all heads that share a key/value head
   block_n: int                 # keys of a trip
-  key_parts: int               # into which they are divided for the scores: so many warps have the same queries
+  key_parts: int               # parts of a trip's keys for the scores: this many warps have the same queries, and each has one part of the keys
 
 @dataclass(frozen=True)
 class MmaBackwardShape:
   """Shape of a tile of a backward kernel on mma.sync."""
   row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
   block_n: int             # rows of a trip
-  part_n: int              # of them those whose P and dS are computed and used at a time
+  part_n: int              # rows of a trip whose P and dS are computed and used at a time
   waves: int = 4           # warps of a block, each with its own rows
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+  passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
 
 @dataclass(frozen=True)
 class WgmmaBackwardShape:
   """Shape of a tile of a backward kernel on wgmma."""
   groups: int              # warpgroups of a block
   block_n: int             # rows of a trip
-  passes: int = 1          # over the queries: 2 for dv first and then dk, each with all registers for itself, and S twice
+  passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
   """A row with conditions that only gradients have."""
   _: KW_ONLY
-  varied: bool = True            # whether there are registers for the derivative of a term that is not 1
-  few_queries: int|None = None   # for at most so many: of one head, or where keys are owned of all heads that share them
+  varied: bool = True            # whether there are registers for the derivative of a term where that is not 1
+  few_queries: int|None = None   # most queries that the row is for: of one head, or if the kernel owns keys, of all heads that share them
 
-# ***** of a family that has no tiles yet: the fewest registers that a kernel gets by with *****
+# ***** tiles for a family without tables: with as few registers as a kernel can use *****
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
-  """Rows for forward of a family without a table, for its preferred matrix instruction."""
+  """Makes the forward rows of a family without a table, for its preferred matrix instruction."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
-  """Rows for a backward kernel of a family without a table; the kernel owns queries, or `keys`."""
+  """Makes the rows of a backward kernel of a family without a table. The kernel owns queries, or with `keys` it owns keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Rows for mla of a family without a table."""
+  """Makes the rows of mla for a family without a table."""
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0)),)
