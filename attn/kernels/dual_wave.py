@@ -40,7 +40,7 @@ HEAD, BLOCK_N, WAVES = 128, 64, 8
 TRIP_KEYS = 2*BLOCK_N                            # two tiles
 ROW_UNITS = 2*HEAD//UNIT_BYTES                   # units of a row of K or V, the same for both input types
 LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # loads of a wave, straight to LDS, for each tile
-BEHIND = 2*LOADS                                 # loads issued after the one that is waited for
+BEHIND = 2*LOADS                                 # loads that may still run when a wait ends: those issued after the load that it waits for
 
 # Layouts of tiles in LDS: eight lanes that read 16 bytes each, or sixteen that read 8, never use the same bank.
 K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows are read at the same unit

@@ -108,7 +108,7 @@ class Staggered:
     made = self.statements.do(amd.made_here(*o_tiles, *scores))
     return workgroup_barrier(UOp.group(made, *store_all(s.softmax.acc, o_tiles), *store_all(s.s, scores)))
 
-  # ***** the way of tiles *****
+  # ***** tiles, from global memory to LDS *****
   def load(self, s:StaggeredState, t:UOp) -> UOp:
     """Starts the loads of K(t+2) and V(t+1) to registers."""
     parts = [*s.k.fetch(self.trips.loaded["k"], t + 2), *s.v.fetch(self.trips.loaded["v"], t + 1)]

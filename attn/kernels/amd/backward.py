@@ -138,7 +138,7 @@ class AmdBackward:
     if not mat.duplicated: total = sum_over_groups(total, mat)
     return ops.sub(total, group.number("dlse", self.row)) if "dlse" in group.given else total
 
-  # ***** the way over tiles *****
+  # ***** the walk over tiles *****
   def begin(self, s:Any=None, stores:list[UOp]|None=None) -> Any:
     s = self.state.after(*[workgroup_barrier(UOp.group(*stores))] if stores else [])     # no wave stores to LDS before all waves have read it
     return s.after(UOp.group(*store_all(s.acc, zeros(self.tile.matrix, 1, s.acc.max_numel())[0])))
@@ -161,7 +161,7 @@ class AmdBackward:
     """Returns the work of a trip, which ends with the trip's stores."""
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
-  # ***** the ends *****
+  # ***** gradients, and the kernel *****
   def gradient(self, s:Any, name:str) -> list[UOp]:
     """Returns the stores of a gradient. Keys beyond kv_lengths get 0."""
     mat, p = self.tile.matrix, self.group.p

@@ -16,7 +16,7 @@ TURNED_ROWS, QUADS_OF_UNIT = 4, 2     # rows of an item; quads whose elements of
 UNITS_APART = 2                   # units from one item to its neighbour, where that brings their columns to different banks
 FAST_QUADS = 8                    # quads that vary fastest over threads: their stores fill a row of V^T
 FIRST_OF_FOUR = 0x05040100        # byte_perm: the low halves of two dwords side by side
-SECOND_OF_FOUR = 0x07060302       # and their high halves
+SECOND_OF_FOUR = 0x07060302       # byte_perm: the high halves of two dwords side by side
 
 @dataclass(frozen=True)
 class Staging:

@@ -85,7 +85,7 @@ class MmaBackward:
     """First unit of the numbers of the queries of tile t in shared memory."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
 
-  # ***** the way over tiles *****
+  # ***** the walk over tiles *****
   def cleared(self, s:MmaBackwardState) -> MmaBackwardState:
     return s.store([s.statements.first], store_all(s.acc, [nv.zero(UOp.const(0.0, dtypes.float))]*s.acc.max_numel()))
 
@@ -140,7 +140,7 @@ class MmaBackward:
     """The queries of a tile whose numbers this thread carries."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
-  # ***** the ends *****
+  # ***** gradients, and the kernel *****
   def gradient(self, s:MmaBackwardState, name:str) -> list[UOp]: return self.warp_rows.gradient(s.acc, name)
   def deltas(self, s:MmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:

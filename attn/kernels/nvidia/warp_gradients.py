@@ -129,7 +129,7 @@ class WarpRows(Generic[L]):
     total = sum_over_quad(element_sum(total))
     return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
 
-  # ***** the ends *****
+  # ***** the stores at the end *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
     """Returns the stores of a gradient, whose sums are in `acc`. Keys beyond kv_lengths get 0."""
     group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale

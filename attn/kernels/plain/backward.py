@@ -1,7 +1,7 @@
-"""The steps of backward in plain UOps: for every device that tinygrad renders for, as plain/forward.py.
+"""The steps of backward in plain UOps, for every device that tinygrad renders for, as plain/forward.py.
 
-To threads in a rectangle (rectangle.py) a workgroup that owns queries and one that owns keys are the same: scores are products of what is
-walked over with the own rows, so are the dP, and what is wanted is summed with P or with dS as weights. Those go to local memory first.
+To threads in a rectangle (rectangle.py) it makes no difference whether a workgroup owns queries or keys. Scores and dP are products of the walked
+rows with the own rows. Each gradient is a sum over the walked rows, with P or dS as weights. P and dS go to local memory first.
 """
 from __future__ import annotations
 import functools
@@ -27,13 +27,13 @@ from attn.problem import Problem
 from attn.score.term import Row, ScoreTerm
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
-Columns = list[list[UOp]]      # of each own row vectors of four of what is walked over
+Columns = list[list[UOp]]      # for each own row: vectors of four walked rows
 
 @dataclass(frozen=True)
 class PlainState:
-  """What crosses trips: the sums, one for each gradient, and the numbers of own queries, `high` of their exponents, of wide scores `low`, and -delta.
-  Local memory is read and written after `ready` and the loops around. Within a trip: what the next product comes after, and what is to be added by
-  which weights. `stores`: those of delta."""
+  """The state between trips: the sums, one for each gradient, and the numbers of own queries. These are -delta and the exponents: `high`, and for
+  wide scores `low`. Local memory is read and written only after `ready` and the loops around. Within a trip, the next product comes after `before`,
+  and `weights` says which weights the sums take. `stores` are the stores of delta."""
   sums: tuple[UOp, ...]
   exponents: tuple[UOp, ...]
   minus_deltas: UOp
@@ -50,19 +50,19 @@ PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 
 @dataclass(frozen=True)
 class PlainBackward(Rectangle):
-  """The kernel of one problem, as a thread sees it, in walks over the rows of `head`."""
+  """A backward kernel of one problem, as one thread sees it, in walks over the rows of `head`."""
   s: UOp               # S^T of some keys, or S of some queries
-  dp: UOp              # dP of the same
-  state: PlainState    # at the start
+  dp: UOp              # dP of the same keys or queries
+  state: PlainState    # before the first trip
   wanted: tuple[str, ...]
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> PlainBackward:
-    """A workgroup that owns queries."""
+    """Makes the kernel for a workgroup that owns queries."""
     return PlainBackward.of(p, arch, tile, args, names, parts, ("dq",))
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[PlainBackward]:
-    """The one pass of a workgroup that owns keys."""
+    """Makes the kernel for a workgroup that owns keys: it has a single pass."""
     return [PlainBackward.of(p, arch, tile, args, names, parts, ("dk", "dv"))]
 
   @staticmethod
@@ -80,7 +80,7 @@ class PlainBackward(Rectangle):
     head = group.first_head if tile.keys else None
     return PlainBackward(tile, new, group, at, memory, apart, some, head, s, dp, PlainState(tuple(sums), exponents, deltas), wanted)
 
-  # ***** whose rows *****
+  # ***** rows *****
   @property
   def keys(self) -> bool: return self.head is not None
   @property
@@ -96,7 +96,7 @@ class PlainBackward(Rectangle):
     keys = [group.first_row + n for n in numbers]
     return [Row(group.batch, self.head, key, key < (x.n_k if self.p.varlen else self.p.Sk)) for key in keys]
 
-  # ***** the way over tiles *****
+  # ***** the walk over tiles *****
   def begin(self, s:PlainState|None=None, stores:list[UOp]|None=None) -> PlainState:
     tile, items = self.tile, self.items
     began, ready = [self.cleared(acc.after(*items)) for acc in self.state.sums], items
@@ -117,7 +117,8 @@ class PlainBackward(Rectangle):
     return s.after(done.end(trip).end(*heads))
 
   def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
-    """What a tile adds to the sums. P and dS of a part of it after the other go to local memory, and all of them are weights then."""
+    """Adds one tile to the sums. First P and dS of one part of the tile after another go to local memory. Then the whole tile's P and dS are
+    weights."""
     tile, (part, loop) = self.tile, self.loop(self.tile.parts)
     found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
     for name, columns in found.items():
@@ -130,7 +131,7 @@ class PlainBackward(Rectangle):
 
   # ***** the numbers of own queries *****
   def known(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Stores of the numbers of own queries to registers, and the state that has those of delta to where it is kept."""
+    """Returns the stores of the own queries' numbers to registers, and the state with the stores of delta to memory."""
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
@@ -150,16 +151,16 @@ class PlainBackward(Rectangle):
     return UOp.group(*registers), replace(s, ready=tuple(ready), stores=tuple(stores))
 
   def times(self, row:Row, first:UOp) -> UOp:
-    """The part of rowsum(dO * O) that four elements of a query have; of dO as dP is made of it."""
+    """The part of rowsum(dO * O) of a query that four elements give. dO is rounded to the inputs' dtype, as in dP."""
     def elements(tensor:str) -> UOp:
       rows, convert = self.rows_of(tensor), self.converted(tensor)
       begin, inside = rows.start(UOp.const(0), row.index) + first, [first + (0 if rows.width % QUAD == 0 else i) < rows.width for i in range(QUAD)]
       return ops.build(*[convert(rows.buffer[(begin + i).valid(row.there & inside[i])].load()) for i in range(QUAD)])
     return element_sum(ops.mul(elements("o"), elements("do")))
 
-  # ***** the ends *****
+  # ***** gradients, and the kernel *****
   def gradient(self, s:PlainState, name:str) -> list[UOp]:
-    """The stores of a gradient: 0 of keys beyond kv_lengths."""
+    """Returns the stores of a gradient. Keys beyond kv_lengths get 0."""
     acc, n = s.sums[self.wanted.index(name)], len(self.quads)
     block, loop = self.loop(self.blocks(acc))
     part, stores = self.block_of(acc.after(*loop), block), list[UOp]()
@@ -177,31 +178,32 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps on part t of what is walked over, by the count of parts. Local memory is read and written after `ready`."""
+  """The steps on part t of the walked rows; t counts parts, not tiles. Local memory is read and written only after `ready`."""
   of: PlainBackward
   t: UOp
   ready: list[UOp]
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """The first rows of the quads of what is walked over that a thread has."""
+    """First row of each quad of walked rows that this thread has."""
     return [self.t*self.of.part_scores.block_n + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
     return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """The number of the i-th own query, for scores."""
+    """The number `x` of the i-th own query, as a vector for scores."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """The numbers of the queries that are walked over, quad by quad."""
+    """Loads the numbers of the walked queries, quad by quad."""
     rows = self.of.group.numbers(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
     return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
   def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
-    """The products of the part's rows of one of the two tensors with the own ones: the registers with them, and of each own row its products."""
+    """Computes the products of the part's rows of one of the two tensors with the own rows. Returns the registers that hold them, and for each own
+    row its products."""
     of, n = self.of, len(self.of.quads)
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)
     return x, of.by_own_row([[x[i*n + j].load() for j in of.quads] for i in range(of.tile.walked)])

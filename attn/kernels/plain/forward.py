@@ -1,10 +1,10 @@
-"""The steps of forward in plain UOps: for every device that tinygrad renders for, every type of inputs, and rows of up to MAX_WIDTH elements.
+"""The steps of forward in plain UOps, for every device that tinygrad renders for, every dtype of inputs, and rows of up to MAX_WIDTH elements.
 
-They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products by threads in a rectangle (rectangle.py): a thread has some rows of
-S^T and of O^T, and of each some quads of four neighbouring queries. In local memory K and Q lie transposed, V as it is, and P^T as it comes. m is the
-maximum so far, and every trip rescales.
+They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products, by threads in a rectangle (rectangle.py). A thread has some rows of S^T
+and of O^T, and of each row some quads of four neighbouring queries. Local memory holds K and Q transposed, V in its own order, and P^T in the order
+in which it is computed. m is the maximum so far, and every trip rescales.
 
-They are written in the operations of all kernels (attn/ops), of which `attn.ops.plain` makes UOps.
+The steps use the operations of all kernels (attn/ops). `attn.ops.plain` turns these into UOps.
 """
 from __future__ import annotations
 import functools, math
@@ -29,14 +29,14 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """What local memory is read and written after."""
+  """Statements after which local memory is read and written."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 
 @dataclass(frozen=True)
 class QueryState(Carried):
-  """What a thread carries from trip to trip: its part of O^T; of each of its queries the maximum so far and its own part of the sum of P; and what it
-  has loaded ahead of K and of V."""
+  """The state between trips: the thread's part of O^T; for each of its queries the maximum so far and the thread's own part of the sum of P; and the
+  parts of K and V that it has loaded ahead."""
   acc: UOp
   m: UOp
   l: UOp
@@ -46,16 +46,16 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """P^T of a tile, in local memory when `done`, what O^T is to be multiplied by, and further stores of the trip."""
+  """P^T of a tile, which is in local memory when `done`, the factors by which O^T is multiplied, and further stores of the trip."""
   done: UOp
   rescale: list[UOp]
   stores: list[UOp]
 
 @dataclass(frozen=True)
 class PlainForward(Rectangle):
-  """The kernel of one problem, as a thread sees it."""
+  """The kernel of one problem, as one thread sees it."""
   s: UOp             # S^T of some keys
-  top: UOp           # the maxima with those of a trip
+  top: UOp           # the maxima, including those of the trip
   state: QueryState
   parts = (None,)    # a tile's keys are not divided
 
@@ -84,12 +84,12 @@ class PlainForward(Rectangle):
     return replace(state, ready=Ready(tuple(ready)))
 
   def loops(self) -> Iterator[TileLoop[QueryState]]:
-    """Lists one loop over all tiles: with masks where any of them has some."""
+    """Yields one loop over all tiles, with masks if any tile needs them."""
     walked = self.group.walked
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """S^T of a tile is in local memory when this is done, and `top` has the maxima. V starts on its way."""
+    """Returns the statement after which S^T of a tile is in local memory and its maxima are in `top`. Starts the loads of V."""
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
 
@@ -111,22 +111,22 @@ class PlainForward(Rectangle):
     made = group.kernel("tiled", self.outputs(s), self.tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
     return plain(made, group.arch.name in CHIPS)
 
-  # ***** what they are made of *****
+  # ***** their parts *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """What comes first to local memory of the t-th tile of K or V."""
+    """The first portion of the t-th tile of K or V that goes to local memory."""
     tile = self.tile
     if tensor == "k": return Portion("walked", "k", t*tile.block_n, UOp.const(0), tile.block_n)
     return Portion("rows", "v", t*tile.block_n, UOp.const(0), tile.values)
 
   def start(self, *deps:UOp) -> UOp:
-    """The stores that begin a sum over keys, of which none was seen."""
+    """Returns the stores of the sums and maxima before the first key."""
     s = self.state.after(*deps)
     first = self.fetched(self.first_of("k", self.group.walked.begin), s.k) if self.tile.ahead else []
     return UOp.group(self.cleared(s.acc), *first,
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """S^T of a tile, to where P^T will lie, and the maxima of a thread's part of it and of those before."""
+    """Computes S^T of a tile and stores it where P^T will lie. Updates the thread's maxima with its part of the tile."""
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -138,16 +138,17 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """What the softmax takes, of the raw scores of some keys: natural logarithms. parts/weights/scores.py takes the scores of one query at a time."""
+    """Applies terms and masks to the raw scores of some keys, and returns natural logarithms, as the softmax takes them. parts/weights/scores.py
+    takes the scores of one query at a time."""
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
-    """P of a score: the difference first, which is exact where it matters."""
+    """P of a score: subtracts first, which is exact where it matters."""
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """P^T of a thread's scores in their place, of which dropout keeps some, and the sums of all."""
+    """Replaces a thread's scores by P^T, of which dropout keeps some, and adds all of P to the sums."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.own_row(i) for i in range(tile.walked)]
@@ -159,13 +160,13 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
-    """What dropout leaves of weights, of quads of keys of which these are the first ones."""
+    """Returns what dropout leaves of weights. `firsts` are the first keys of their quads."""
     if not self.p.dropout_p: return weights
     kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
     return self.by_walked_row([x.numbers(column) for x, column in zip(kept, self.by_own_row(weights))])
 
   def outputs(self, state:QueryState) -> list[UOp]:
-    """The stores of O = O^T / l and LSE = m + ln l."""
+    """Returns the stores of O = O^T / l and LSE = m + ln l."""
     tile, group, n = self.tile, self.group, len(self.quads)
     sums, _ = self.over_threads([x.load() for x in self.each(state.l)], ops.add, [state.l])
     ends = [group.normalised(row, ops.extract(state.m[i//QUAD].load(), i%QUAD), [ops.extract(sums[i//QUAD], i%QUAD)])

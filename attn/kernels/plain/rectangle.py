@@ -1,12 +1,13 @@
-"""How the kernels of plain UOps multiply: threads in a rectangle, and products as sums of outer products.
+"""How the kernels in plain UOps multiply: with threads in a rectangle, and products as sums of outer products.
 
-A workgroup has rows of its own, queries or keys, and walks over the others in tiles. Its threads stand in a rectangle, `down` over the rows that are
-walked over, or over the columns of what is summed, and `across` over its own rows. Of a product a thread has some rows, and of each of these some
-quads of four neighbouring own rows, in fp32 registers. A step takes one row of either operand, from local memory where they lie in fp32: for scores
-both transposed, for a sum over what is walked over the left one as it is, and as the right one the weights as they come.
+A workgroup owns rows, queries or keys, and walks over the others in tiles. Its threads stand in a rectangle: `down` along the walked rows, or along
+the columns of a sum, and `across` along the own rows. Of a product each thread has some rows, and of each of these rows some quads of four
+neighbouring own rows, in fp32 registers. A step takes one row of each operand from local memory, where both lie in fp32. For scores, both operands
+lie transposed. For a sum over the walked rows, the left operand lies in its own order, and the right operand is the weights in the order in which
+they were computed.
 
-One thread by itself, on a CPU, does the same. What threads share is then its own memory, what it walks over is read where it lies, and what many
-threads would have at a time it goes through in loops: parts of a tile, and parts of the columns of a sum.
+One thread by itself, on a CPU, does the same. Its own memory takes the place of local memory. It reads the walked rows in global memory. What many
+threads would have at the same time, it takes in loops: over parts of a tile, and over parts of the columns of a sum.
 """
 from __future__ import annotations
 import functools, itertools, math
@@ -28,19 +29,19 @@ from attn.score.masks import hides_some
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 from attn.values import FLOATS
 
-MAX_WIDTH = 512      # D and Dv
-ROWS_TOGETHER = 8    # rows of which neighbouring threads carry a quad each
-MOST_UNROLLED = 8    # quads that a thread carries one after another without a loop: all of them are on their way at a time
+MAX_WIDTH = 512      # largest D and Dv
+ROWS_TOGETHER = 8    # rows of which neighbouring threads carry one quad each
+MOST_UNROLLED = 8    # quads that a thread carries without a loop: their loads run at the same time
 
 def beyond_registers(p:Problem) -> str|None:
-  """Why the rows of a problem are too long, or None."""
+  """Returns why the rows of a problem are too long, or None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in local memory and registers, up to {MAX_WIDTH}"
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Makes the maker of a kernel in plain UOps, which refuses rows that are too long by NotImplementedError. The kernel keeps what it has made of its
-  placeholders: it takes a while to make."""
+  """Wraps the maker of a kernel in plain UOps: it raises NotImplementedError for rows that are too long. The kernel keeps what it has made from given
+  placeholders, because making that takes a while."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
     return functools.cache(kernel_of(p, *how))
@@ -61,13 +62,13 @@ class Section:
 
 @dataclass(frozen=True)
 class WhereItLies:
-  """The left operand of one thread, in global memory, as it lies there or `turned`. For a row that the tensor does not have the last one is read: a
-  mask takes its scores away, and where rows are summed it counts as 0."""
+  """The left operand of one thread, read from global memory, in its own order or `turned` (transposed). For a row that the tensor does not have the
+  last row is read: a mask hides its scores, and where rows are summed it counts as 0."""
   source: GlobalRows
   first: UOp
   turned: bool
   convert: Callable[[UOp], UOp]
-  column: UOp|int = 0     # of the tensor, the first one
+  column: UOp|int = 0     # first column in the tensor
   def number(self, row:UOp, column:UOp) -> UOp:
     row, column = (column, row + self.column) if self.turned else (row, column + self.column)
     begin = self.source.start((self.first + row).minimum(self.source.count - 1).maximum(0), UOp.const(0))
@@ -76,7 +77,7 @@ class WhereItLies:
 
 @dataclass(frozen=True)
 class Portion:
-  """What goes to a section of local memory at a time: n rows of a tensor, from row `first` on, of their elements those from `column` on."""
+  """What goes to a section of local memory at a time: n rows of a tensor from row `first` on, with their elements from `column` on."""
   section: str
   tensor: str
   first: UOp
@@ -86,15 +87,15 @@ class Portion:
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Numbers for a device without workgroups: how many parts it does one after another, of `blocks` blocks of rows of `heads` heads over batches, and
-  how many (head, block) each part has, over which it loops. What keys there are must be the same in all of these, for the bound of a loop may not
-  depend on another loop."""
+  """Division of the work on a device without workgroups, for `blocks` blocks of rows of each of `heads` heads (counted over batches). Returns the
+  number of parts that the device does one after another, and the number of heads in each part, over which it loops. All heads of a part must have the
+  same keys, because the bound of a loop may not depend on another loop."""
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """One of the `blocks` of rows and one of the `heads`, over batches, for each workgroup; where a device has none, a block for each part that it
-  does, and a loop over heads."""
+  """Returns the grid and the thread's place: each workgroup has one of the `blocks` of rows of one of the `heads` (counted over batches). On a device
+  without workgroups each part has one block and a loop over heads."""
   new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)
   if arch.serial:
     parts, together = serial_items(p, blocks, heads)
@@ -108,50 +109,50 @@ def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> 
 
 @dataclass(frozen=True)
 class Rectangle:
-  """A kernel of one problem, as a thread sees it."""
+  """A kernel of one problem, as one thread sees it."""
   tile: RectangleTile
   new: Allocator
   group: Workgroup
   at: ThreadPlace
-  memory: UOp        # local memory, or of one thread its own
-  apart: UOp         # a part of long sums
-  some: UOp          # a part of the columns of a sum, where a thread goes through several
-  head: UOp|None     # whose queries are walked over, where keys are owned
+  memory: UOp        # local memory, or the own memory of a single thread
+  apart: UOp         # registers for one part of a long sum
+  some: UOp          # registers for one block of columns of a sum, if a thread goes through several blocks
+  head: UOp|None     # the head whose queries are walked over, if keys are owned
 
   # ***** sizes and places *****
   @property
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Quads of a thread's own rows."""
+    """Indices of the thread's quads of own rows."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """Scores that a thread has at a time."""
+    """The scores of the rows that a thread has at a time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
   def masked(self) -> bool:
-    """Whether some row of a tile that is walked over may be hidden, or not there."""
+    """Whether a walked tile may have a row that is hidden or does not exist."""
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
-    """The loop over heads, where there are no workgroups."""
+    """The loop over heads, on a device without workgroups."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """The first one of a thread's j-th quad of own rows, in the block."""
+    """First row, in the block, of the thread's j-th quad of own rows."""
     return (self.at.x + j*self.tile.across)*QUAD
   def own_row(self, i:int) -> UOp:
-    """A thread's i-th row of what is walked over, or of a sum."""
+    """The thread's i-th walked row, or i-th column of a sum."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
-    """A matrix in local memory, after these."""
+    """A section of local memory, read and written after `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """The number of one of n parts, and the loop over them, where there are several."""
+    """Returns the number of one of n parts, and the loop over the parts, if there are several."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]
@@ -159,37 +160,37 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Registers of each quad; `x` has a number for each own row."""
+    """The registers of each quad; `x` has a number for each own row."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
-    """Columns of a sum of a thread."""
+    """Number of columns of a sum that a thread has."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
     """Number of blocks of columns in which a thread goes through a sum."""
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
-    """The registers of one of them."""
+    """The registers of one block of columns of a sum."""
     count = acc.max_numel()//self.blocks(acc)
     return [acc[block*count + i] for i in range(count)]
   def cleared(self, acc:UOp) -> UOp:
-    """The stores of 0 to a sum, a part after the other."""
+    """Returns the stores of 0 to a sum, one part after another."""
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
-    """Numbers that lie row by row of what is walked over, in quads of own rows -> for each own row vectors of QUAD of what is walked over."""
+    """Turns numbers by walked row, in quads of own rows, into numbers by own row, in vectors of QUAD walked rows."""
     return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
             for j in self.quads for e in range(QUAD)]
   def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
-    """The way back."""
+    """Turns numbers by own row, in vectors of walked rows, into numbers by walked row, in quads of own rows."""
     return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
             for i in range(len(columns[0])*QUAD)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """The registers `to` with the products of the t-th walked rows and the own ones, of these tensors: a part of their elements at a time, of the own
-    ones from the section `kept` where they stay in local memory."""
+    """Computes the products of the t-th walked rows with the own rows, of these tensors, in the registers `to`, and returns them. The elements of
+    rows come in parts. Own rows come from the section `kept`, if they stay in local memory."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.own_row(i) for i in range(tile.walked)]
@@ -212,7 +213,8 @@ class Rectangle:
 
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
-    """acc = acc*rescale + X^T W, of a tile of rows X of a tensor, some at a time, and their weights in a section, which is `weighed`."""
+    """Computes acc = acc*rescale + X^T W. X is a tile of rows of a tensor, some rows at a time. W is their weights, in a section that is complete
+    after `weighed`."""
     tile, n = self.tile, len(self.quads)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -233,7 +235,8 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """acc += the outer products of n rows of a left operand, of which a thread has some columns, and as many of a right one, from row `first` on."""
+    """Adds to `acc` the outer products of n rows of a left operand, of which a thread has some columns, with n rows of a right operand from row
+    `first` on."""
     together = math.gcd(n, self.tile.steps_at_once)
     k = self.new.range(n//together, AxisType.LOOP)
     places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]
@@ -243,29 +246,30 @@ class Rectangle:
       sums = [ops.add(x, ops.mul(y, number)) for x, (number, y) in zip(sums, itertools.product(numbers, quads))]
     return UOp.group(*[place.store(x) for place, x in zip(places, sums)]).end(k)
 
-  # ***** to local memory *****
+  # ***** from global to local memory *****
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
-    """What an element of a tensor becomes in fp32: of dO as the textbook has it, rounded to the inputs' dtype."""
+    """Returns the conversion of a tensor's elements to fp32. dO is rounded to the inputs' dtype first, as in the textbook."""
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def units(self, portion:Portion) -> int:
-    """Quads of a row of what goes to local memory."""
+    """Number of quads in a row of a portion."""
     shape = self.sections.shapes[portion.section]
     return (shape.rows if shape.turned else self.tile.width(self.rows_of(portion.tensor).width))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """Number of quads that each thread carries."""
+    """Number of quads of a portion that each thread carries."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """The stores of a portion to its section, transposed or as it lies. What there is not becomes 0. Each thread carries some quads."""
+    """Returns the stores of a portion to its section, transposed or in its own order. Elements that do not exist become 0. Each thread carries some
+    quads."""
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """The numbers of a thread's `item`-th quad of a portion, and the places of local memory where they go."""
+    """Returns the numbers of the thread's `item`-th quad of a portion, each with its place in local memory."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, convert = to.shape.turned, self.converted(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
@@ -281,12 +285,13 @@ class Rectangle:
     return found
 
   def fetched(self, portion:Portion, ahead:UOp) -> list[UOp]:
-    """A portion to registers."""
+    """Returns the stores of a portion to the registers `ahead`."""
     values = [x for j in range(self.quads_carried(portion)) for x, _ in self.quad_of(portion, UOp.const(j))]
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """A portion to local memory: from where it lies, or from registers, to which the one that comes `then` is on its way after that."""
+    """Returns the stores of a portion to local memory: from global memory, or with `ahead` from these registers. Then the loads of the portion `then`
+    to the registers start."""
     if ahead is None: return [self.carried(portion, ready)]
     to, now = self.section(portion.section, *ready), ahead.after(*ready)
     places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
@@ -294,8 +299,8 @@ class Rectangle:
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Joins, for each of a thread's own rows, what all threads of that row have. Returns the results and what comes after that exchange; `done` comes
-    before it."""
+    """Joins the numbers of each of the thread's own rows over all threads of that row, after `done`. Returns the results, and the statements after
+    which local memory may be used again."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

@@ -4,8 +4,8 @@ A block owns 64 rows, queries or keys, for each of its warpgroups, and walks ove
 and dP of its own rows and a tile in shared memory. It turns them into P and dS in registers, and starts the products of those with the tile, which
 are read across its rows from the same place. It waits only for products that it needs: the last ones of a trip still run when S and dP of the next
 trip start. Nothing synchronises the warpgroups except the tiles, which all of them copy, by cp.async, into a ring of three. A thread copies one trip
-ahead, when the tile of the trip before is no longer read, and arrives at an mbarrier when its part of a tile is there. A warpgroup that has waited
-for the mbarrier knows that every group has come so far.
+ahead, when its group no longer reads the tile of the trip before, and arrives at an mbarrier when its part of the new tile is there. So a warpgroup
+that has waited for the mbarrier knows both of every group.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -108,7 +108,7 @@ class WgmmaBackward:
     p = self.group.p
     return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p))
 
-  # ***** the way over tiles *****
+  # ***** the walk over tiles *****
   def begin(self, s:WgmmaBackwardState|None=None, stores:list[UOp]|None=None) -> WgmmaBackwardState:
     if s is not None: s = s.after(UOp.group(*(stores or [])))
     else:      # starts the copies of the own rows and of the first tile
@@ -156,7 +156,7 @@ class WgmmaBackward:
       return work(s, WgmmaTrip(rows, rows.scores, t, masked, self, place)).done
     return over_tiles(s, self.walked, self.group.grid.allocator, trip)
 
-  # ***** the ends *****
+  # ***** gradients, and the kernel *****
   def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]: return self.warp_rows.gradient(s.acc, name)
   def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:

@@ -89,7 +89,7 @@ class WgmmaForward:
     warps, s = self.warps, self.state
     s = s.store([s.statements.first], warps.first_values(s.m, s.addend, s.l))
     s = s.do(nv.clear(s.acc, s.done))
-    if self.there is not wgmma.EVERYWHERE: s = s.do(nv.clear(s.scores, s.done))      # a warpgroup without queries computes none
+    if self.there is not wgmma.EVERYWHERE: s = s.do(nv.clear(s.scores, s.done))      # a warpgroup without queries computes no scores
     s = s.expected(warps.at, self.tile.threads)
     return self.fetch(s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0])), warps.group.walked.begin)
 
