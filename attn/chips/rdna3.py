@@ -39,7 +39,8 @@ DKDV_ON_RDNA3 = (
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)))
 PLAIN_DQ_ON_RDNA3 = (
   UpTo(64, BackwardShape(4, 32, fenced=2)),
-  *(UpTo(d, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)) for d in (192, 256)))
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3)),
+  UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3, by_item=True)))
 
 RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
     "float16": (wmma("f16_w32", "half", 1, duplicated=True),), "bfloat16": (wmma("bf16_w32", "short", 1, duplicated=True),)},

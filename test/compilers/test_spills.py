@@ -143,6 +143,7 @@ def test_random_problems(seed:int) -> None:
 SPILLED_BACKWARD = {
   "a bias of float32 and what lse has lost": ("gfx1100", "dkdv", {"H": 8, "Sq": 1000, "Sk": 1000, "D": 128, "dtype": "bfloat16",
                                                                 **option("bias", 1, 8, 1000, 1000)}),
+  "wide rows, some beyond the last tile": ("gfx1100", "dq", {"B": 2, "H": 16, "Sq": 4000, "Sk": 4133, "D": 256}),
   "a bias beside wide rows": ("gfx1100", "dq", {"H": 8, "Sq": 1872, "Sk": 3311, "D": 248, "dtype": "bfloat16", **option("bias", 1, 1, 1872, 3311)}),
   "long rows in pieces for one query": ("gfx1100", "dq", {"B": 8, "H": 8, "Hkv": 2, "Sq": 1, "Sk": 4379, "D": 245, "Dv": 80, "softcap": 30.0}),
   "long rows in pieces and a softcap": ("gfx1201", "dq", GQA | {"Sq": 139, "Sk": 1092, "D": 243, "softcap": 30.0}),
