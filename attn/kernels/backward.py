@@ -4,9 +4,9 @@ With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (
 dK = softmax_scale * dS^T Q (FlashAttention-2, arXiv 2307.08691, algorithm 2). Each kernel computes the scores again, in registers: no score goes to
 memory.
 
-Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradient_of_bias`. A `BackwardUnit` knows which rows a workgroup owns, and loads
-the tiles of the other rows, over which the workgroup walks. A `BackwardTrip` does the steps on one of those tiles, for one kind of matrix unit. No
-sum crosses workgroups, so every run gives the same result.
+Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradient_of_bias`. A workgroup owns some rows, queries or keys, and walks over
+the rows of the other kind in tiles. A `BackwardUnit` knows which rows the workgroup owns, and loads the tiles. A `BackwardTrip` does the steps on one
+tile, for one kind of matrix unit. No sum crosses workgroups, so every run gives the same result.
 """
 from __future__ import annotations
 from collections.abc import Callable

@@ -17,7 +17,7 @@ State = TypeVar("State")
 
 class ForwardUnit(Protocol[State]):
   """The steps of the algorithm on one kind of matrix unit, for one workgroup, as one thread sees them. A state holds what one step leaves to the
-  next: in registers m (the reference of the exponents), l (the sum of P) and O; in LDS tiles."""
+  next: m (the reference of the exponents), l (the sum of P) and O in registers, and tiles in LDS."""
   @property
   def parts(self) -> Iterable[Any]: """The parts of a tile of keys. `weigh` and `add_to_o` run for one part after another."""
   def begin(self) -> State:
@@ -38,7 +38,7 @@ class ForwardUnit(Protocol[State]):
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
   """Attention forward for one workgroup, by the online softmax: one walk over the tiles of keys."""
-  s = unit.begin()                                       # m, l and O; Q
+  s = unit.begin()                                       # m lowest, l = 0, O = 0; Q
   for loop in unit.loops():                              # over tiles of keys: with masks, without, and with masks again
     s, t = loop.begin(s)                                 # K and V of tile t
     s, x = unit.scores(s, t, loop.masked)                # S = Q K^T

@@ -28,7 +28,7 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_size(p:Problem, rows:int) -> int:
-  """Returns how many float32 numbers a part has that holds `rows` rows of each head."""
+  """Number of float32 numbers in a part that holds `rows` rows of each head."""
   return p.B*p.H*rows*(p.Dv + 1 + p.wide_scores)
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
@@ -43,8 +43,8 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(0), NEG_INF), number(1) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges parts into the outputs of `p`, for all rows. It has one argument for each part, and `parts` says which rows that
-  holds.
+  """Returns the kernel that merges parts into the outputs of `p`, for all rows. It has one argument for each part, and `parts` says which rows each
+  part holds.
 
   A row in no part gives 0 and -inf. With p.sinks, the sinks count for the rows in `there`; all other rows are padding. Raises ValueError for rows
   that `p` does not have.

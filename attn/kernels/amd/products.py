@@ -45,7 +45,7 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def held(self, row:UOp) -> UOp:
-    """The opaque number of a row, with the bounds of the block: the compiler, and tinygrad, know nothing else about it."""
+    """A row number of which the compiler and tinygrad know only that it lies in the block."""
     return bounded(row, 0, self.block_m - 1)
 
   @property

@@ -210,7 +210,7 @@ class MmaForward:
 
   def fetch(self, s:MmaState, t:UOp) -> MmaState: return s.started(self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """The A operand of S = Q K^T. Registers keep it, or it is read in every trip."""
+    """Reads the A operand of S = Q K^T from shared memory: once if registers keep it, otherwise in every trip."""
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 

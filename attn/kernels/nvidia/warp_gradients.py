@@ -1,4 +1,5 @@
-"""Backward on NVIDIA's matrix units, for a warp's own rows, queries or keys: their numbers, their P and dS, and the stores of gradients."""
+"""Backward on NVIDIA's matrix units, for the rows that a warp owns, queries or keys: their numbers, their P and dS, and the stores of gradients.
+Walked rows are the rows of the other kind, over which the warp walks in tiles."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace

@@ -1,10 +1,10 @@
 """How the kernels in plain UOps multiply: with threads in a rectangle, and products as sums of outer products.
 
-A workgroup owns rows, queries or keys, and walks over the others in tiles. Its threads stand in a rectangle: `down` along the walked rows, or along
-the columns of a sum, and `across` along the own rows. Of a product each thread has some rows, and of each of these rows some quads of four
-neighbouring own rows, in fp32 registers. A step takes one row of each operand from local memory, where both lie in fp32. For scores, both operands
-lie transposed. For a sum over the walked rows, the left operand lies in its own order, and the right operand is the weights in the order in which
-they were computed.
+A workgroup owns rows, queries or keys, and walks over the rows of the other kind in tiles: these are the walked rows. Its threads stand in a
+rectangle: `down` along the walked rows, or along the columns of a sum, and `across` along the own rows. Of a product each thread has some rows, and
+of each of these rows some quads of four neighbouring own rows, in fp32 registers. A step takes one row of each operand from local memory, where both
+lie in fp32. For scores, both operands lie transposed. For a sum over the walked rows, the left operand lies in its own order, and the right operand
+is the weights in the order in which they were computed.
 
 One thread by itself, on a CPU, does the same. Its own memory takes the place of local memory. It reads the walked rows in global memory. What many
 threads would have at the same time, it takes in loops: over parts of a tile, and over parts of the columns of a sum.
@@ -178,11 +178,11 @@ class Rectangle:
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
-    """Turns numbers by walked row, in quads of own rows, into numbers by own row, in vectors of QUAD walked rows."""
+    """Regroups numbers: from a list for each walked row, in quads of own rows, to a list for each own row, in vectors of QUAD walked rows."""
     return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
             for j in self.quads for e in range(QUAD)]
   def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
-    """Turns numbers by own row, in vectors of walked rows, into numbers by walked row, in quads of own rows."""
+    """Regroups numbers back: from a list for each own row, in vectors of walked rows, to a list for each walked row, in quads of own rows."""
     return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
             for i in range(len(columns[0])*QUAD)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))

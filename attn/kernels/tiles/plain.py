@@ -61,7 +61,8 @@ def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RectangleTile:
-  """How a workgroup whose threads stand in a rectangle divides the work."""
+  """How a workgroup whose threads stand in a rectangle divides the work. It owns some rows, and walks over the rows of the other kind, the walked
+  rows, in tiles."""
   down: int       # threads along the walked rows, and along the columns of a sum
   across: int     # threads along the own rows
   walked: int     # walked rows that a thread has at a time
