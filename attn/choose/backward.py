@@ -1,4 +1,5 @@
-"""How the gradient of a problem is computed on a chip: by the backward kernels, or by tinygrad from `three_pass`. Every no carries its reason."""
+"""Choice of what computes the gradient of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass`. Every refusal has a
+reason."""
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass, replace
@@ -21,29 +22,34 @@ from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
-  """The kernel of dq and delta that a tile is for."""
+  """Returns the kernel of dq and delta to which a tile belongs."""
   return GRADIENT_KERNELS[tile.suffix].dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """The kernel of dk and dv that a tile is for."""
+  """Returns the kernel of dk and dv to which a tile belongs."""
   return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
-  """The tile of the kernel of dbias. Raises NotImplementedError where there is none."""
+  """Returns the tile of the chip's kernel of dbias. Raises NotImplementedError if there is none."""
   for gradient in GRADIENT_KERNELS.values():
     if gradient.bias is not None and gradient.lacks(arch) is None: return gradient.bias.tile(p, arch)
   raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """The kernel of dbias that a tile is for."""
+  """Returns the kernel of dbias to which a tile belongs."""
   bias = GRADIENT_KERNELS[tile.suffix].bias
   assert bias is not None
   return bias.program(p, arch, tile, parts)
 
 @dataclass(frozen=True)
 class BackwardChoice:
-  """What computes the gradients: the kernels with these tiles, and into how many parts each divides what it sums (0: none); or `three_pass`, and then
-  why the kernels don't. `memory`: bytes beside inputs and outputs. `others`: (kernels, reason) of the units that were asked before the chosen one."""
+  """What computes the gradients of a problem: the backward kernels with `tiles`, or `three_pass` if `tiles` is None.
+
+  refused: why the backward kernels do not compute the gradients
+  parts: number of parts into which each kernel divides its sums; 0: no parts
+  memory: bytes besides inputs and outputs
+  others: (kernels, reason) for each unit that comes before the chosen one and was refused
+  """
   tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None
@@ -51,7 +57,7 @@ class BackwardChoice:
   memory: int = 0
   others: tuple[tuple[str, str], ...] = ()
   def why_not(self, kernel:str) -> str|None:
-    """The reason for which a backward kernel, such as "backward_dq_mma", was not chosen; None where it was, or where a better one was."""
+    """Returns why a backward kernel, such as "backward_dq_mma", was not chosen. None if it was chosen, or if a better one was."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]:
@@ -67,7 +73,7 @@ class BackwardChoice:
     lines = [f"gradient on {where}: {', '.join(each)}", *(f"  not {names}: {reason}" for names, reason in self.others)]
     return "\n".join([*lines, f"  memory beside inputs and outputs: {self.memory} bytes"])
 
-FULL_GRIDS = 4
+FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counted in grids that fill the chip
 
 @dataclass(frozen=True)
 class Parts:
@@ -81,8 +87,8 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   """Chooses parts for a grid that would leave compute units idle, by the model of `splits.split_heuristic`. Each workgroup leaves fp32 numbers for
   its own rows. To bound that memory, the workgroups are at most the kernel's own and FULL_GRIDS grids that fill the chip."""
   dq, dkdv = tiles_of(p, arch)
-  if arch.serial or not arch.cus: return Parts(0, 0, 0)      # of which nothing is known
-  group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head
+  if arch.serial or not arch.cus: return Parts(0, 0, 0)      # nothing is known of such a device
+  group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
   def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
     workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
@@ -99,7 +105,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
                parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)), of_bias if of_bias > 1 else 0)
 
 def memory_of(p:Problem, parts:Parts) -> int:
-  """Bytes that the gradients take beside inputs and outputs: lse and delta of each row, and the parts."""
+  """Returns the bytes that the gradients take besides inputs and outputs: lse and delta of each row, and the parts of sums."""
   divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
   if has_sum(p) and parts.dbias: divided.append(dbias_arguments(p, parts.dbias)[f"d{summed_tensor(p).name}"])
@@ -107,26 +113,26 @@ def memory_of(p:Problem, parts:Parts) -> int:
   return 8*p.rows + left
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Tiles of the backward kernels for `p`, whose gradient these kernels must be able to compute."""
+  """Returns the tiles of the backward kernels for `p`. The kernels must be able to compute the gradient of `p`."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
 def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
-  """The tiles of the backward kernels for `p` on `arch`, or why they don't compute its gradient: they cannot, or ATTN_KERNEL asks for another way.
-  Raises NotImplementedError where it asks for them and they cannot."""
+  """Returns the tiles of the backward kernels for `p` on `arch`, or the reason why they don't compute its gradient: they cannot, or ATTN_KERNEL asks
+  for another way. Raises NotImplementedError if ATTN_KERNEL asks for them and they cannot."""
   if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
   if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)
   return found
 
 def check_not_forced(reason:str) -> None:
-  """Raises NotImplementedError, with the reason, where ATTN_KERNEL asks for the backward kernels, which don't compute a gradient."""
+  """Raises NotImplementedError, with the reason why the backward kernels don't compute a gradient, if ATTN_KERNEL asks for them."""
   if (wanted := asked_for().backward) in WAYS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @cache_of_kernels
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tiles|str:
-  """The tiles of the backward kernels for `p` on `arch`, of those for some units, or why they cannot compute its gradient: a matrix unit's before
-  those of plain UOps."""
+  """Returns the tiles of the best backward kernels for `p` on `arch`, or the reasons why none can compute its gradient. Only kernels for `units` are
+  asked. Kernels for a matrix unit come before kernels of plain UOps."""
   if arch is None: return NO_UNIT
   p, reasons = replace(p, num_splits=1), []
   for everywhere in (False, True):
@@ -139,12 +145,12 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   return "; ".join(dict.fromkeys(reasons))
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
-  """The choice that tinygrad differentiates. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
+  """Returns the choice that tinygrad computes the gradient. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
   check_not_forced(reason)
   return BackwardChoice(None, arch, reason)
 
 def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
-  """What differentiates `p` where the kernel `forward` computed it."""
+  """Chooses what computes the gradient of `p` after the kernel `forward` computed its output."""
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
@@ -154,7 +160,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   return BackwardChoice(tiles, arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts), others)
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
-  """(kernels, reason) of the units that come before the chosen one."""
+  """Returns (kernels, reason) for each unit that comes before the chosen one."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
   for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
     if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} forces another"

@@ -1,6 +1,6 @@
-"""Which tiles the backward kernels get for a problem on a chip: the first row that fits, of a table for each family of matrix units.
+"""Choice of the backward kernels' tiles for a problem on a chip: the first row that fits in the table of the family of matrix units.
 
-AMD's are chosen by the registers that clang 22 needs, and mma.sync's by those that nvcc 13 needs, and not measured.
+The tables of AMD are made by the registers that clang 22 needs, those of mma.sync by the registers that nvcc 13 needs. They were not measured.
 """
 from __future__ import annotations
 from collections.abc import Iterator
@@ -22,22 +22,22 @@ from attn.problem import Problem
 from attn.score.masks import hiding
 from attn.score.terms import varies
 
-# Rows of plain problems are tried before the others, each for its class of head dimensions alone, for problems without options whose rows are whole
-# units, where their workgroups fill the chip: chosen by the time that is predicted of the code of this release of LLVM, and by the registers that it
-# needs.
+# Rows for plain problems are tried before the other rows. Each is for its own class of head dimensions only, for problems without options, with rows
+# of whole units and with enough workgroups to fill the chip. They are chosen by the time predicted from the code of this release of LLVM, and by the
+# registers that this code needs.
 PLAIN_LLVM = 22
-FEWEST_WAVES = 2     # of a workgroup in the tables: their tiles are for small grids as well
+FEWEST_WAVES = 2     # fewest waves of a workgroup in the tables: such a tile is for small grids as well
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
 
-# ***** the tile of a kernel that owns queries, that of dq, or of one that owns `keys`, that of dk and dv *****
+# ***** tiles of the kernel of dq, which owns queries, and with `keys` of the kernel of dk and dv, which owns keys *****
 
 def amd_backward_tile(p:Problem, arch:Chip, keys:bool) -> BackwardTile:
   if keys: return _chosen("backward_dkdv", p, arch, arch.unit.dkdv, True, arch.unit.plain_dkdv)
   return _chosen("backward_dq", p, arch, arch.unit.dq, False, arch.unit.plain_dq)
 
 def amd_bias_tile(p:Problem, arch:Chip) -> BackwardTile:
-  """The tile of the kernel of dbias: that of the kernel of dq."""
+  """Chooses the tile of AMD's kernel of dbias, from the table of the kernel of dq."""
   return _chosen("backward_dq", p, arch, arch.unit.dq, False)
 
 def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
@@ -47,7 +47,8 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Every problem has one."""
+  """Chooses the tile of a backward kernel on wgmma: the first row of the table for the problem's head dimensions. Every problem that wgmma takes has
+  such a row."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
   found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
@@ -55,7 +56,7 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Why the gradient of `p` on `arch` is not computed by wgmma, or None."""
+  """Says why wgmma does not compute the gradient of `p` on `arch`. None: it does."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
   rows = wgmma.M
@@ -71,16 +72,16 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """The tile that a row makes of a problem: with no more waves than its own rows fill, queries or `keys`."""
+  """Returns the tile that a row gives for a problem. It has no more waves than the rows that the kernel owns (queries, or with `keys` keys) fill."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
-  crowded = p.dropout_p or (keys and p.wide_scores)     # dropout, or what lse has lost, takes the registers of a tile that would be on its way
+  crowded = p.dropout_p or (keys and p.wide_scores)     # dropout, or what lse lost to rounding, takes the registers of a prefetched tile
   prefetch = 0 if crowded and c.own_in_lds == BOTH else c.prefetch
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields the rows of a table of plain problems that are for this problem. Those of dk and dv need a problem without a mask, because with one moves
-  between registers dominate."""
+  """Yields those rows of a table for plain problems that fit a problem. Rows for dk and dv need a problem without a mask: with a mask, moves between
+  registers dominate."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)

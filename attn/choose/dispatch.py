@@ -1,5 +1,5 @@
-"""Which kernel a problem gets on a chip. Two questions are asked of each: can it compute the problem, and is no other faster? Every no carries its
-reason."""
+"""Choice of the kernel for a problem on a chip. Each kernel answers two questions: can it compute the problem, and is no other kernel faster? Every
+refusal has a reason."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
@@ -35,26 +35,26 @@ from attn.score.masks import hiding, told
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
-DUAL_WAVE_LLVM = 22    # the release from which on no register of dual_wave is spilled
-STAGGERED_UP_TO = 128  # head dimension: three tiles of K and of V fill LDS
+DUAL_WAVE_LLVM = 22    # first release of LLVM that spills no register of dual_wave
+STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill LDS
 
 @dataclass(frozen=True)
 class Work:
-  """How a kernel divides a problem: its tile (None: tinygrad's own schedule) and into how many key ranges."""
+  """Division of a problem by a kernel: its tile (None: tinygrad's own schedule), and the number of key ranges."""
   tile: AnyTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that computes a problem, and why those before it in KERNELS don't."""
+  """The kernel that computes a problem, and why the kernels before it in KERNELS don't."""
   kernel: str
   work: Work
   arch: Chip|None
   refused: tuple[tuple[str, str], ...]    # (kernel, reason)
-  memory: tuple[tuple[str, int], ...] = ()    # bytes beside inputs and outputs, of it and of three_pass
-  grid: str = ""                              # how it fills the chip, in words
+  memory: tuple[tuple[str, int], ...] = ()    # (kernel, bytes besides inputs and outputs) for the chosen kernel and for three_pass
+  grid: str = ""                              # how the kernel's workgroups fill the chip, in words
   def why_not(self, kernel:str) -> str|None:
-    """The reason for which `kernel` was not chosen, None if it was."""
+    """Returns why `kernel` was not chosen. None if it was chosen, or if it comes after the chosen one in KERNELS."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
     packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
@@ -66,10 +66,10 @@ class Choice:
     if self.memory: lines.append("  bytes beside inputs and outputs: " + ", ".join(f"{name} {n}" for name, n in self.memory))
     return "\n".join(lines)
 
-# ***** what a kernel cannot compute: what it is made of and a chip has not, and which problems it refuses on a chip that has *****
+# ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
 def plain_only(p:Problem, *but:str) -> str|None:
-  """Why a kernel that takes no option `but` these does not take `p`, or None."""
+  """Says why a kernel that takes no options except `but` does not take `p`. None: it takes `p`."""
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
   return f"{options[0]}: it takes plain problems only" if options else None
 
@@ -84,7 +84,7 @@ def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if not arch.unit.agprs: return f"{arch.name}: its matrix unit does not run beside the vector unit; those of gfx90a, gfx942 and gfx950 do"
   if max(p.D, p.Dv) > STAGGERED_UP_TO: return f"D={p.D}, Dv={p.Dv}: LDS has room for its tiles up to {STAGGERED_UP_TO}"
-  return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # of which only the places of rows differ
+  return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # these change only where rows lie
 
 def tiled_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := beyond_registers(p)) is not None: return reason
@@ -92,19 +92,20 @@ def tiled_refuses(p:Problem, arch:Chip) -> str|None:
 
 def never(p:Problem, arch:Chip) -> None: return None
 
-# ***** how a kernel divides a problem, or why it cannot compute it *****
+# ***** the division of a problem by a kernel, or the reason why the kernel cannot compute it *****
 
-TileOf = Callable[[Problem, Chip], Any]     # the tile of a kernel for a problem; raises NotImplementedError where none fits
+TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Work of a kernel with the tile that is chosen, without splits; or why there is none."""
+  """Returns the work of a kernel without splits, or the reason why it cannot compute the problem."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Work with at least two key ranges: num_splits of them, or as many as the heuristic finds; or why there is no split."""
+  """Returns the work with at least two key ranges, or the reason why there is no split. The number of ranges is num_splits, or what the heuristic
+  finds."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -117,7 +118,8 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Work of a kernel of plain UOps, with num_splits key ranges or as many as the heuristic finds; or why it cannot compute the problem."""
+  """Returns the work of the kernel of plain UOps, or the reason why it cannot compute the problem. The number of key ranges is num_splits, or what
+  the heuristic finds."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -125,17 +127,17 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Work of a kernel that is tensor operations, which tinygrad schedules."""
+  """Returns the work of `three_pass`, tensor operations that tinygrad schedules, or the reason why it cannot compute the problem."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
   return Work(None)
 
-# ***** why another kernel is faster than one that can *****
+# ***** reasons why another kernel is faster than one that can compute a problem *****
 
 def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """How a problem, divided so, fills a chip."""
+  """Says in words how the workgroups of a division fill a chip."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -156,7 +158,7 @@ def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
-STAGGERED_FROM = 65     # head dimension, below which a trip has too little matrix work beside the other half's vector work
+STAGGERED_FROM = 65     # least head dimension: below it a trip has too little matrix work beside the vector work of the other half of the waves
 
 def staggered_slower(p:Problem, arch:Chip) -> str|None:
   if max(p.D, p.Dv) < STAGGERED_FROM: return f"D={p.D}, Dv={p.Dv}: forward is predicted to be faster below {STAGGERED_FROM}"
@@ -176,21 +178,21 @@ def too_short(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class ForwardKernel:
-  """A kernel as dispatch knows it."""
+  """Row of KERNELS: a forward kernel as dispatch knows it."""
   refuses: Callable[[Problem, Chip], str|None]                              # why it cannot compute a problem on a chip that has its unit, or None
   tile: TileOf
-  program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None          # of a tile; None: tensor operations
-  lacks: Callable[[Chip], str|None] = lacks_nothing                     # why a chip has not its unit, or None
-  slower: Callable[[Problem, Chip], str|None] = never                       # why another is faster where it can, or None
-  divide: Callable[[Problem, Chip, TileOf], Work|str] = whole               # a problem that it doesn't refuse
-  ranges: bool = False      # split_kv gives it ranges of the keys
-  general: bool = False     # it takes all that its unit can: where it refuses, nothing else made of that unit says more
+  program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None          # makes the kernel of a tile; None: tensor operations
+  lacks: Callable[[Chip], str|None] = lacks_nothing                     # why a chip lacks its unit, or None
+  slower: Callable[[Problem, Chip], str|None] = never                       # why another kernel is faster where this one can, or None
+  divide: Callable[[Problem, Chip, TileOf], Work|str] = whole               # divides a problem that the kernel does not refuse
+  ranges: bool = False      # whether split_kv may give it ranges of the keys
+  general: bool = False     # whether it takes every problem that its unit can compute: then its reason says more than those of other kernels
   def can(self, p:Problem, arch:Any) -> Work|str:
-    """How it divides a problem on a chip, or why it cannot compute it."""
+    """Returns how the kernel divides a problem on a chip, or why it cannot compute it."""
     return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
 
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
-  """The tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with the reason, where there is none."""
+  """Returns the tile of the chip's best forward kernel for `p`. Raises NotImplementedError, with the reason, if there is none."""
   refusals = []
   for kernel in KERNELS.values():
     if not kernel.ranges: continue
@@ -200,12 +202,12 @@ def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   raise NotImplementedError(most_telling(refusals))
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
-  """The forward kernel that a tile is for, of all keys or, with p.num_splits, of key ranges."""
+  """Returns the forward kernel to which a tile belongs. It takes all keys, or with p.num_splits key ranges."""
   program = KERNELS[tile.kernel].program
   assert program is not None
   return program(p, arch, tile)
 
-# best first: the first that can compute a problem, and would not be slower than another, gets it
+# best first: a problem gets the first kernel that can compute it and that would not be slower than another
 KERNELS: dict[str, ForwardKernel] = {
   "split_kv": ForwardKernel(never, choose_tile, forward_of, slower=split_slower, divide=into_ranges),
   "dual_wave": ForwardKernel(dual_wave_refuses, dual_wave_tile, dual_wave.dual_wave, no_tiles, dual_wave_slower),
@@ -219,48 +221,53 @@ KERNELS: dict[str, ForwardKernel] = {
   "three_pass": ForwardKernel(never, never, None, divide=by_tensors)}
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
-  """How the kernel `name` divides `p` on `arch`, or why it cannot compute it there."""
+  """Returns how the kernel `name` divides `p` on `arch`, or why it cannot compute `p` there."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """The kernel that was chosen for `p`, a function of the placeholders that `tensors.arguments(p)` names."""
+  """Returns the kernel chosen for `p`: a function of the placeholders that `tensors.arguments(p)` names. Raises NotImplementedError for tensor
+  operations."""
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None:
     raise NotImplementedError(f"{choice.kernel} is no single kernel: use attn.attention, which runs it as tensor operations")
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """The kernel that merges the key ranges of `p`, in the operations of the one that was chosen."""
+  """Returns the kernel that merges the key ranges of `p`. It is made of plain UOps if the chosen kernel is."""
   assert choice.arch is not None
   merge = combine(p, choice.arch, p.num_splits)
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
-  """Bytes beside inputs and outputs, at least: the parts of split keys, or the score matrix."""
+  """Returns the least number of bytes besides inputs and outputs: for the partial results of key ranges, or for the score matrix."""
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
 def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
-  """The one kernel that computes `p` whole, as a function of its placeholders, and its tile. NotImplementedError where it takes more than one."""
+  """Returns the single kernel that computes `p`, as a function of its placeholders, and its tile. Raises NotImplementedError if `p` takes more than
+  one kernel."""
   choice = choose(p := replace(p, num_splits=1), arch)
   if choice.work.tile is None:
     raise NotImplementedError(f"no single kernel takes this problem: {'; '.join(f'{name}: {reason}' for name, reason in choice.refused)}")
   return program_of(choice, p), choice.work.tile
 
 def asked_for() -> Forced:
-  """What ATTN_KERNEL asks for."""
+  """Returns what ATTN_KERNEL asks for."""
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """The first kernel that takes `p` on `arch` (None: a chip without a matrix unit), or the one that ATTN_KERNEL names, even where another is faster.
+  """Chooses the first kernel that takes `p` on `arch` (None: a device for which there is no kernel), or the kernel that ATTN_KERNEL names, even if
+  another is faster.
 
-  Raises NotImplementedError, with every reason, when none can or that one can't, and ValueError for an ATTN_KERNEL that does not exist."""
+  Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named one cannot. Raises ValueError if ATTN_KERNEL names no
+  kernel."""
   return _choose(p, arch, asked_for().forward)
 
-LONG_SEQUENCE = 256     # queries
+LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """What a batch-invariant problem is taken for where its kernel is chosen: one sequence, of packed ones a long one."""
+  """Returns the problem by which the kernel of a batch-invariant problem is chosen, the same for every batch: one sequence, which for packed
+  sequences has LONG_SEQUENCE queries. Returns any other problem unchanged."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

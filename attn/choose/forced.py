@@ -1,12 +1,12 @@
-"""What ATTN_KERNEL asks for: the kernel that computes attention, what computes its gradient, or both, with a comma between them."""
+"""Reading of ATTN_KERNEL. It names the kernel that computes attention, the way in which the gradient is computed, or both, with a comma between."""
 from __future__ import annotations
 import functools, os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from attn.choose.gradient_kernels import BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS
 
-BY_TINYGRAD = "backward_three_pass"      # the gradient by tinygrad, from three_pass, whatever kernel computed attention
-UNITS = tuple(GRADIENT_KERNELS)          # the units that backward kernels are for, as their names end
+BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from three_pass, whatever kernel computed attention
+UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
   """Names for the kernels that compute gradients together on a unit. Names without an ending are AMD's, and stand for these kernels on every unit."""
@@ -14,12 +14,13 @@ def together_on(unit:str) -> Iterator[str]:
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
 
-# the backward kernels by name, and the units of those that run together with each
+# name of a backward kernel -> the units on which kernels run together under this name
 WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for unit in UNITS for name in together_on(unit)}
 
 @dataclass(frozen=True)
 class Forced:
-  """The kernels by name, "" where dispatch is to choose. One backward kernel stands for all that run together with it, on one of `units`."""
+  """Names of the kernels that ATTN_KERNEL asks for, "" where dispatch chooses. One backward kernel stands for all that run together with it, on one
+  of `units`."""
   forward: str
   backward: str
   units: tuple[str, ...] = UNITS

@@ -26,14 +26,14 @@ from attn.score.terms import has_sum, summed_tensor
 from attn.tinygrad_compat import UOp
 
 BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
-BIAS_KERNEL = "backward_dbias"           # runs beside them, where the gradient of a bias is asked for
+BIAS_KERNEL = "backward_dbias"           # runs beside BACKWARD_KERNELS where the gradient of a bias is wanted
 
-Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # of the kernel of dq, and of that of dk and dv
+Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq, and of the kernel of dk and dv
 
-LEAST_KEPT = 2.0**-14     # of P, by dropout
+LEAST_KEPT = 2.0**-14     # least probability with which dropout may keep an element, if P is rounded to float16
 
 def beyond_float16(p:Problem) -> str|None:
-  """Why P of dropout is not rounded to 16 bits, or None."""
+  """Says why P with dropout cannot be rounded to 16 bits. None: it can."""
   if p.kept >= LEAST_KEPT: return None
   return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
 
@@ -43,24 +43,24 @@ def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class BiasKernel:
-  """Kernel of dbias, which runs beside those of a unit."""
-  suffix: str                                                       # of its name
+  """The kernel of dbias, which runs beside the other backward kernels of a unit."""
+  suffix: str                                                       # ending of its name
   tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]     # raises NotImplementedError
   program: Callable[..., Callable[..., UOp]]
 
 @dataclass(frozen=True)
 class GradientKernels:
-  """The kernels that compute gradients together on one unit, as dispatch knows them."""
+  """Row of GRADIENT_KERNELS: the kernels that compute gradients together on one unit, as dispatch knows them."""
   refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
-  tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # of the kernel that owns queries, or keys; raises NotImplementedError
+  tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # tile of the kernel that owns queries, or keys (True); raises NotImplementedError
   dq: Callable[..., Callable[..., UOp]]
   dkdv: Callable[..., Callable[..., UOp]]
   bias: BiasKernel|None = None
-  lacks: Callable[[Chip], str|None] = lacks_nothing                 # why a chip has not their unit, or None
-  general: bool = False                                             # as of `dispatch.ForwardKernel`
+  lacks: Callable[[Chip], str|None] = lacks_nothing                 # why a chip lacks their unit, or None
+  general: bool = False                                             # as in `dispatch.ForwardKernel`
 
   def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
-    """The tiles for a problem on a chip, or why they cannot compute its gradient."""
+    """Returns the kernels' tiles for a problem on a chip, or why the kernels cannot compute its gradient."""
     if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
     try:
       tiles = self.tile(p, arch, False), self.tile(p, arch, True)
@@ -74,7 +74,7 @@ class GradientKernels:
 
 BIAS_BY_MMA = BiasKernel(MmaBackwardTile.suffix, mma_bias_tile, backward_dbias(MmaBias.of_block))
 
-# by what the names of a unit's kernels end with, best first
+# by the ending of the names of a unit's kernels, best first
 GRADIENT_KERNELS: dict[str, GradientKernels] = {
   BackwardTile.suffix: GradientKernels(
     lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),

@@ -1,4 +1,4 @@
-"""The tiles of the kernels of latent attention, mla and mla_mma, whose waves share rows of O and of K that are too long for one."""
+"""Choice of tiles for the kernels of latent attention, mla and mla_mma. Their rows of O and K are too long for one wave, so waves share them."""
 from __future__ import annotations
 from typing import Any
 from attn.cache import tuned
@@ -13,14 +13,14 @@ from attn.kernels.tiles.mma import MlaMmaTile, fragments
 from attn.problem import Problem
 from attn.score.terms import score_terms
 
-UP_TO = {"D": 576, "Dv": 512}      # the rows of K and of O that the tiles have registers for
+UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
-  """Why neither kernel takes `p` on any chip, or None."""
+  """Says why neither kernel takes `p` on any chip. None: they take it."""
   if not p.v_in_k: return "v_dim=None: it takes values that are the first columns of the keys"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   tensors = [term.name for term in score_terms(p) if any("keys" in tensor.axes for tensor in term.tensors)]
-  if options := [*tensors, *["dropout_p"]*(p.dropout_p > 0)]: return f"{options[0]}: its waves have parts of a row's keys, and no part of that"
+  if options := [*tensors, *["dropout_p"]*(p.dropout_p > 0)]: return f"{options[0]}: its waves divide the keys of a row, but not this option"
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: its tiles are for up to {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
@@ -36,7 +36,8 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
   """Tile of a row on NVIDIA. Raises ValueError if a warp gets no pairs of fragments of scores."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
-  if tile.block_n//tile.key_parts % (2*tile.matrix.N): raise ValueError(f"key_parts={tile.key_parts}: no parts of {tile.block_n} keys")
+  if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
+    raise ValueError(f"key_parts={tile.key_parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
@@ -48,7 +49,7 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
   if (need := tile.lds_bytes(p)) > arch.lds: raise ValueError(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
   return tile
 
-ENTRY = "mla"       # of the file of kept tiles
+ENTRY = "mla"       # name of the entry in the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
   """Tile that TUNE=1 found, or tile of the first row that fits."""

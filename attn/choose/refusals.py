@@ -1,4 +1,4 @@
-"""Why a chip lacks what a kernel is made of, and what every kernel of a matrix unit refuses on a chip that has it."""
+"""Reasons why kernels refuse problems: the chip lacks the kernel's unit, or no kernel of that unit can compute the problem."""
 from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MATRIX_DTYPES = ("float16", "bfloat16")
 WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
 
 def lacks_nothing(arch:Chip) -> None:
-  """Reason of a kernel of plain UOps, which every chip runs: none."""
+  """Returns None: every chip runs kernels of plain UOps."""
 
 def no_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: AMD's kernels have no tile for its matrix unit; they have some for {', '.join(WITH_TILES)}"
@@ -43,20 +43,20 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
     if view is not None and not view.whole(unit): return f"{name} lies as {view} says: rows are copied by {unit} elements, from a multiple of them on"
   return None
 
-MOST_PARTS = 8192    # half of what tinygrad's queue of commands for a CPU holds
+MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Why a device without workgroups does not take so many blocks of rows of so many heads, over batches, or None."""
+  """Says why a device without workgroups does not take `blocks` blocks of rows for each of `heads` heads of all batches. None: it takes them."""
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
-  return f"{parts} blocks of rows: {arch.name} takes {MOST_PARTS} at most, which tinygrad tells it one by one"
+  return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
 
 @dataclass(frozen=True)
 class Refusal:
-  """Why a kernel does not take a problem."""
-  present: bool     # the chip has what the kernel is made of
-  general: bool     # of ForwardKernel
+  """The reason why a kernel does not take a problem, and facts about the kernel."""
+  present: bool     # whether the chip has the kernel's unit
+  general: bool     # as in `dispatch.ForwardKernel`
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """The reason of one of several kernels: of a general one made of what the chip has, if there is one."""
+  """Returns the reason that tells a user the most: that of a general kernel whose unit the chip has, if there is one."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

@@ -1,4 +1,4 @@
-"""Which row of a table of tiles a problem gets on a chip: the first whose conditions hold, and for whose tile the chip has room."""
+"""Choice of a row from a table of tiles, for a problem on a chip: the first row whose conditions hold, and for whose tile the chip has room."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -14,24 +14,25 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
-  """Heaviest thing that the loop of a problem needs registers for."""
+  """Returns the heaviest thing for which the loop of a problem needs registers."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
   return Burden.MASK if any(hiding(p)) else Burden.PLAIN
 
 def in_units(p:Problem, unit:int) -> bool:
-  """Whether the rows of K and V are made of whole units of so many elements."""
+  """Says whether the rows of K and V are made of whole units of `unit` elements."""
   return p.D % unit == 0 and p.Dv % unit == 0
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Rows of a table that count for a release of LLVM: in each class the rows for the oldest release that is not older."""
+  """Returns the rows of a table that count for a release of LLVM. In each class these are the rows for the oldest release that is not older than
+  `llvm`."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
-  """Reason why `tile`, which a row makes of a problem with this burden, is not for the problem on `arch`, or None."""
+  """Says why a tile does not fit a problem on `arch`. None: it fits. `row` made the tile for the problem, `load` is the problem's burden."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile} reads {tile.fenced} units together, an operand is made of more"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} has the registers for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on: return f"tile {tile} has not the registers for this problem's loop on {arch.name}"

@@ -1,7 +1,7 @@
-"""Which tiles the kernels of plain UOps get.
+"""Choice of tiles for the kernels of plain UOps.
 
-The rows for NVIDIA were measured on an H200, those of one thread on a CPU (docs/plain.md). Other chips take the first that their local memory has
-room for.
+The rows for NVIDIA were measured on an H200, the rows for one thread on a CPU (docs/plain.md). Other chips take the first row for which their local
+memory has room.
 """
 from __future__ import annotations
 from dataclasses import replace
@@ -13,9 +13,9 @@ from attn.kernels.plain.rectangle import MAX_WIDTH
 from attn.kernels.tiles.plain import TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
-STEPS_AT_ONCE = 4     # steps of a product: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
+STEPS_AT_ONCE = 4     # steps of a product that are computed together: on an H200 D=128 takes 3.55 ms so, and 3.92 ms one by one
 
-# the first one that fits
+# the first row that fits is taken
 TILED = (
   UpTo(64, TiledTile(8, 16, 8, 8, 64, 64, ahead=True, steps_at_once=STEPS_AT_ONCE), large=True),
   UpTo(64, TiledTile(16, 16, 4, 4, 64, 64)),
@@ -30,7 +30,7 @@ TILED = (
   UpTo(256, TiledTile(16, 16, 4, 4, 16, 8, keeps_own=False)),
   UpTo(MAX_WIDTH, TiledTile(16, 8, 4, 4, 16, 8, keeps_own=False)))
 
-ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
+ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
   """Tile that TUNE=1 found, or tile of the first row that fits."""
@@ -42,7 +42,7 @@ def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
 def tile_of_sums(down:int, across:int, walked:int, own:int, depth:int, values:int, keeps_own:bool=True) -> TiledBackwardTile:
   return TiledBackwardTile(down, across, walked, own, depth, values, keeps_own, steps_at_once=STEPS_AT_ONCE if keeps_own else 1)
 
-# the first one that fits; those that keep their own rows were measured on an H200, but for 256
+# the first row that fits is taken; the rows that keep their own rows were measured on an H200, except those for 256
 DQ_TILED = (
   UpTo(64, tile_of_sums(8, 16, 8, 4, 64, 64)),
   UpTo(128, tile_of_sums(16, 16, 8, 8, 32, 32)),
@@ -60,7 +60,7 @@ DKDV_TILED = (
   UpTo(MAX_WIDTH, tile_of_sums(32, 8, 4, 4, 16, 8, keeps_own=False)),
   UpTo(MAX_WIDTH, tile_of_sums(16, 8, 4, 4, 16, 8, keeps_own=False)))
 
-BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # of one thread
+BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
   """Tile of the kernel of dq, which owns queries, or of the kernel of dk and dv, which owns `keys`: what lies in local memory differs. It is the tile

@@ -1,4 +1,4 @@
-"""Which tile a kernel gets for a problem on a chip."""
+"""Choice of a forward kernel's tile for a problem on a chip."""
 from __future__ import annotations
 import functools, itertools, math
 from dataclasses import dataclass, replace
@@ -20,36 +20,37 @@ from attn.score.terms import crowded, score_terms
 
 # ***** AMD *****
 
-SHORT = 64     # up to it a wave has registers to spare
-LONG = 128     # beyond it O takes a good part of the registers of RDNA
-WIDE = 192     # beyond it O takes most of the registers of a wave that shares its SIMD
+# head dimensions
+SHORT = 64     # up to this one a wave has registers to spare
+LONG = 128     # beyond this one O takes a good part of the registers of RDNA
+WIDE = 192     # beyond this one O takes most of the registers of a wave that shares its SIMD
 
 class Economy(Flag):
   """Ways for a loop to need fewer registers."""
   NONE = 0
-  FENCED = auto()         # one tile is worked on before the next one is read from LDS
-  NO_PREFETCH = auto()    # no tile is on its way meanwhile
-  SPARING = auto()        # and K and V come one after the other
-  ANEW = auto()           # and pieces of them by addresses that are computed anew
-  FOUR_WAVES = auto()     # one wave on a SIMD, which has its registers for itself
-  SHORT_TRIPS = auto()    # of half as many keys: half of the scores
+  FENCED = auto()         # the work on one tile is done before the next one is read from LDS
+  NO_PREFETCH = auto()    # no tile is being loaded during that work
+  SPARING = auto()        # K and V are loaded one after the other
+  ANEW = auto()           # each trip computes the addresses of their pieces anew
+  FOUR_WAVES = auto()     # workgroups of four waves: one on each SIMD, with all its registers
+  SHORT_TRIPS = auto()    # trips of half as many keys, and so of half as many scores
 
 CROWDED = Economy.FENCED | Economy.NO_PREFETCH
 IN_PIECES = Economy.SPARING | Economy.ANEW
 
-# what takes registers beside matrix tiles and accumulators
-FEW_ROWS = "few queries"       # a wave carries more of K and V
-WINDOW = "window"              # a loop with both masks
-PIECES = "pieces"              # rows that are no whole number of units: each piece has an address of its own
+# burdens: what takes registers besides matrix tiles and accumulators
+FEW_ROWS = "few queries"       # each wave loads more of K and V
+WINDOW = "window"              # a loop with masks on both sides
+PIECES = "pieces"              # rows that are not made of whole units: each piece has an address of its own
 LSE = "lse"                    # a second sum of P
-ANY_OPTION = "options"         # any of them
-EVERY_SCORE = "every score"    # of those what is worked out for every score
-DROPOUT = "dropout"            # of those the bits of a random number for each score
-TWO_ON_A_SIMD = "two on a SIMD"  # waves, each with half of its registers
+ANY_OPTION = "options"         # any option
+EVERY_SCORE = "every score"    # an option that computes something for every score
+DROPOUT = "dropout"            # bits of a random number for every score
+TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the registers
 
 @dataclass(frozen=True)
 class Shortage:
-  """Registers are short where a problem has all of these burdens and D or Dv is more than `beyond`: what then makes up for them."""
+  """A rule of economy. Registers are short if a problem has all of `burdens`, and if D or Dv is more than `beyond`: then the loop uses `means`."""
   beyond: int
   burdens: tuple[str, ...]
   means: Economy
@@ -81,37 +82,37 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy:
-  """What a problem's loop needs to get by with the registers that there are, in a workgroup of so many waves."""
+  """Returns the economies with which a problem's loop fits into the registers of a chip, in a workgroup of `waves` waves."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
-  """The tile that a row makes of a problem: no larger than its queries, and small enough for its terms."""
+  """Returns the tile that a row gives for a problem. It is no larger than the problem's queries need, and small enough for its terms."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
-  pack = p.Hkv < p.H and p.Sq < mat.N                     # a matrix tile that the queries of one head don't fill takes those of its group
+  pack = p.Hkv < p.H and p.Sq < mat.N                     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
   q_tiles = c.q_tiles if rows > mat.N and not crowded(p) else 1
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if crowded(p) else c.block_n
-  if waves == 1: block_n = min(block_n, 32)                            # small workgroups, several to a compute unit: LDS for them all
+  if waves == 1: block_n = min(block_n, 32)                            # small workgroups: a compute unit needs LDS for several of them
   least = mat.least_keys
-  if p.Sk < 2*block_n and round_up(p.Sk, least) < round_up(p.Sk, block_n): block_n = least     # few keys: smaller tiles have fewer rows of none
-  staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane that would carry K and V on its own
+  if p.Sk < 2*block_n and round_up(p.Sk, least) < round_up(p.Sk, block_n): block_n = least     # few keys: smaller tiles have less padding
+  staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane to load K and V in one wave
   of_q = 0 if c.q_in_lds else row_registers(mat, p.D)
-  full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # of O and Q
-  waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without a query only help to carry
+  full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # O and Q fill half
+  waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without queries only help to load
   few = needed < c.waves
   means = economy_of(p, arch, mat, waves, few)
   if Economy.SHORT_TRIPS in means: block_n = max(least, block_n//2)
-  # few queries wait for memory: what it takes to have the largest weight of each row exactly 1, as the textbook has it, is not seen there
+  # few queries wait for memory anyway: so rescale_above=0, which makes the largest weight of each row exactly 1 as in the textbook, costs no time
   shape = replace(c, waves=min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles=q_tiles, block_n=block_n,
                   fenced=c.fenced or Economy.FENCED in means, prefetch=0 if Economy.NO_PREFETCH in means else c.prefetch)
   return Tile(**vars(shape), matrix=mat, pack_gqa=pack, sparing=Economy.SPARING in means, rescale_above=0.0 if few else 8.0,
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """Tile of the first row that fits."""
+  """Chooses AMD's tile: the tile that TUNE=1 found, or the tile of the first row that fits."""
   rows = (*tuned.winner(p, arch), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
 
@@ -122,18 +123,19 @@ def staggered_tile(p:Problem, arch:Chip) -> Tile:
 
 # ***** NVIDIA *****
 
-WARPS = 4     # of a block of forward_mma: two or three blocks share a multiprocessor, and one computes while another waits
+WARPS = 4     # warps of a block of forward_mma: two or three blocks share a multiprocessor, and one computes while another waits
 
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
 def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
-  """Number of blocks for which a multiprocessor has shared memory."""
+  """Returns the number of blocks for which a multiprocessor has shared memory."""
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """Tile of the first row of which two blocks share a multiprocessor, or of the first row that fits. It is no larger than the queries."""
+  """Chooses the tile of the first row that fits such that two blocks share a multiprocessor, or else the tile of the first row that fits. It is no
+  larger than the problem's queries need."""
   mat = MMA[p.dtype]
-  group = p.H//p.Hkv if p.Sq < mat.M else 1     # a matrix tile that the queries of one head don't fill takes those of its group
+  group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group
   needed = ceildiv(rows, mat.M)
   for few in FEW_QUERIES if needed <= WARPS//2 else ():
@@ -145,15 +147,16 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   found = list(fitting("forward_mma", p, arch, FORWARD_MMA, of_all_keys, burden(p)))
   return next((tile for tile in found if blocks_in_lds(p, arch, tile) > 1), found[0])
 
-CROWDED_KEYS = 64    # where a term takes as many registers as the scores
-OF_DROPOUT = 16   # by so many keys a tile is smaller where three warpgroups share the registers with the bits of dropout
+CROWDED_KEYS = 64    # most keys of a tile if a term takes as many registers as the scores
+OF_DROPOUT = 16   # keys by which a tile is smaller if three warpgroups share the registers with the bits of dropout
 
-BY_ITSELF = 0.7   # of the time that a multiprocessor's blocks take together, a block by itself takes so much at least
-LAST = 0.8       # of the time that the longest block takes beside others, what it takes beside others that end before it
+BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as a share of the time of all blocks that fit there together
+LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """The tile that should take the least time, no larger than the keys: by its rate and the blocks that a multiprocessor works on, all rows and keys
-  of a block counted. Under a causal mask blocks of all lengths share the multiprocessors, but the longest has to run in any case."""
+  """Chooses the tile that should take the least time, no larger than the problem's keys. The time follows from the tile's rate and from the blocks
+  that a multiprocessor works on. All rows and keys of a block count, padding too. Under a causal mask blocks of all lengths share the
+  multiprocessors, but the time is at least that of the longest block."""
   up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   def tile(row:RatedUpTo) -> WgmmaTile:
@@ -165,10 +168,10 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   def time(row:RatedUpTo) -> float:
     t, splits = tile(row), max(1, p.num_splits)
     resident = min(row.resident, blocks_in_lds(p, arch, t))
-    blocks = splits*p.all_heads*ceildiv(p.Sq, t.block_m)/arch.cus         # of a multiprocessor
+    blocks = splits*p.all_heads*ceildiv(p.Sq, t.block_m)/arch.cus         # blocks of a multiprocessor
     keys = round_up(ceildiv(p.Sk, splits), t.block_n)
     together = max(BY_ITSELF*resident, min(resident, math.ceil(blocks)))
-    each = t.block_m*together/min(resident, math.ceil(blocks))        # rows whose time a block takes
+    each = t.block_m*together/min(resident, math.ceil(blocks))        # a block takes the time of this many rows
     if not causal: return each*math.ceil(blocks)*(keys + row.prologue)/row.full
     return max(each*blocks*((keys + t.block_m)/2 + row.prologue), LAST*t.block_m*together*(keys + row.prologue))/row.causal
   return tile(min(filter(fits, FORWARD_WGMMA), key=time))
