@@ -33,7 +33,7 @@ class BackwardTrip(Protocol[Carry]):
   def ds(self, weights:Any, dp:Any, added:ScoreTerm|None=None) -> Any:
     """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. With `added`, computes the gradient of the
     numbers that this term adds to the scores."""
-  def kept(self, weights:Any) -> Any: """Returns P as an operand, rounded to the inputs' dtype. Dropout keeps part of it."""
+  def kept(self, weights:Any) -> Any: """Returns what dropout keeps of P, as an operand that is rounded to the inputs' dtype."""
   def rounded(self, ds:Any) -> Any: """Returns dS as an operand."""
   def add(self, s:Carry, name:str, weights:Any) -> Carry: """Adds the product of P or dS with the tile's rows to the gradient `name`."""
 
@@ -122,7 +122,7 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], names:Shapes, parts:int) -> Any:
-    """Returns what a workgroup owns, given the kernel's placeholders `args` and the shapes of their tensors, by name, `names`."""
+    """Returns what a workgroup owns. `args` are the kernel's placeholders, and `names` has their shapes and dtypes, by name."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns the maker of the kernel that computes dq, and delta for the other kernels. Its placeholders have the order of

@@ -50,7 +50,7 @@ def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange
   that `p` does not have.
   """
   for rows in (*parts, *there):
-    if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: p has {p.Sq} rows")
+    if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: must lie within the problem's {p.Sq} rows")
   return lambda *args: merged_parts(p, arch, parts, there, args)
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:

@@ -33,9 +33,9 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The state between trips. Registers hold the wave's columns of O^T for all queries, and for the wave's own query the reference m and each kind of
-  sum of P over its part of the keys. Within a trip they also hold the factor of O for each tile of queries. LDS holds the tile of K, P, and what
-  waves tell each other."""
+  """The state between trips. Registers hold the wave's columns of O^T for all queries. For the wave's own query they hold the reference m and each
+  kind of sum of P over its part of the keys. Within a trip they also hold the factor of O for each tile of queries. LDS holds the tile of K, P, and
+  what waves tell each other."""
   acc: UOp
   m: UOp
   l: UOp

@@ -99,7 +99,7 @@ class MmaForward:
     """First key of a trip that this warp takes."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """The number of the warp's keys of tile t, if tiles have `warp_keys` keys."""
+    """Number of the warp's part of tile t, counted in tiles of `warp_keys` keys."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]

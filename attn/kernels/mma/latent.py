@@ -175,7 +175,7 @@ class MmaLatent:
     return s
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """Returns the largest of m and each row's scores, over the lanes and warps that share the row."""
+    """Returns the state, and for each row the largest of m and the row's scores, over the lanes and warps that share the row."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))

@@ -151,7 +151,7 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The steps of backward between its products, for some walked rows. `tile_number` is their number, if tiles have `score.block_n` rows."""
+  """The steps of backward between its products, for some walked rows. `tile_number` counts tiles of `score.block_n` rows."""
   warp_rows: WarpRows[L]
   score: Scores
   tile_number: UOp

@@ -144,7 +144,7 @@ class PlainForward(Rectangle):
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
-    """P of a score: subtracts first, which is exact where it matters."""
+    """P of a score. The subtraction comes first: it is exact where it matters."""
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:

@@ -152,7 +152,7 @@ class Rectangle:
     """A section of local memory, read and written after `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """Returns the number of one of n parts, and the loop over the parts, if there are several."""
+    """Makes a loop over n parts, if n > 1. Returns the number of the part, and a list with the loop."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]

@@ -10,7 +10,7 @@ from attn.tinygrad_compat import UOp
 class BlockTile(Protocol):
   """What the tile of any kernel says about the division of the work over workgroups."""
   @property
-  def block_m(self) -> int: """Rows of a workgroup: its queries, times the heads that share them."""
+  def block_m(self) -> int: """Rows of a workgroup. A query has one row for each head that the workgroup takes."""
   @property
   def block_n(self) -> int: """Keys of a trip."""
   @property
@@ -33,7 +33,7 @@ def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
 def numbers_of_queries(p:Problem) -> tuple[str, ...]:
-  """Names of the tensors that hold one number for each query, as far as kernels that own keys bring them to shared memory."""
+  """Names of the tensors, with one number for each query, that kernels bring to shared memory if they own keys."""
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
 def units_of_numbers(p:Problem, queries:int) -> int:

@@ -4,8 +4,8 @@ A block owns 64 rows, queries or keys, for each of its warpgroups, and walks ove
 and dP of its own rows and a tile in shared memory. It turns them into P and dS in registers, and starts the products of those with the tile, which
 are read across its rows from the same place. It waits only for products that it needs: the last ones of a trip still run when S and dP of the next
 trip start. Nothing synchronises the warpgroups except the tiles, which all of them copy, by cp.async, into a ring of three. A thread copies one trip
-ahead, when its group no longer reads the tile of the trip before, and arrives at an mbarrier when its part of the new tile is there. So a warpgroup
-that has waited for the mbarrier knows both of every group.
+ahead, when its group no longer reads the tile of the trip before, and arrives at an mbarrier when its part of the new tile is there. So the wait for
+the mbarrier tells a warpgroup that the whole tile is there, and that no group reads the tile of that earlier trip any more.
 """
 from __future__ import annotations
 from collections.abc import Callable
