@@ -34,7 +34,7 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def hides_some(walk:Walk, columns:int) -> bool:
-  """Whether a mask may hide something in a tile of so many columns."""
+  """Whether a mask may hide something in a tile of `columns` columns."""
   return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 

@@ -121,7 +121,7 @@ class Workgroup:
   tile: BlockTile
   given: dict[str, UOp]       # the kernel's placeholders, by the names of their tensors
   grid: Grid
-  split: tuple[UOp, ...]      # the range over parts of what is walked over; empty where it is not divided
+  split: tuple[UOp, ...]      # the range over parts of the walked rows; empty where they are not divided
   batch: UOp
   first_head: UOp
   kv_head: UOp

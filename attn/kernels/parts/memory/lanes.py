@@ -85,8 +85,8 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
     x = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))
   return x
 
-# ***** matrix operands ***** A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit. Where the lanes of an operand are
-# duplicated, each lane reads all units.
+# ***** matrix operands *****
+# A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit. Where lanes are duplicated, each lane reads all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
   """Lists the units that a lane reads of a contraction of `length` elements, in the order of the matrix instructions that use them."""

@@ -23,8 +23,8 @@ def bit_of(row:int) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-  """Bits that say which of a lane's scores of a tile are kept. For each of the lane's rows there is a dword for every 32 keys or queries that are
-  walked over. Without dropout there are none."""
+  """Bits that say which of a lane's scores of a tile are kept. For each of the lane's own rows there is a dword for every 32 walked rows.
+  Without dropout there are none."""
   at: Lane|MmaLane|ThreadPlace
   words: tuple[tuple[UOp, ...], ...] = ()
 
@@ -67,7 +67,7 @@ def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Returns which scores of a lane's rows dropout keeps in a tile of what is walked over."""
+  """Returns which scores of a lane's own rows dropout keeps in a tile of walked rows."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
   def word(row:Row, first:int) -> UOp: return _word(scores, row, tile*count + first, min(OCTETS, count - first))
@@ -81,7 +81,7 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns the bits of a lane's scores among the 8*`count` keys or queries that are walked over from octet `first` on."""
+  """Returns the bits of a lane's scores among 8*`count` walked rows, from octet `first` on."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
@@ -108,8 +108,8 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores are kept for each of four neighbouring rows, and for the quads of keys or queries walked over that begin with `firsts`. The
-  four keys, own or walked over, are half an octet."""
+  """Returns which scores are kept for each of four neighbouring own rows, and for the quads of walked rows that begin with `firsts`. Whichever of the
+  two kinds are keys, four of them are half an octet."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]

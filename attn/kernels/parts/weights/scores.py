@@ -22,8 +22,8 @@ NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """Scores of one row in one trip, as a lane holds them: a list of vectors. A row is a query and walks over keys, or it is a key and walks over
-  queries. Element n, counted over all vectors, is number `tile*block_n + matrix.key_of(h, n)` of what is walked over."""
+  """Scores of one own row in one trip, as a lane holds them: a list of vectors. The own row is a query and the walked rows are keys, or the reverse.
+  Element n, counted over all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`."""
   p: Problem
   at: Lane|MmaLane|ThreadPlace
   block_n: int
@@ -50,7 +50,7 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Which numbers of a tile each vector has in lane group 0. In lane group h each number is h*matrix.block larger."""
+    """Numbers, in a tile, of each vector's walked rows in lane group 0. In lane group h each number is h*matrix.block larger."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
