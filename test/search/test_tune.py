@@ -200,8 +200,10 @@ def test_dispatch_takes_the_tiles_of_the_compiler() -> None:
   older = choose(wide, replace(get_chip("gfx950"), llvm=21))
   assert older.kernel == "staggered" and "clang 21 spills its registers" in str(older)
 
-@pytest.mark.parametrize(("words", "line"), [(["--write", "--check"], "--write and --check"), (["--arch", "gfx906"], "'gfx906' is not one of"),
-                                             (["--d", "96"], "'96' is not one of"), (["--jobs", "0"], "0 is not in the range")])
+BAD_OPTIONS = [(["--write", "--check"], "give --write or --check, not both"), (["--arch", "gfx906"], "'gfx906' is not one of"),
+               (["--d", "96"], "'96' is not one of"), (["--jobs", "0"], "0 is not in the range")]
+
+@pytest.mark.parametrize(("words", "line"), BAD_OPTIONS)
 def test_bad_options(words:list[str], line:str) -> None:
   result = CliRunner().invoke(tune.main, words)
   assert result.exit_code == 2 and line in result.output
