@@ -202,7 +202,7 @@ def test_refused() -> None:
       (append(new=new[:, :, :0]), r"k_new has shape \(2, 2, 0, 32\): every dimension must be at least 1"),
       (append(new=draw(2, H, 1, D)), r"k_new has shape \(2, 4, 1, 32\)"), (append(new=new.float()), "k_new is float32 on EMU"),
       (append(block_table=table[:1]), r"block_table has shape \(1, 2\)"), (append(softcap=-1.0), "softcap=-1.0"),
-      (call(k=k[:1], v=v[:1], block_table=int32([[0, 3], [1, 0]])), "block_table has an entry 1 among the rows that kv_lengths counts: must be 0"),
+      (call(k=k[:1], v=v[:1], block_table=int32([[0, 3], [1, 0]])), r"block_table has an entry 1 for rows .*: there is one page, so it must be 0"),
       (lambda: attn.empty_paged_cache(4, 8, HKV, D, device=("EMU", "EMU:0")), "device=.*: must be different devices"),
       (lambda: attn.empty_paged_cache(4, 8, HKV, D, device=("EMU", "NOSUCH")), "device='NOSUCH': this device does not open"),
       (lambda: attn.empty_paged_cache(4, 0, HKV, D), "page_size=0: must be a whole number, at least 1")):
