@@ -41,7 +41,7 @@ class SlicedCall:
   rows: Size
   def choice(self) -> Choice: return self.call.choice()
   def run(self) -> Tensor:
-    """Returns o (B, H, rows, Dv)."""
+    """Computes the attention. Returns its output o (B, H, rows, Dv)."""
     o, = run(self.call)
     return (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
 

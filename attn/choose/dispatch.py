@@ -97,15 +97,15 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the work of a kernel without splits, or the reason why it cannot compute the problem."""
+  """Returns a kernel's `Work` with a single key range, or the reason why the kernel cannot compute the problem with one."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the work with at least two key ranges, or the reason why there is no split. The number of ranges is num_splits, or what the heuristic
-  finds."""
+  """Returns a kernel's `Work` with at least two key ranges, or the reason why the keys are not divided. The number of ranges is num_splits, or what
+  the heuristic finds."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -118,7 +118,7 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the work of the kernel of plain UOps, or the reason why it cannot compute the problem. The number of key ranges is num_splits, or what
+  """Returns the `Work` of the kernel of plain UOps, or the reason why it cannot compute the problem. The number of key ranges is num_splits, or what
   the heuristic finds."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
@@ -127,7 +127,7 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the work of `three_pass`, tensor operations that tinygrad schedules, or the reason why it cannot compute the problem."""
+  """Returns the `Work` of `three_pass`, tensor operations that tinygrad schedules, or the reason why it cannot compute the problem."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
   return Work(None)
 

@@ -1,4 +1,5 @@
-"""ROCm's compiler library comgr, as tinygrad loads it: its version, and machine code compiled with it, which is kept by that version."""
+"""ROCm's compiler library comgr, as tinygrad loads it: its version, and machine code compiled with it. The machine code is kept in the user's
+cache, for each version of comgr."""
 from __future__ import annotations
 import contextlib, functools, io, re
 from attn.compilers.found import Found, base_arch

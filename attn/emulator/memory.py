@@ -248,7 +248,8 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Value of element i for a product that accumulates in it. Products on the same accumulators follow one another without a wait between them."""
+    """Value of element i, as a matrix product that adds to this element reads it. The product needs no wait for earlier products on the same
+    accumulators, so the value includes their results."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     return np.where(product.threads, product.results[i], self.values[i])
 

@@ -114,7 +114,7 @@ class Ranges:
 
   # ***** sums, in which equal terms of opposite sign cancel *****
   def _sum(self, u:UOp) -> Sum:
-    """Terms of an integer as a sum, each with its factor. An integer that is not a sum is its own only term."""
+    """Writes an integer as a sum of terms with factors. An integer that is not a sum becomes a single term with factor 1."""
     parts, found = [self.sums.get(s) for s in u.src], None
     if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
     elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:
@@ -169,7 +169,7 @@ def gated(uops:list[UOp]) -> set[UOp]:
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """Intersects two sets of bounds, of which both are true."""
+  """Intersects two sets of bounds that are both true."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:

@@ -141,8 +141,8 @@ def _made_by() -> str:
   return TINYGRAD_VERSION + hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()
 
 def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> tuple[str, dict[int, PythonLine]]:
-  """A kernel's source, and for each of its lines the file and line of Python that it comes from, where known. The user's cache keeps it: a kernel
-  takes a second or more to make while the places of all operations are recorded."""
+  """Returns a kernel's source, and for each line of the source the file and line of Python that it comes from, where known. The result is kept in
+  the user's cache, because making a kernel takes a second or more if the place of every operation is recorded."""
   def made() -> bytes:
     found = Listing.of(lambda: _ast(spec, p, kernel, tile), printer_of(spec.arch))
     return json.dumps([found.source, list(found.python_lines().items())]).encode()

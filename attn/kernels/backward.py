@@ -51,7 +51,7 @@ class OwnUnit(Protocol[Carry]):
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries, or keys."""
   @property
-  def wanted(self) -> tuple[str, ...]: """The gradients that this unit sums, in this order."""
+  def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup sums, in the order of their accumulators."""
   def begin(self, s:Carry|None=None, stores:list[UOp]|None=None) -> Carry:
     """Returns the state with all sums 0. The own rows are loaded, or their loads have started. A second pass begins after everything that the first
     one left: its state `s` and its `stores`."""

@@ -126,7 +126,8 @@ class Hip(Printer):
     """Prints v_perm_b32, whose selectors 8 and 9 give the signs of the two halves of its second operand."""
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """Prints an AND with a mask that is the bit, sign-extended (v_bfe_i32). x is the argument of a function, for the same reason as in `dot_ones`."""
+    """Prints x where a bit of `word` is 1, and 0 where it is 0: an AND of x and the sign-extended bit (v_bfe_i32). x is the scalar argument of a
+    function: for an element v[1] of a vector, clang's __builtin_bit_cast would take v[0]."""
     self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
                  "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
     return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)

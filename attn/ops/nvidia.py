@@ -1,7 +1,7 @@
 """Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side.
 
-Section numbers refer to the PTX ISA 8.7. A C fragment is a float4. A lane's numbers of its two rows, one for each row, are a float2. An A fragment is
-a uint4. The B fragments of two neighbouring tiles share a uint4.
+Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. Numbers that a row has once, such as its maximum,
+are a float2: one for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
 
 The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for it, no thread may access its destination.
 """

@@ -107,9 +107,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static) and a text for each language that has it. A compound
-  operation has a `definition` (language, *sources, **static), from which its meaning and texts are made. An `inline` operation is printed as an
-  expression where it is used, and not as a function."""
+  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static) and a text for each language, HIP or CUDA, that
+  can express the instruction. A compound operation has a `definition` (language, *sources, **static), from which its meaning and texts are made. An
+  `inline` operation is printed as an expression where it is used, and not as a function."""
   meaning: Callable[..., Any]
   hip: Callable[..., Text]|Text|None = None
   cuda: Callable[..., Text]|Text|None = None

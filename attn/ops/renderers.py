@@ -154,9 +154,9 @@ class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
     self.compiler = machine_code(self.compiler, target.arch)
 
 def machine_code(compiler:Any, arch:str) -> Any:
-  """Returns tinygrad's CUDA compiler, set to make machine code and not PTX: NVRTC makes both for a named chip, and the driver would have to translate
-  the PTX again. For sm_90 the code is made for sm_90a, which has wgmma. The renderer's target stays sm_90, because tinygrad expects a number after
-  "sm_"."""
+  """Returns tinygrad's CUDA compiler, set to make machine code. NVRTC can make machine code or PTX for a named chip, but the driver would have to
+  translate PTX once more. For sm_90 the code is made for sm_90a, which has wgmma. The renderer's target stays sm_90, because tinygrad expects a
+  number after "sm_"."""
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:

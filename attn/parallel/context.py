@@ -154,13 +154,14 @@ def shards_of(u:UOp) -> list[UOp]:
   return [u.mselect(i) for i in range(len(u.device or ()))]
 
 def of_device(u:UOp, i:int) -> UOp:
-  """Part of the i-th device of a buffer on all devices."""
+  """Part of a buffer that lies on the i-th device; `u` itself if it is on one device."""
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Yields, for each owner in turn, its shards by the tensor's name, on the device number `device`, whose name is `name`. The device's own shards
-  stay where they are. Shards of others are copied, in turn into SLOTS buffers of each tensor. A copy is `remembered`: if results are computed one
-  after another, each computation copies again, because the buffers have the last shards by then."""
+  """Yields {tensor name: shard} for each owner in turn. The shards lie on device number `device`, whose name is `name`. The device's own shards stay
+  where they are. The shards of other owners are copied to the device. Each tensor has SLOTS buffers for copies, which take turns. A copy is
+  `remembered`: if results are computed one after another, each computation copies again, because the buffers then hold the shards of the last
+  owners."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -246,7 +247,8 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 @dataclass
 class GatheringDevice:
   """State of a device that gathers the keys of all devices: its tensors, its launches as (heads, problem), and its buffers for k and v, which take
-  turns. Each buffer carries the CALLs that have used it. `ordered` has the CALLs that have copied the device's own keys into the buffers."""
+  turns. The UOp of a buffer comes after the CALLs that have used the buffer so far. `ordered` has, for each buffer, the CALLs that have copied the
+  device's own keys into it."""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -266,7 +268,7 @@ class GatheringDevice:
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the device's own keys into the buffers of the n-th launch, after those of the launch before, which are needed first."""
+    """Copies the device's own keys into the buffers of the n-th launch, after the keys for the launch before, which are needed first."""
     before, called = (self.own_keys(n - 1), tuple(self.ordered[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start

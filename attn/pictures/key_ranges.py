@@ -25,7 +25,7 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """`Blocks` with numbers in place of expressions."""
+  """Key tiles `begin`..`end` that a block of queries walks over. No mask touches the tiles `full_begin`..`full_end`. (`Blocks` as numbers.)"""
   begin: int
   full_begin: int
   full_end: int

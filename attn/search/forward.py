@@ -110,9 +110,9 @@ def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """The bound of a kernel from its machine code `text`. None if it doesn't compile, or spills: keeps vector registers in memory, or scalar ones in
-  vectors. Moves from vector to accumulation registers, which clang also counts as spills, stay in the register file, and the prediction covers
-  them."""
+  """Returns the `Bound` of a kernel from its machine code `text`. None if the kernel doesn't compile, or spills: keeps vector registers in memory, or
+  scalar registers in vector registers. Moves from vector to accumulation registers, which clang also counts as spills, stay in the register file, and
+  the prediction covers them."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   if r.scratch or r.sgpr_spills: return None
@@ -128,7 +128,7 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """The bound of the forward kernel with this tile. None if it doesn't compile, or spills."""
+  """Returns the `Bound` of the forward kernel with this tile. None if the kernel doesn't compile, or spills."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
@@ -144,13 +144,13 @@ def why_none(arch:str, d:int) -> str:
   return "all of them spill registers"
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """The bound of one tile for one variant of the kernel."""
+  """Returns the `Bound` of the tile of a table row, for one dtype and mask of the forward kernel. None if the kernel doesn't compile, or spills."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """The bound of one tile with each figure the worst over the variants. None if a variant has no bound."""
+  """Returns the `Bound` of a tile. Each figure is the worst over the dtypes and masks of VARIANTS. None if a variant has no bound."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 

@@ -14,8 +14,8 @@ from tinygrad.renderer.llvmir import LLVMRenderer
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 def device_of(name:str) -> Compiled:
-  """Device of this name. This works also inside tinygrad's `@function`, which forbids the use of devices: a function must not run anything, but its
-  arguments are on a device."""
+  """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because a function must not run
+  anything. This function only looks up a device, such as that of the arguments, and runs nothing."""
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def opened_devices(name:str) -> list[Compiled]:

@@ -248,8 +248,8 @@ READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
   ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
   *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
 def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:int, splits:int) -> None:
-  """A loss may be read before its gradients are taken, in two layers and twice, and the gradients are equal to the last bit. An output realized by
-  name has a buffer of its own."""
+  """Gradients through two layers, taken twice, are equal to the last bit whether or not the loss or an output was read before. A realized output
+  has a buffer of its own: a later write to q does not change it."""
   def gradient_of(read:str) -> list[np.ndarray]:
     x = draw(1, 2, 12, 16) @ (w := draw(16, 16, seed=3))
     first, lse = attn.attention(x + x, x, x, num_splits=splits, return_lse=True)

@@ -42,7 +42,7 @@ def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """Array from which the operation makes x, and the operation's argument; None if there is none."""
+  """Draws an array from which the view operation `kind` makes x, and the operation's argument. None if no such array was found."""
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
   match kind:

@@ -270,8 +270,8 @@ def test_a_kernel_of_ours_with_its_lines() -> None:
   assert all(x.tflops < CHIPS["gfx942"].peak(x.card) for x in found.on_cards())
 
 def test_the_kernel_of_decode() -> None:
-  """A spec of the kernel for decoding is predicted with key ranges, with the query heads that share keys in one workgroup, and with memory as the
-  limit."""
+  """The prediction for the kernel of decode has key ranges, has the query heads that share keys in one workgroup, and names memory as the limit on
+  every card. The command line refuses --decode together with --gradient."""
   found = of_spec(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
   p, x = found.problem, found.division
   assert p is not None and x is not None and (p.Sq, p.Sk, x.heads) == (1, 16384, 4) and x.splits == p.num_splits > 1

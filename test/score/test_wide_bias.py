@@ -126,7 +126,7 @@ def test_every_option(name:str, arch:str) -> None:
   with emulated(arch): hold(x, computed(x))
 
 def test_dropout_of_a_mean() -> None:
-  """Dropout keeps the same part of a mean in backward as in forward: with dO = 1 the gradient of v, times v, adds up to o."""
+  """Backward and forward drop the same keys of rows whose o is a mean of V: with dO = 1, the sum of v times its gradient is the sum of o."""
   x = Given.of()
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors

@@ -50,7 +50,7 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """An instruction prepared for following; it is the same for every wave."""
+  """Instruction as `WaveState.follow` needs it, parsed once for all waves."""
   instruction: Instruction
   operands: tuple[str, ...]                       # operands as written
   writes: tuple[str, ...]                         # registers that it writes
@@ -58,7 +58,7 @@ class _Followed:
 
 @functools.lru_cache(maxsize=16384)
 def _followed(text:str) -> tuple[_Followed, ...]:
-  """An instruction, or both instructions of a pair that issues together."""
+  """Parses a line of assembly: one instruction, or both instructions of a pair that issues together."""
   def half(op:str, args:str) -> _Followed:
     x = Instruction(op, args, f"{op} {args}")
     return _Followed(x, tuple(written_operands(args)), uses(x)[0], INTEGER_OPERATIONS.get(_name(op)) if op[0] in "vs" else None)
@@ -73,7 +73,7 @@ class WaveState:
     self.masks: dict[str, LaneValues] = {"exec": np.ones(chip.wave, bool)}
 
   def copy(self) -> WaveState:
-    """A copy, to follow another path from here."""
+    """Returns a copy, with which another path can be followed from here."""
     other = WaveState.__new__(WaveState)
     other.chip, other.values, other.masks = self.chip, dict(self.values), dict(self.masks)
     return other

@@ -83,7 +83,7 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of consecutive elements of the lane's row, or of the one row that all queries share."""
+    """Returns the stores of `values` to consecutive elements of dbias: in the lane's row, or in the one row that all queries share."""
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:

@@ -137,7 +137,7 @@ class MmaBackward:
 
   @property
   def carried(self) -> list[UOp]:
-    """The queries of a tile whose numbers this thread carries."""
+    """The queries of a tile whose lse and delta this thread copies to shared memory."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****

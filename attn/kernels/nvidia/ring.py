@@ -1,4 +1,4 @@
-"""How tiles come to shared memory on NVIDIA: states of kernels that know which copies have not arrived yet."""
+"""States of NVIDIA kernels that hold a ring of tiles in shared memory, and wait for the copies of a tile before they read it."""
 from __future__ import annotations
 from typing import Self
 from attn.kernels.parts.memory.lanes import MmaLane
@@ -12,7 +12,7 @@ class CopyGroups(InOrder):
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
-    """Starts the copies, as a group of their own."""
+    """Starts the copies as one group."""
     s = self.do(*copies)
     return s.do(nv.commit(s.done))
   def arrived(self, but:int) -> Self:

@@ -97,14 +97,14 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:
-    """Units of shared memory for the numbers of a tile's queries."""
+    """Units of shared memory for the numbers of a tile's queries (lse and delta, see `numbers_of_queries`)."""
     return units_of_numbers(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:
-    """Number of queries whose numbers each thread carries to shared memory."""
+    """Number of queries whose lse and delta each thread copies to shared memory."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
-    """Units of shared memory for one tile of walked rows, with the numbers of its queries."""
+    """Units of shared memory for one tile of walked rows, with lse and delta of the tile's queries."""
     return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers(p)
   def lds_bytes(self, p:Problem) -> int:
     return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))

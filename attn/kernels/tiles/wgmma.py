@@ -66,10 +66,10 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def stage(self, p:Problem) -> int:
-    """Units of shared memory for one tile of walked rows, without the numbers of its queries."""
+    """Units of shared memory for one tile of walked rows. lse and delta of the tile's queries are not counted, see `numbers`."""
     return sum(x.size for x in self.layouts(p, self.block_n))
   def numbers(self, p:Problem) -> int:
-    """Units of shared memory for the numbers of a tile's queries."""
+    """Units of shared memory for the numbers of a tile's queries (lse and delta, see `numbers_of_queries`)."""
     return units_of_numbers(p, self.block_n) if self.keys else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))

@@ -136,8 +136,9 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          names:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Returns the part of a workgroup that owns queries, at the place `grid`. `args` are the kernel's placeholders for the tensors `names` (by
-    default those of `arguments`). `at` is the thread's place in a matrix. The keys are divided into `parts` parts where that is above 1."""
+    """Returns a workgroup's part of the problem, if the workgroup owns queries, at the place `grid`. `args` are the kernel's placeholders for the
+    tensors `names` (by default those of `arguments`). `at` is the thread's place in a matrix. The keys are divided into `parts` parts where that is
+    above 1."""
     heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -160,8 +161,9 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
               parts:int=0) -> Workgroup:
-    """Returns the part of a workgroup that owns keys of a key/value head, and walks over the queries of the heads that share these keys. Of these
-    heads `first_head` is the first one. The walk is divided into `parts` parts: first by heads, then by queries."""
+    """Returns a workgroup's part of the problem, if the workgroup owns keys. It owns keys of one key/value head and walks over the queries of the
+    heads that share these keys; `first_head` is the first head that it walks over. The walk is divided into `parts` parts: first by heads, then by
+    queries."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))

@@ -102,7 +102,8 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
   """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of a product that contracts over the rows of C, in the order of
-  `staging.key_rows`. `renewed`: the kernel computes anew which lanes are the low ones, see `amd.low_lanes`."""
+  `staging.key_rows`. For a matrix with `duplicated` operands, `renewed` makes the kernel compute again here whether a lane is one of lanes 0-15 (see
+  `amd.low_lanes`)."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

@@ -29,13 +29,13 @@ class Statements:
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """The store of a statement that does nothing. After it there is a value for `done`."""
+    """Store of a statement that does nothing. Without it `done` has no value before the first statement."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
     """Executes a statement that takes `done` as an operand. Only further statements come after it."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Records a statement that was already executed, given its store."""
+    """Adds a statement that is already in the program, given the store that `do` returned. Later statements come after it."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property

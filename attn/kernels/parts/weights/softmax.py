@@ -76,8 +76,9 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Returns the state, and the addend of each query tile as `weights` takes it. For instructions that issue at once (`dual`), the addends of two
-    query tiles lie side by side, or the addend of a single tile and its copy do."""
+    """Loads the addend of each query tile (see `Softmax`) in the form that `weights` takes. Returns the state and the addends. With `dual`, for
+    instructions that issue together, the addends of two query tiles are put into neighbouring registers. A single addend becomes a vector of two
+    copies."""
     found = [self.addend[i].load() for i in range(self.addend.max_numel())]
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
@@ -85,7 +86,7 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Computes P of a query tile with the current reference. Where there is an addend with its copy, each serves one half of each vector of
+    """Computes P of a query tile with the current reference. If `addend` is a vector of two copies, each copy is added to one half of each vector of
     scores."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
