@@ -1,4 +1,5 @@
-"""`attention` computes attention of Tensors with the fastest kernel for the chip. `explain` says which kernel that is, and why not the others."""
+"""Public functions `attention` and `explain`. `attention` computes attention of Tensors with the fastest kernel for the chip. `explain` says which
+kernel that is, and why `attention` doesn't use the other kernels."""
 from __future__ import annotations
 from typing import Any
 from attn import values
@@ -81,42 +82,44 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
   the projections are absorbed; with YaRN they multiply it by mscale**2, mscale = 0.1*mscale_all_dim*ln(factor) + 1, from rope_scaling of their
   configuration. tinygrad computes the gradient.
 
-  Dropout: dropout_p counts in steps of 2^-16 and is active in training or not. lse is that without dropout. dropout_seed is whole on every device;
-  attn.dropout_mask shows which elements it keeps. The default follows Tensor.manual_seed, and a TinyJit draws a new seed in each call, too.
+  Dropout: dropout_p counts in steps of 2^-16 and is active in training or not. lse is computed without dropout. Every device holds the whole
+  dropout_seed; attn.dropout_mask shows which elements dropout keeps. The default seed depends on Tensor.manual_seed. Under TinyJit, too, each call
+  draws a new seed.
 
-  Batch invariance: tile and key ranges are fixed, so a row depends only on the number of queries, not on the lengths of other sequences or on the
-  pages (docs/serving.md).
+  Batch invariance: tile and key ranges are fixed, so the bits of a row depend on the number of queries, but not on the lengths of other sequences or
+  on the pages (docs/serving.md).
 
   Devices (docs/sharding.md): with tensors sharded along batch or heads, devices exchange nothing. With q, k and v sharded along rows, each device
-  computes its own queries and gathers k and v meanwhile, some heads after others. With only k and v sharded along rows, and q on every device,
-  devices exchange o and lse once and merge them. "zigzag" gives all devices the same work under a causal mask. Masks, ALiBi and bias use the true
-  positions of rows: a bias has its keys in order, and its rows too unless they are sharded like those of q. Keys beyond sequence_lengths are never
-  seen; queries beyond give 0, and -inf in lse.
+  computes its own queries. Meanwhile it gathers k and v from the other devices, a few heads at a time. With only k and v sharded along rows, and q on
+  every device, devices exchange o and lse once and merge them. "zigzag" gives all devices the same work under a causal mask. Masks, ALiBi and bias
+  use the true positions of rows: a bias has its keys in order, and its rows too unless they are sharded like those of q. Keys beyond sequence_lengths
+  are never seen; queries beyond give 0, and -inf in lse.
 
   Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""
   options = {name: x for name, x in locals().items() if name not in ("q", "k", "v")}
   return attend(prepare(q, k, v, AttentionOptions(**options)))
 
 def attend(c:CheckedCall) -> Any:
-  """Runs a checked call. Returns o, or (o, lse)."""
+  """Runs a checked call of `attention`. Returns o, or (o, lse) if the call asks for lse."""
   check_devices(c)
   o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
-  """Returns which kernel, tile and split `attention` takes with these arguments, and why not the others. `arch` may be any chip."""
+  """Returns the kernel, tile and split that `attention` chooses for these arguments, and why it doesn't choose the other kernels. `arch` may be any
+  chip."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
-  """Returns what computes the gradients of `attention` with these arguments, and why not the backward kernels. Raises NotImplementedError for a
-  term that has no derivative, and names it."""
+  """Returns what computes the gradients of `attention` for these arguments: the backward kernels, or tinygrad and the reason why the backward kernels
+  can't. Raises NotImplementedError for a term of the score that has no derivative, and names the term."""
   call = prepare(q, k, v, options_of("attention", options))
   check_differentiable(call.problem)
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
-  """Names of those of k and v that are pages which no kernel can read in place, so that every call copies them."""
+  """Returns which of the inputs "k" and "v" are pages that no kernel can read in place. Every call copies these inputs."""
   return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
@@ -125,8 +128,8 @@ def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options
     attn.explain(q, k, v, causal=True)                                # for the device of q
     attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients
 
-  The options are those of `attention`. With `backward` it also prints what computes the gradients, and returns that instead. On an AMD GPU it also
-  prints which compiler the kernel gets (docs/compilers.md)."""
+  The options are those of `attention`. With `backward`, `explain` also prints what computes the gradients, and returns this choice instead of the
+  forward kernel. On an AMD GPU `explain` also prints which compiler compiles the kernel (docs/compilers.md)."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
   if call.shards is not None: print(f"  {call.shared_rows.told}")

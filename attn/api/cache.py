@@ -58,7 +58,7 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   return zeros(sizes[3]), zeros(sizes[4])
 
 def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
-  """(rows of `new`, capacity of `cache`). Raises ValueError if `new` doesn't fit into `cache`."""
+  """Returns (rows of `new`, capacity of `cache`). Raises ValueError if the shape or dtype of `new` doesn't fit those of `cache`."""
   rows = AXES[layout].index("rows")
   got, want = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
   if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -90,11 +90,11 @@ def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
     if got.get(axis) != want.get(axis): raise ValueError(f"{name} has {axis} {got[axis]}: must be that of {of}, {want[axis]}")
 
 def has_threads(device:str|tuple[str, ...]|None) -> bool:
-  """Whether a workgroup of the device has threads. On a CPU core it has none."""
+  """Returns whether a workgroup has threads on the device. On a CPU core a workgroup has no threads."""
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
 def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]) -> bool:
-  """Whether there are two caches that share memory. `places` are where their rows lie in a buffer, where that is known."""
+  """Returns whether two caches share memory. `places` say where the rows of each cache lie in a buffer, None if that is not known."""
   if len(parts) == 1: return False
   x, y = (part.cache for part in parts)
   if places[0] is not None and places[1] is not None:
@@ -104,7 +104,7 @@ def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]
   return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
 
 def buffer_of(u:UOp) -> UOp:
-  """The buffer under a view, also if writes to it are pending."""
+  """Returns the buffer under a view, even if writes to this buffer are pending."""
   while u.op is not Ops.BUFFER and u.src: u = u.src[0]
   return u
 
@@ -116,13 +116,14 @@ def _kernel(name:str, a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """New rows for a cache, checked. `launches` has one entry for each cache (one or two): the cache, its new rows, and the kernel that writes them."""
+  """Checked new rows, ready to be written into caches. `launches` holds one entry for each cache (one or two): the cache, its new rows, and the
+  kernel that writes these rows."""
   launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
   table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
   def append(self) -> None:
-    """Appends. From then on the caches have the new rows, and so do all tensors that are the same buffers or views of them."""
+    """Writes the new rows into the caches. Every tensor that shares a buffer with a cache then shows these rows."""
     for cache, rows, fxn in self.launches:
       tensors = rows.contiguous(), self.start, *(t.contiguous() for t in self.table)
       if (buffer := buffer_under(cache.uop)) is None or not isinstance(cache.device, str):
@@ -130,8 +131,8 @@ class NewRows:
       else: written_to(buffer, Tensor.custom_kernel(Tensor(buffer), *tensors, fxn=fxn)[0].uop.src[1])
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
-  """Where the rows of a cache to be written lie in the buffer that it is a view of. None for a buffer of its own, or one on each of several
-  devices. Raises ValueError for a computed value, and for a view in which two rows are the same memory."""
+  """Returns where the rows of a cache lie in the buffer that the cache is a view of. Returns None if the cache is a buffer of its own, or has one
+  buffer on each of several devices. Raises ValueError if the cache is a computed value, or a view in which two rows lie in the same memory."""
   found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
   if found is None:
     try: whole_buffer(name, cache.uop)
@@ -148,13 +149,13 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
 
 @dataclass(frozen=True)
 class OfCache:
-  """New rows of k or v, and the cache that they go to."""
+  """New rows of k or v, and the cache to which they are appended."""
   name: str
   new: Tensor
   cache: Tensor
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
-  """Checks the arguments of `append_kv` with pages."""
+  """Checks the arguments of `append_kv` for caches that are pages. Returns the new rows, ready to be written."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
   k_new, k_cache = parts[0].new, parts[0].cache
   pages = check_pages(k_new, k_cache, parts[-1].cache, options, "cache_seqlens", ("k_new", "k_cache", f"{parts[-1].name}_cache"))
@@ -198,7 +199,7 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
 def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None) -> list[OfCache]:
-  """k and v with their caches, or k alone if V is part of K."""
+  """Pairs the new rows of k and v with their caches; only those of k if V is part of K."""
   for one, other, x, y in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
     if x is None and y is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
   given = [("k", k_new, k_cache), ("v", v_new, v_cache)][:1 if v_new is None else 2]
@@ -210,7 +211,7 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None)
 
 def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, layout:str,
           block_table:Tensor|None=None) -> NewRows:
-  """Checks the arguments of `append_kv`."""
+  """Checks the arguments of `append_kv`. Returns the new rows, ready to be written."""
   layout, parts = check_cache_layout("layout", layout), _parts(k_new, v_new, k_cache, v_cache)
   cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   if values.tensor_or_none("block_table", block_table) is not None:

@@ -21,8 +21,8 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class CheckedCall:
-  """A checked call: its problem, and q, k, v and the optional tensors by name. `problem` is the work of one device; with `shards`, where devices
-  share the rows of a sequence, it is the work of all of them."""
+  """A checked call of `attention`: its problem, and q, k, v and the optional tensors by name. `problem` covers one device. If devices share the rows
+  of a sequence, `shards` is given, and `problem` covers all devices."""
   problem: Problem
   tensors: dict[str, Tensor]
   arch: Chip|None
@@ -45,12 +45,12 @@ class CheckedCall:
     return SharedRows(self.problem, self.arch, self.at, self.shards)
 
 def known(n:int|UOp|Tensor) -> int|None:
-  """The number of rows if the host knows it (an int, or the value that a Variable is bound to), else None."""
+  """Returns a number of rows if the host knows it (an int, or the value that a Variable is bound to), else None."""
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
-  """Numbers of rows as an int32 tensor (batch). `n` is such a tensor already, or one number for all batches: an int or a tinygrad Variable. Raises
-  ValueError for a number outside 0..capacity that the host knows."""
+  """Returns numbers of rows as an int32 tensor (batch). `n` is such a tensor, or one number for all batches: an int or a tinygrad Variable. Raises
+  ValueError if the host knows the number and it lies outside 0..capacity."""
   if isinstance(n, Tensor):
     values.dtype_name(name, n.dtype, ("int32",))
     placed = place(name, n, at)
@@ -62,8 +62,8 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
   return of_each_device(Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous(), at.axis(("batch",)))
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
-  """Raises ValueError for sequences that are not in order within `rows` rows, or longer than `longest`. This is checked only where the host reads
-  the numbers at no cost, on the emulator. Elsewhere rows beyond are 0."""
+  """Raises ValueError if packed sequences are out of order, end beyond `rows` rows, or are longer than `longest`. The check runs only on the
+  emulator, where the host reads the numbers at no cost. On other devices, output rows outside the sequences are 0."""
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
@@ -71,7 +71,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
-  """Whether V is part of K. Raises ValueError if neither v nor v_dim is given, or both are."""
+  """Returns whether V is part of K. Raises ValueError if the caller gives neither v nor v_dim, or gives both."""
   if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
   if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: v_dim says that V is k[..., :v_dim], so v must be None")
   return v is None
@@ -83,8 +83,8 @@ def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlacedInputs:
-  """q, k and v, each checked by itself. `tensors` has no v if V is part of k. `shapes` are the shapes of q, k and v on one device, in `layout` for
-  q and in `layout_of_keys` for k and v. `types` are the dtype names of q, k and v."""
+  """q, k and v, each checked, and where they lie. `tensors` has no v if V is part of K. `shapes` are the shapes of q, k and v on one device: q in
+  `layout`, k and v in `layout_of_keys`. `types` are the dtype names of q, k and v."""
   tensors: dict[str, Tensor]
   shapes: dict[str, tuple[int, ...]]
   types: list[str]
@@ -96,12 +96,12 @@ class PlacedInputs:
   @property
   def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
   def keys(self, axis:str) -> int:
-    """Size of k along "batch" or "rows" (which is its capacity); 1 if the layout has no such axis."""
+    """Returns the size of k along the axis "batch" or "rows", or 1 if the layout has no such axis. For a cache the rows are its capacity."""
     axes = AXES[self.layout_of_keys]
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
 def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
-  """Finds where q, k and v lie: whole, sharded over devices, in a cache or in pages."""
+  """Checks q, k and v, and finds where they lie: on one device, sharded over several devices, in a cache, or in pages."""
   layout = options.layout
   tensors = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
   types = [dtype_of(name, tensors.get(name, k)) for name in ("q", "k", "v")]
@@ -120,8 +120,8 @@ def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_
   return PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Finds where q lies, and where the pages k and v lie. On one device the shapes of k and v are (sequences, Hkv, rows that a sequence may have,
-  width)."""
+  """Checks q and the pages k and v, and finds where they lie. In the result the shapes of k and v on one device are (sequences, Hkv, rows that a
+  sequence may have, width)."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None
   pages = check_pages(q, k, v, options, lengths_name)
@@ -136,7 +136,7 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
   return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
 def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
-  """The optional tensors that the call gives, in the order of EXTRAS, each placed on the devices of q."""
+  """Returns the optional tensors that the call gives, in the order of EXTRAS. Each tensor is placed on the devices of q."""
   extras: dict[str, Tensor] = {}
   def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)
   for name, tensor in TERM_TENSORS.items():
@@ -176,13 +176,13 @@ def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
     raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
 
 def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
-  """Dtype of o: `out_dtype`, else the dtype of `out`, else the dtype of q."""
+  """Returns the dtype of o: `out_dtype` if given, else the dtype of `out` if given, else the dtype of q."""
   if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
   return x.types[0] if options.out is None else dtype_of("out", options.out)
 
 def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
-  """Checks a call of `attention` and poses its problem. `lengths_name` is the caller's name for kv_lengths, for error messages. With `in_place`, k
-  and v that are views of a buffer are read where they lie in it."""
+  """Checks a call of `attention` and returns it with its problem. Error messages call kv_lengths by `lengths_name`, the caller's name for it. With
+  `in_place`, kernels read k and v where they lie if k and v are views of a buffer."""
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)

@@ -1,4 +1,4 @@
-"""Dropout as users meet it: its seed, and the mask of the elements of P that are kept."""
+"""Dropout for users of `attention`: the seed, and the mask of the elements of P that dropout keeps."""
 from __future__ import annotations
 from typing import Any
 from attn import values
@@ -9,18 +9,20 @@ from attn.tinygrad_compat import Tensor, dtypes
 from attn.values import static_shape
 
 def check_seed(name:str, x:Any) -> Tensor:
-  """Returns a seed, uint32 (2). Raises ValueError for another shape or dtype."""
+  """Returns the seed x, uint32 (2), after a check. Raises ValueError for another shape or dtype."""
   values.dtype_name(name, values.tensor(name, x).dtype, ("uint32",))
   if (shape := static_shape(name, x.shape)) != (2,): raise ValueError(f"{name} has shape {shape}: must be (2,)")
   return x
 
 def drawn_seed(at:Placement) -> Tensor:
-  """A seed from tinygrad's generator, on the first of the devices. It is made of 16-bit halves, which fp32 holds exactly."""
+  """Draws a seed from tinygrad's generator, on the first device of the placement. The seed is made of 16-bit halves, because fp32 holds these
+  exactly."""
   halves = (Tensor.rand(2, 2, device=at.device if isinstance(at.device, str) else at.device[0])*STEPS_OF_P).cast(dtypes.uint)
   return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
-  """The first batch and the first head that each device has of the whole tensors: uint32 (2) on each device. `p` is the problem of one device."""
+  """Returns, on each device, uint32 (2): the numbers of the device's first batch and first head within the whole tensors. `p` is the problem of one
+  device."""
   batch, head = (p.B, 0) if at.shared == "batch" else (0, p.H)
   firsts = [n for i in range(at.count) for n in (i*batch, i*head)]
   return Tensor(firsts, dtype=dtypes.uint, device=at.device[0]).shard(tuple(at.device), 0)

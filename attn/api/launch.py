@@ -25,8 +25,8 @@ OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.at
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """Adds the tensors that dropout takes: a seed, drawn if none is given, and, if devices share batches or heads, the first batch and head of each
-  device."""
+  """Adds the tensors that dropout needs to a checked call: a seed, drawn if the caller gives none, and each device's first batch and head if devices
+  share batches or heads."""
   if not c.problem.dropout_p: return c
   t = dict(c.tensors)
   if "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
@@ -35,8 +35,8 @@ def seeded(c:CheckedCall) -> CheckedCall:
 
 @cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
-  """Kernel functions that `choice` launches, in order. Equal arguments give identical objects, because tinygrad's schedule cache compares by
-  identity. The last kernel carries the gradient, so it is called on all tensors of `launched(p)`."""
+  """Returns the kernel functions that `choice` launches, in order. Equal arguments return identical objects, because tinygrad's schedule cache
+  compares by identity. The last kernel has the gradient attached, so it is called on all tensors of `launched(p)`."""
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
@@ -52,17 +52,17 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
 
 def launched(p:Problem) -> list[tuple[str, ...]]:
-  """Names of the tensors that each launch is called on: those that its kernel takes and, for `combine`, also the inputs that get a gradient."""
+  """Names of the tensors that each launch is called on: the arguments of its kernel, and for `combine` also the inputs that get a gradient."""
   if p.num_splits == 1: return [tuple(arguments(p))]
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
 def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
-  """The results that the call wants: o, copied into `out` if the call gives it, and lse and lse_rest as far as wanted."""
+  """Returns the results that the call asks for: o (copied into `out` if the call gives `out`), then lse and lse_rest if the call asks for them."""
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
-  """Buffer for the output `name` of a kernel of `p`: the one that the call gives, or a new one."""
+  """Returns a buffer for the output `name` of a kernel of `p`: the buffer that the call gives, or a new one."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
@@ -72,11 +72,11 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
-  """x if it is a whole buffer, else a copy that is one."""
+  """Returns x if x is a whole buffer, else a copy of x in a buffer of its own."""
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches one kernel, or, with split keys, a kernel that writes partial results and then `combine`."""
+  """Launches one kernel. If the keys are split, launches a kernel that writes partial results, and then `combine`."""
   p = replace(c.problem, num_splits=choice.work.splits)
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
@@ -90,8 +90,8 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """Wraps a kernel function for one call: the kernel also gets the call's Variables. A part of a call whose rows devices share keeps no inputs,
-  because the gradient is taken of the whole call."""
+  """Wraps a kernel function for one call, and gives the kernel the call's Variables. If the call is one device's part of a call whose rows devices
+  share, its inputs are not kept, because the gradient belongs to the whole call."""
   if not c.variables and not c.part: return fxn
   def called(*placeholders:UOp) -> CheckedKernel:
     kernel = fxn(*placeholders)
@@ -103,7 +103,7 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a call whose rows devices share."""
+  """Runs a call in which several devices share the rows of a sequence."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # raises as in run_three_pass
@@ -115,7 +115,7 @@ def check_devices(c:CheckedCall) -> None:
     if c.arch is not None: check_device(c.arch.name, device)
 
 def run(c:CheckedCall) -> list[Tensor]:
-  """Runs a call. Returns o, and lse and lse_rest where wanted."""
+  """Runs a checked call. Returns o, then lse and lse_rest if the call asks for them."""
   if c.shards is not None: return run_across(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)

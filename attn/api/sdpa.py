@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` with the arguments of tinygrad and PyTorch, and `install`, which puts it in the place of Tensor's method."""
+"""`scaled_dot_product_attention` with the arguments of tinygrad and PyTorch, and `install`, which replaces the method of Tensor with that name."""
 from __future__ import annotations
 import contextlib, math, warnings
 from collections import deque
@@ -13,7 +13,7 @@ from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_c
 from attn.values import static_shape
 
 def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
-  """(q, k, v) with four dimensions, the options of `attention`, and the shape of the output."""
+  """Checks the arguments. Returns (q, k, v) with four dimensions, the options of `attention`, and the shape of the output."""
   q, k, v, mask = x.query, x.key, x.value, x.attn_mask
   check_dropout_p("dropout_p", x.dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
@@ -94,8 +94,8 @@ NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """What `Tensor.scaled_dot_product_attention` was before `install`: tinygrad's own, whose calls are `rerouted`, or a function of another
-  library's."""
+  """The state before `install`: the function that `Tensor.scaled_dot_product_attention` was. This is tinygrad's own function, whose calls are
+  `rerouted`, or a function of another library."""
   active: bool = False
   before: Any = None
   rerouted: Rerouted|None = None

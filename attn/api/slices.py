@@ -1,5 +1,5 @@
-"""`scaled_dot_product_attention` of keys and values that are slices of a cache, with a length that Variables say. One kernel serves all lengths
-and reads the cache in place."""
+"""Runs `scaled_dot_product_attention` on keys and values that are slices of a cache and whose length depends on Variables. One kernel serves all
+lengths and reads the cache in place."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +31,13 @@ class SdpaCall:
     return self.dropout_p if TRAINING else 0.0
   @property
   def sliced(self) -> bool:
-    """Whether any of the tensors has a size that a Variable says."""
+    """Whether the size of any tensor depends on a Variable."""
     return any(map(is_symbolic, (self.query, self.key, self.value)))
 
 @dataclass(frozen=True)
 class SlicedCall:
-  """A checked call of slices. The problem's Sq is the largest number of rows that the Variables allow; q and the result have `rows` rows of these."""
+  """A checked call on slices of a cache. The problem's Sq is the largest number of rows that the Variables allow; q and the result have `rows`
+  rows."""
   call: CheckedCall
   rows: Size
   def choice(self) -> Choice: return self.call.choice()
@@ -46,11 +47,11 @@ class SlicedCall:
     return (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
 
 def is_symbolic(t:Any) -> bool:
-  """Whether this is a Tensor with a size that a Variable says."""
+  """Returns whether x is a Tensor whose size depends on a Variable."""
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def _dtype(q:Tensor, k:Tensor, v:Tensor) -> str:
-  """Dtype of key and value. A float32 query is rounded to it, as the cache was."""
+  """Returns the dtype of key and value. A float32 query will be rounded to this dtype, as the cache was."""
   of_q, of_k, of_v = (values.dtype_name(name, t.dtype, FLOATS) for name, t in (("query", q), ("key", k), ("value", v)))
   if of_k != of_v or of_q not in (of_k, "float32"):
     raise ValueError(f"query, key and value have dtypes {of_q}, {of_k}, {of_v}: key and value must have the same, and query that or float32")
@@ -62,7 +63,7 @@ def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
                               "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
-  """(window, top_left) of the problem."""
+  """Returns (window, top_left) of the problem for an attn_mask and is_causal."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
   if is_causal: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
   if is_causal_mask(values.tensor("attn_mask", mask), n_q, n_k): return (-1, 0), False
@@ -70,8 +71,8 @@ def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[i
                             "Tensor.full(shape, -inf).triu(keys - queries + 1)")
 
 def sliced_call(x:SdpaCall) -> SlicedCall:
-  """Checks the arguments of `scaled_dot_product_attention` and poses their problem. Raises ValueError, NotImplementedError or RuntimeError if they
-  don't fit."""
+  """Checks the arguments of `scaled_dot_product_attention` and returns the checked call with its problem. Raises ValueError, NotImplementedError or
+  RuntimeError for arguments that don't fit together."""
   q, k, v = x.query, x.key, x.value
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
   for name, t in (("query", q), ("key", k), ("value", v)):

@@ -1,4 +1,4 @@
-"""A kernel's AST that checks the tensors it is called on, and the chip of a device."""
+"""Makes kernels that check the tensors they are called on, and finds the chip of a device."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -53,8 +53,8 @@ def check_output(name:str, u:UOp) -> None:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """`u`, or a copy of it if it is a slice that begins between two of the units by which kernels read rows. The copy is made of what lies under
-  `contiguous()`, because tinygrad's own kernels read a `contiguous()` slice by whole vectors, wherever it begins."""
+  """Returns `u`, or a copy of `u` if it is a slice that begins inside one of the units in which kernels read rows. The copy is made from what lies
+  under `contiguous()`, because tinygrad's own kernels read a `contiguous()` slice by whole vectors, wherever the slice begins."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return u.clone()
@@ -64,7 +64,7 @@ WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, m
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 
 def check_means(sink:UOp, arch:Chip) -> None:
-  """Raises NotImplementedError for a kernel that needs more threads, LDS or workgroups than the chip `arch` has."""
+  """Raises NotImplementedError if a kernel needs more threads, LDS or workgroups than the chip `arch` has."""
   ranges, lds = {u for u in sink.toposort() if u.op is Ops.RANGE}, {}
   for u in sink.toposort():
     if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL: lds[u.arg] = u.max_numel()*u.dtype.itemsize
@@ -82,7 +82,7 @@ class CheckedKernel:
   gradient: Callable[..., Any]|None = None   # the grad_fxn if the caller gives none
   variables: tuple[UOp, ...] = ()            # bound Variables that the kernel takes besides its tensors
   kept: bool = False         # keep the inputs, so that a gradient can be taken after the outputs are computed
-  takes: int|None = None     # number of leading tensors that the kernel uses, None for all; the others only have to exist when it runs
+  takes: int|None = None     # number of leading tensors that the kernel uses, None for all; the rest only have to exist when it runs
   small: bool = False        # compile at the first call, as for every kernel that needs no lowering
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): check_output(name, src)
@@ -101,7 +101,7 @@ class CheckedKernel:
     return called
 
 def default_arch() -> str:
-  """Architecture of tinygrad's default device. Raises ValueError if that has no matrix unit known to these kernels."""
+  """Architecture of tinygrad's default device. Raises ValueError if the device has no matrix unit that these kernels support."""
   device = Device.DEFAULT
   target = device_of(device).renderer.target
   if device.split(":")[0] not in MATRIX_DEVICES:
@@ -109,11 +109,11 @@ def default_arch() -> str:
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """Chip `name` with the compiler that `device` uses. On a real device it may have tiles that TUNE=1 found."""
+  """Chip `name` with the compiler that `device` uses. On a real device the chip may include tiles that TUNE=1 found."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:
-  """Chip `name` with the compiler that tinygrad's default device uses. A kernel can be made without any device."""
+  """Chip `name` with the compiler that tinygrad's default device uses. The function needs no device of this chip."""
   try: device = Device.DEFAULT
   except RuntimeError: return get_chip(name)
   return compiled_on(get_chip(name), device)
@@ -135,13 +135,13 @@ def arch_of(device:str) -> Chip|None:
   return replace(other_chip(name, means.local_memory, means.serial), tuned=kind != "EMU")
 
 def check_device(arch:str, device:str) -> None:
-  """Raises ValueError if `arch` is not the chip of the device that is to run the kernel."""
+  """Raises ValueError if `arch` is not the chip of the device on which the kernel will run."""
   if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: no kernel runs on device {device}")
   if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs no other chip's kernels; use that")
 
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
-  """Returns a tensor's numbers if the host can read them at no cost, which is so for realized tensors on the emulator. None elsewhere, and under
-  TinyJit, where later calls have other numbers."""
+  """Returns a tensor's numbers if the host can read them at no cost: the tensor is realized and on the emulator. Returns None for other tensors, and
+  under TinyJit, because later calls have other numbers."""
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 

@@ -31,12 +31,13 @@ def no_second_derivative(*args:UOp, **kwargs:Any) -> Any:
 
 @functools.cache
 def no_gradient(what:str) -> Any:
-  """A grad_fxn that raises NotImplementedError with this message."""
+  """Returns a grad_fxn that raises NotImplementedError with the message `what`."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: raise NotImplementedError(what)
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Gradients by the name of their output. tinygrad passes those that exist, in order; o has one more axis than lse, which tells them apart."""
+  """Returns the gradients by the name of their output. tinygrad passes only the gradients that exist, in the order of the outputs. o has one more
+  axis than lse, so the number of axes says which output a gradient belongs to."""
   of_rank = {len(u.shape): name for name, u in outputs.items()}
   found = {of_rank.get(len(g.shape), ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -47,7 +48,8 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 # ***** by tinygrad *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Gradients of the float inputs that the outputs depend on, for the gradients `given` of o and lse. tinygrad differentiates `three_pass`."""
+  """Computes the gradients of the float inputs that the outputs depend on, from the gradients `given` of o and lse: tinygrad differentiates
+  `three_pass`."""
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
@@ -62,8 +64,8 @@ class BackwardLaunch:
   shapes: Shapes
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, BackwardLaunch]:
-  """The launches "forward" (which writes lse), "dq", "dkdv", and "dbias" if a term has a tensor whose gradient is a sum over scores. Equal
-  arguments give identical objects, because tinygrad's schedule cache compares by identity."""
+  """Returns the launches "forward" (which writes lse), "dq" and "dkdv", and also "dbias" if a term has a tensor whose gradient is a sum over scores.
+  Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
   return _backward_kernels(p, arch, dlse, parts, *tiles_of(p, arch))
 
 @cache_of_kernels
@@ -82,7 +84,8 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, dq:AnyBackwa
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """Runs a launch on the tensors `t` and returns `t` with what its kernel writes. Tensors that the launch takes and `t` lacks get new buffers."""
+  """Runs a launch on the tensors `t`. Returns `t` with the outputs of the launch added. If `t` lacks a tensor that the launch writes, this tensor
+  gets a new buffer."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
@@ -96,13 +99,13 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
 def like(g:UOp, out:UOp) -> UOp:
-  """The gradient `g` of the output `out`, as a buffer with the dtype and sharding of `out`."""
+  """Returns `g`, the gradient of the output `out`, as a buffer with the dtype and sharding of `out`."""
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Gradients of q, k, v, sinks and the tensor of a term that a kernel sums, for the gradients `given` of o and lse. `outputs` has o, and lse and
-  lse_rest if forward wrote them. If one is missing, forward runs again."""
+  """Computes the gradients of q, k, v, the sinks, and the tensor of a term whose gradient a kernel sums, from the gradients `given` of o and lse.
+  `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs
@@ -118,20 +121,20 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """Numbers of fp32 parts into which each device writes each gradient. There is at least one part if several devices have the same keys, or the same
-  tensor of a term, because these parts are then added."""
+  """Numbers of fp32 parts into which each device writes each gradient. If several devices have the same keys, or the same tensor of a term, there is
+  at least one part, because the parts of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   summed = [tensor.name for tensor in TERM_TENSORS.values() if tensor.summed and tensor.name in inputs]
   return replace(parts, dkdv=least("k", parts.dkdv), dbias=max([parts.dbias, *(least(name, parts.dbias) for name in summed)]))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """The gradient of `of`, which is the sum of its parts if it is in parts."""
+  """Returns the gradient of `of`. If kernels wrote the gradient in parts, the parts are added up."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
-  """Gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head. lse, delta and `rest`, what lse lost by rounding, are (...,
-  H, S). A row that belongs to no sequence counts 0."""
+  """Gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head. lse, delta and `rest` (what lse lost by rounding) have the shape
+  (..., H, S). A row that belongs to no sequence adds 0."""
   further = sinks.unsqueeze(-1) - lse
   weight = lse.isinf().where(0.0, (further if rest is None else further - rest).exp())
   return -(weight*delta).sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2])
@@ -139,21 +142,23 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn, which takes either way *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """An output once a call has written it. The empty call of attn/calls/history.py stands for one that has run, so its outputs are written already."""
+  """Returns an output in the state after a call has written it. An empty call of attn/calls/history.py stands for a call that has already run: its
+  outputs are returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
 @dataclass(frozen=True)
 class AttentionGradient:
-  """The grad_fxn of a kernel that computes `problem`, or of the last kernel of several. The kernel was called on the tensors `names`."""
+  """The grad_fxn of the kernel that computes `problem`, or of the last kernel if several compute it. `names` are the names of the tensors that the
+  kernel was called on."""
   problem: Problem
   arch: Chip|None
   names: tuple[str, ...]
   def without(self, missing:Sequence[int]) -> AttentionGradient:
-    """The gradient of the same kernel called without the tensors of these numbers."""
+    """Returns the gradient of the kernel when it is called without the tensors whose numbers are `missing`."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns a gradient for each source of the call: None for outputs and for sources that are no floats. `args` are the gradients of those
-    outputs that have one, then the call if it is not given by name."""
+    """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of the
+    outputs that have a gradient, and last the call, if it is not given by name."""
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
@@ -169,5 +174,5 @@ class AttentionGradient:
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
-  """The grad_fxn. Equal arguments give one object, because tinygrad's caches compare by identity."""
+  """Returns the grad_fxn. Equal arguments return the identical object, because tinygrad's caches compare by identity."""
   return AttentionGradient(p, arch, tuple(names))

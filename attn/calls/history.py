@@ -13,7 +13,7 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-  """An input of a call. If the call got a copy, `tensor` is what was copied: the copy itself is not kept."""
+  """An input of a call. If the call got a copy, `tensor` is the tensor that was copied, because the copy is not kept."""
   tensor: Tensor
   copied: bool
   @staticmethod
@@ -24,8 +24,8 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-  """A call: each output as a reference to its buffer and its shape, the inputs (an input that is an output appears as that output's number), and
-  the gradient."""
+  """A call of attention whose gradient may be taken later. It holds a reference to each output's buffer with the output's shape, the inputs, and the
+  gradient. An input that is itself an output of the call is given by the output's number."""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
   inputs: tuple[Input|int, ...]
   gradient: Callable[..., Any]
@@ -34,7 +34,8 @@ class Origin:
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
   def those_there(self) -> tuple[list[UOp], Callable[..., Any]]:
-    """Outputs that still exist, and the gradient of a call of these. Raises RuntimeError if the gradient needs an output that is gone."""
+    """Returns the outputs that still exist, and the gradient of a call that has only these outputs. Raises RuntimeError if the gradient needs an
+    output that no longer exists."""
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
@@ -44,19 +45,20 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Where an output came from, and the other outputs that have to exist for its gradient."""
+  """The call that made an output, and the other outputs that must exist for the output's gradient."""
   of: Origin
   needs: tuple[UOp, ...]
 
 made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
 
 def lies_in(u:UOp) -> UOp:
-  """The buffer of an output; for a tensor on several devices, the UOp that stands for all of its buffers."""
+  """Returns the buffer of an output. For a tensor on several devices, returns the UOp that stands for the buffers on all devices."""
   while u.op in (Ops.RESHAPE, Ops.AFTER): u = u.src[0]
   return u
 
 def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[..., Any]) -> None:
-  """Keeps the inputs of a call as long as the first of its outputs exists. Under TinyJit it keeps none, because the next call has others."""
+  """Keeps the inputs of a call as long as the first of its outputs exists. Under TinyJit no inputs are kept, because the next call has other
+  inputs."""
   buffers = [lies_in(u) for u in outputs]
   def kept(u:UOp) -> Input|int: return buffers.index(lies_in(u)) if lies_in(u) in buffers else Input.of(u)
   origin = Origin(tuple((ref(buffer), u.shape) for buffer, u in zip(buffers, outputs)), () if capturing else tuple(map(kept, inputs)),
@@ -74,8 +76,8 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Returns the calls that `root` depends on and of which an output has become a mere buffer, oldest first, and the UOps that say which buffer
-  comes after which call."""
+  """Returns two lists. The first has the calls that `root` depends on and that have an output which is now only a buffer, oldest call first. The
+  second has the UOps that say which buffer comes after which call."""
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()
@@ -92,8 +94,8 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context in which the outputs that `root` depends on are expressions of their inputs again, in all tensors. Raises RuntimeError if the inputs
-  were not kept."""
+  """Context in which the outputs that `root` depends on are expressions of their inputs again, in all tensors. Raises RuntimeError if the inputs were
+  not kept."""
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:
     yield

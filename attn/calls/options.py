@@ -30,7 +30,7 @@ def check_out_dtype(name:str, x:Any) -> DType:
   return dtype
 
 def check_lengths(name:str, x:Any) -> int|UOp|Tensor:
-  """Checks a number of rows as far as possible without the tensors: an int, a bound Variable or a Tensor."""
+  """Checks a number of rows, as far as that is possible without the tensors. The number is an int, a bound Variable or a Tensor."""
   if isinstance(x, UOp) and x.is_variable: raise values.wrong(name, x, "bound to a number: variable.bind(n)")
   if isinstance(x, (UOp, Tensor)): return x
   if not values.is_whole(x): raise values.wrong(name, x, "an int, a Variable or an int32 Tensor")
@@ -45,7 +45,7 @@ def check_sequence_lengths(name:str, x:Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class KernelOptions:
-  """The options of `flash_attention_fn`, checked: everything a kernel is specialised on besides shapes and dtypes."""
+  """The checked options of `flash_attention_fn`: everything besides shapes and dtypes that a kernel is specialised on."""
   causal: bool|str = option(False, check_causal, 'False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i')
   softmax_scale: float|None = option(None, unless_none(check_softmax_scale), "factor of the scores, any positive number; 1/sqrt(D) by default")
   layout: str = option("bhsd", check_layout, '"bhsd" (B, H, S, D), "bshd" (B, S, H, D), "nsd" (B*H, S, D), "thd" (total, H, D): sequences in a row')
@@ -93,7 +93,7 @@ class AttentionOptions(KernelOptions):
 DEFAULTS = {f.name: f.default for f in fields(AttentionOptions)}
 
 def options_of(function:str, given:dict[str, Any]) -> AttentionOptions:
-  """The record of the options `given` to `function` by name. Raises ValueError for an unknown option."""
+  """Checks the options `given` to `function` by name, and returns their record. Raises ValueError for an unknown option."""
   if unknown := sorted(given.keys() - DEFAULTS.keys()):
     raise ValueError(f"{unknown[0]}={values.shown(given[unknown[0]])}: {function} has no such option; it has {', '.join(DEFAULTS)}")
   return AttentionOptions(**given)

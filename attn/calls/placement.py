@@ -15,14 +15,14 @@ AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "
 
 @dataclass(frozen=True)
 class Placement:
-  """`device` of all tensors, and what its several devices share: "batch", "heads", "keys" (rows of k and v), "rows" (rows of q, k and v), or None
-  if each device computes everything."""
+  """Where the tensors of a call lie. `device` is the device of all tensors, or several devices. `shared` says what several devices share: "batch",
+  "heads", "keys" (rows of k and v), "rows" (rows of q, k and v), or None if each device computes everything."""
   device: str|tuple[str, ...]
   shared: str|None = None
   @property
   def count(self) -> int: return 1 if isinstance(self.device, str) else len(self.device)
   def axis(self, names:tuple[str|None, ...]) -> int|None:
-    """The sharded axis of a tensor whose axes have these names; None if it is whole."""
+    """Returns the sharded axis of a tensor whose axes have these names, or None if the tensor is not sharded."""
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
 def opened(name:str, x:str) -> str:
@@ -43,7 +43,7 @@ def device_names(name:str, x:Any) -> tuple[str, ...]:
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
-  """Where q, k and v lie. Raises ValueError for a sharding that Placement does not know."""
+  """Returns where q, k and v lie. Raises ValueError for a sharding that Placement does not support."""
   for name, t in (("k", k), ("v", v)):
     if t.device != q.device:
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
@@ -60,12 +60,12 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """Names of the axes of an optional tensor that may be sharded, None for the others."""
+  """For each axis of an optional tensor: the axis's name if it may be sharded, else None."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Dimension of a term's tensor that goes over queries, None if it has none."""
+  """Number of the dimension of a term's tensor that goes over queries, None if there is no such dimension."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
@@ -82,7 +82,7 @@ def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> T
   return Tensor(parts.uop.after(call))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
-  """An optional tensor, moved or sharded as the placement needs it."""
+  """Returns an optional tensor, moved or sharded so that it fits the placement."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
@@ -96,9 +96,10 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """Joins a tensor that exists on each of several devices into one tensor, sharded along `axis`."""
+  """Joins tensors, one on each of several devices, to one tensor that is sharded along `axis`."""
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:
-  """A new whole buffer of `shape`. With several devices, one buffer on each: the shards, of `shape` each, of a tensor sharded along `axis`."""
+  """Makes a new buffer of `shape`. With several devices, makes one buffer of `shape` on each. These buffers are the shards of a tensor that is
+  sharded along `axis`."""
   return of_each_device(Tensor(UOp.empty(shape, dtype=dtype, device=device)), axis)

@@ -1,4 +1,4 @@
-"""Attention of a problem by `three_pass`, in tensor operations, in the problem's own layout and dtypes."""
+"""Computes attention by `three_pass`, in tensor operations, with the layout and the dtypes of the problem."""
 from __future__ import annotations
 from typing import Any
 from attn.kernels.three_pass import three_pass
@@ -11,7 +11,7 @@ from attn.values import FLOATS
 BATCHED = ("bhsd", "bshd")               # layouts with lse (B, H, S)
 
 def bhsd(x:Tensor, layout:str) -> Tensor:
-  """A tensor in `layout` as (B, H, S, D)."""
+  """Returns a tensor in `layout`, rearranged to (B, H, S, D)."""
   if layout == "thd": return x.transpose(0, 1).unsqueeze(0)
   return x.transpose(1, 2) if layout == "bshd" else x.unsqueeze(0) if layout == "nsd" else x
 
@@ -24,8 +24,8 @@ def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else 
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name, with o in the problem's out_dtype. Sharded tensors are whole here,
-  with more batches or heads than the problem has, so dropout counts them from the first on."""
+  """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name. o has the problem's out_dtype. Sharded tensors are whole here and have
+  more batches or heads than the problem, so dropout counts batches and heads from the first of the whole tensors."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in TERM_TENSORS}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
@@ -38,7 +38,7 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
   return o, lse, rest
 
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
-  """Outputs through which no gradient goes: a gradient raises the error of `check_differentiable`."""
+  """Returns the outputs so that no gradient goes through them: taking a gradient raises the error of `check_differentiable`."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
   outputs = [x.detach().contiguous().uop for x in (o, lse)]
   call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # an empty call, which only carries the gradient

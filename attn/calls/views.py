@@ -24,11 +24,11 @@ def same_size(x:Size, y:Size) -> bool:
   return difference == 0 if isinstance(difference, int) else difference.op is Ops.CONST and difference.val == 0
 
 def terms_of(x:UOp) -> list[UOp]:
-  """The summands of an expression."""
+  """The summands of an expression of Variables."""
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
-  """A size as Problem's Count, and the bound Variables in it. None if the size is not a sum of bound Variables and a constant."""
+  """Returns a size as Problem's Count, with the bound Variables in it. Returns None if the size is not a sum of bound Variables and a constant."""
   if isinstance(n, int): return Count((), n), ()
   terms = terms_of(n)
   constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)
@@ -37,8 +37,8 @@ def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
   return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
 
 def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
-  """Replaces a sum of Variables by one Variable, and returns the substitution: tinygrad divides a multiple of a Variable by that Variable, but not
-  a multiple of a sum by the sum."""
+  """Replaces a sum of Variables by one Variable, and returns this substitution. tinygrad can divide a multiple of a Variable by the Variable, but
+  can't divide a multiple of a sum by the sum."""
   if isinstance(n, int) or (found := count_of(n)) is None: return n, {}
   whole, one = UOp.variable("rows", n.vmin, n.vmax), found[1][0]
   return whole, {one: whole - (n - one).simplify()}
@@ -54,18 +54,19 @@ class InBuffer:
   rows: int       # largest number of rows
 
 def flat_buffer(t:Tensor) -> Tensor:
-  """The buffer that a tensor is a view of, in one dimension. A tensor on several devices stays as it is, because each kernel sees one part."""
+  """Returns the buffer that a tensor is a view of, as one dimension. A tensor on several devices is returned unchanged, because each kernel sees only
+  its device's part."""
   if not isinstance(t.device, str): return t.contiguous()
   buffer = buffer_under(t.uop)
   return t.contiguous().flatten() if buffer is None else Tensor(buffer.flatten())
 
 def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
-  """Where rows lie in a tensor of this shape that is a buffer of its own."""
+  """Returns where the rows lie in a tensor of this shape that is a buffer of its own."""
   sizes = dict(zip(AXES[layout], shape))
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Whether `distance` is a sum of multiples of the steps. A step is (elements, most times forward or back)."""
+  """Returns whether `distance` is a sum of multiples of the steps. Each step is (elements, n) and may be used at most n times, forward or back."""
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
   if not step: return meet(distance, rest)
@@ -74,15 +75,15 @@ def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
   return any(meet(distance - i*step, rest) for i in times)
 
 def overlapping(x:Strided, y:Strided, counts:tuple[int, int, int, int]) -> bool:
-  """Whether two caches in the same buffer share memory, or may share it. `counts` are batches, heads, rows and elements of a row. If the strides
-  differ, only the extents are compared."""
+  """Returns whether two caches in the same buffer share memory. `counts` are the numbers of batches, heads, rows, and elements of a row. If the
+  strides of the caches differ, only their extents are compared, and True means that they may share memory."""
   def extent(s:Strided) -> int: return sum((n - 1)*step for n, step in zip(counts, (s.batch, s.head, s.row, 1)))
   if x.start + extent(x) < y.start or y.start + extent(y) < x.start: return False
   steps = [((x.batch, x.head, x.row, 1)[i], n - 1) for i, n in enumerate(counts)]
   return (x.batch, x.head, x.row) != (y.batch, y.head, y.row) or meet(y.start - x.start, sorted(steps, reverse=True))
 
 def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
-  """(c, [a0, a1, ...]) such that where = c + a0*index0 + a1*index1 + ..., None if there is no such sum."""
+  """Returns (c, [a0, a1, ...]) such that where = c + a0*index0 + a1*index1 + ..., or None if `where` is no such sum."""
   if where.op is Ops.CONST: return int(where.val), [0]*len(indices)
   if where in indices: return 0, [int(i is where) for i in indices]
   parts = [coefficients(x, indices) for x in where.src] if where.op in (Ops.ADD, Ops.MUL) else []
@@ -92,7 +93,7 @@ def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
   return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
 
 def rows_there(u:UOp, n:Size) -> int:
-  """Largest number of rows of a view with `n` rows: at most as many as the tensor has that it was cut out of."""
+  """Largest number of rows of a view with `n` rows. It is at most the number of rows of the tensor from which the view was cut."""
   fewest = most(n)
   while u.op in GroupOp.Movement:
     if u.op is Ops.SHRINK:
@@ -101,7 +102,8 @@ def rows_there(u:UOp, n:Size) -> int:
   return fewest
 
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
-  """A tensor (B, heads, S, D) as rows of a buffer, where each `group` of neighbouring heads is the same head. None if the tensor is no such view."""
+  """Describes a tensor (B, heads, S, D) as rows of a buffer, where each `group` of neighbouring heads is the same head in the buffer. Returns None if
+  the tensor is no such view."""
   batch, heads, _, width = t.shape
   there, (rows, instead) = rows_there(t.uop, t.shape[2]), as_a_variable(t.shape[2])
   b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))
@@ -114,22 +116,22 @@ def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
   return InBuffer(Strided(base.max_numel(), start, sb, sh, ss), group, there)
 
 def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
-  """Keys and values (B, heads, S, D) as they lie in their buffers, with repeated heads counted once. None if either is not a view of a buffer with
-  constant strides."""
+  """Describes where the keys and values (B, heads, S, D) lie in their buffers; a head that is repeated in the tensors counts once. Returns None if
+  the keys or the values are not a view of a buffer with constant strides."""
   for group in [n for n in range(int(k.shape[1]), 0, -1) if k.shape[1] % n == 0]:
     in_k, in_v = in_buffer(k, group), in_buffer(v, group)
     if in_k is not None and in_v is not None: return in_k, in_v
   return None
 
 def is_all_of_its_buffer(t:Tensor, places:Strided, layout:str) -> bool:
-  """Whether a tensor whose rows lie at `places` is all of its buffer, in order. The stride of an axis of size 1 does not matter."""
+  """Returns whether a tensor whose rows lie at `places` is its whole buffer, in order. The stride of an axis of size 1 does not matter."""
   shape = tuple(map(int, t.shape))
   sizes, whole = dict(zip(AXES[layout], shape)), whole_places(shape, layout)
   single = [step for axis, step in (("batch", "batch"), ("heads", "head"), ("rows", "row")) if sizes.get(axis, 1) == 1]
   return replace(places, **{step: getattr(whole, step) for step in single}) == whole
 
 def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|None:
-  """Where the rows of k and v lie if these are parts of larger buffers. None for whole buffers and for computed values."""
+  """Returns where the rows of k and v lie if both are parts of larger buffers. Returns None for whole buffers and for computed values."""
   found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
   if found[0] is None or found[1] is None: return None
   if all(x is not None and is_all_of_its_buffer(t, x.places, layout) for x, t in zip(found, (k, v))): return None
@@ -138,7 +140,8 @@ def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|N
 # ***** the causal mask *****
 
 def filled_with(u:UOp) -> float|None:
-  """The number that every element of a tensor equals, if its expression says so (a constant, or a buffer just filled with one), else None."""
+  """Returns the number that every element of a tensor equals, if the tensor's expression shows this: it is a constant, or a buffer that was just
+  filled with a constant. Returns None for other tensors."""
   while u.op in (Ops.RESHAPE, Ops.EXPAND, Ops.PERMUTE, Ops.SHRINK): u = u.src[0]
   if u.op is Ops.CONST: return float(u.val)
   if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
@@ -146,9 +149,9 @@ def filled_with(u:UOp) -> float|None:
   return filled_with(value) if stored_to is u.src[0] else None
 
 def is_causal_mask(mask:Tensor, n_q:Size, n_k:Size) -> bool:
-  """Whether a mask (..., n_q, n_k) is the causal mask of the last n_q of n_k positions, for all values of the Variables: -inf for keys j > i + n_k
-  - n_q, 0 for the others. `Tensor.full(shape, -inf).triu(n_k - n_q + 1)` makes this mask. The expression must be exactly the one that tinygrad
-  builds for that, so no other mask is ever taken for it."""
+  """Returns whether a mask (..., n_q, n_k) is the causal mask of the last n_q of n_k positions, for all values of the Variables: -inf for keys j > i
+  + n_k - n_q, and 0 for the other keys. `Tensor.full(shape, -inf).triu(n_k - n_q + 1)` makes this mask. The expression must be exactly the one that
+  tinygrad builds for that, so that no other mask is mistaken for it."""
   u = mask.uop
   while u.op is Ops.CAST or (u.op is Ops.RESHAPE and u.src[0].shape[-2:] == u.shape[-2:]): u = u.src[0]
   if not dtypes.is_float(u.dtype) or u.op is not Ops.WHERE or filled_with(u.src[1]) != -math.inf or filled_with(u.src[2]) != 0.0: return False

@@ -25,7 +25,7 @@ class ReportByDefault(click.Group):
     if args and args[0] not in self.commands and args[0] not in ("--help", "--version"): args = ["report", *args]
     return super().parse_args(ctx, args)
   def format_commands(self, ctx:click.Context, formatter:click.HelpFormatter) -> None:
-    """Lists the commands, and below them the options of each."""
+    """Lists the commands, and below each command its options."""
     super().format_commands(ctx, formatter)
     for name, command in self.commands.items():
       sub = click.Context(command, info_name=name, parent=ctx)
@@ -48,13 +48,14 @@ class NewFile(click.Path):
 OF_FILES = ("dv", "kernel", "queries", "lds", "threads", "products", "behind")
 
 def check_options_of_files(word:str) -> None:
-  """Raises UsageError if an option for files is given with one of our kernels. The kernel itself says what the option would say."""
+  """Raises UsageError if an option for files is given together with one of our kernels. For our kernel the value of such an option follows from the
+  kernel."""
   given = click.get_current_context()
   for name in OF_FILES:
     if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of ours")
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
-  """The report on a file, or on the kernel of ours that `word` names."""
+  """Returns the report on a file, or on the one of our kernels that `word` names."""
   path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
   if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)

@@ -1,14 +1,14 @@
 """Finds instructions that need every lane of a wave where a lane may be switched off. EXEC is followed through the function.
 
-An instruction that works across lanes gets nothing from a lane that is off: v_permlane16_swap_b32 leaves that lane's register unchanged,
+An instruction that reads other lanes gets no value from a lane that is switched off: v_permlane16_swap_b32 leaves that lane's register unchanged,
 ds_bpermute_b32 gives 0, and a matrix instruction of RDNA needs EXEC to be all ones (RDNA3 ISA section 7.9). clang may move such an instruction into a
-branch that only some lanes take, and then part of the result is missing. The kernels mean these instructions for whole waves, so each one under a
-partial EXEC is a finding, even if its result is right.
+branch that only some lanes take. Then the result lacks the values of the other lanes. The kernels use these instructions for whole waves only. So
+each such instruction under a partial EXEC is a finding, even if its result is right.
 
-Knowledge at a point of the code is a set of facts. A fact is a set of scalar registers: in every lane, at least one of them has the lane's bit
-set. {exec_lo} says that all lanes are active. {s4, exec_lo} says that a lane which is off has its bit in s4, so `s_or_b32 exec_lo, exec_lo, s4`
-switches all on. The halves of a 64-lane mask are separate registers. A wave begins whole. Where paths meet, a fact holds if it holds on every
-path."""
+What is known at a point of the code is a set of facts. A fact is a set of scalar registers, and says: for every lane, at least one of these registers
+has the lane's bit set. {exec_lo} says that all lanes are active. {s4, exec_lo} says that each lane that is switched off has its bit set in s4; then
+`s_or_b32 exec_lo, exec_lo, s4` switches all lanes on. The halves of a 64-lane mask are separate registers. At the beginning of a function all lanes
+are active. Where paths meet, a fact holds if it holds on every path."""
 from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ _RULES |= {f"{op}_not{i}": _RULES[f"{op}n{i + 1}"] for op in ("and", "or") for i
 _SCALAR = re.compile(rf"s_({'|'.join(_RULES)})(_saveexec|_wrexec)?_b(32|64)")
 
 def _least(facts:Iterable[Fact]) -> Facts:
-  """The facts that do not follow from a smaller fact."""
+  """Drops each fact that follows from a smaller fact, and returns the rest."""
   found = {f for f in facts if len(f) <= LARGEST}
   return frozenset(f for f in found if not any(g < f for g in found))
 
@@ -48,8 +48,8 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """The facts about scalar registers after an operation has written register `out`. While the old value of `out` is still needed, the new value is
-  called ""."""
+  """Returns the facts about scalar registers after an operation has written register `out`. Until the old value of `out` is no longer needed, ""
+  names the new value."""
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
     made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(wanted, chosen)), (operands[x] for x in but)) - {"0"}
@@ -59,8 +59,8 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """The facts after a logical instruction on masks. With _saveexec or _wrexec, EXEC is combined with the operand; the result is EXEC's old value
-  or its new one."""
+  """Returns the facts after a logical instruction on masks. An instruction with _saveexec or _wrexec combines EXEC with the operand and stores this
+  in EXEC. Its result register gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
   out, *sources = map(halves, operands)
   for i, register in enumerate(out):
@@ -73,7 +73,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   return facts
 
 def _written(x:Instruction, operands:list[str]) -> Iterator[str]:
-  """The scalar registers that an instruction writes, found by position among the operands."""
+  """The scalar registers that an instruction writes. The position of an operand says whether the instruction writes it."""
   if re.match(r"s_(cmp|bitcmp|branch|cbranch|wait|barrier|set|nop|sleep|delay|clause|store|endpgm)", x.op): return
   for operand in operands[:2 if re.search(r"_co_|_div_scale|_mad_[ui]64", x.op) else 1]: yield from _dwords(operand)
   if x.op.startswith("v_cmpx"): yield from EXEC
@@ -89,13 +89,13 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """The facts on one side of a branch. On one side of a branch on EXEC no lane is active. The empty fact, which no lane satisfies, marks a path
-  that no wave takes."""
+  """Returns the facts on one side of a branch. On one side of a branch on EXEC, no lane is active: the empty fact, which no lane satisfies, marks a
+  path that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Facts at the beginning of each block; None if no path leads there."""
+  """Returns the facts at the beginning of each block, None for a block that no path leads to."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -114,7 +114,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """Tells for each instruction of each block whether all lanes of a wave are known to be active. None for a block that no path leads to."""
+  """Returns for each instruction of each block whether all lanes of a wave are known to be active. None for a block that no path leads to."""
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):
@@ -127,7 +127,7 @@ def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   return found
 
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
-  """Finds each instruction that needs every lane of a wave, in places where a lane may be off."""
+  """Finds each instruction that needs every lane of a wave, at a place where a lane may be switched off."""
   found, label = [], "the entry"
   for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label

@@ -1,9 +1,10 @@
 """Finds buffer instructions that add a number to a register that may be negative: no document says what the memory unit does then
 (attn/emulator/offsets.py).
 
-Registers are followed through a function as ranges of unsigned numbers. A register becomes unknown if it comes from memory, from an instruction
-that is not known here, or from one whose result may wrap around. A finding is a register for which it is not shown that the sum fits 32 bits,
-whether it is really negative or not. Values of lanes that are off count again wherever lanes may be switched on."""
+Registers are followed through a function as ranges of unsigned numbers. A register becomes unknown if it comes from memory, from an instruction that
+is not known here, or from one whose result may wrap around. An instruction is a finding if it is not shown that the sum of register and number fits
+into 32 bits, even if the register is never negative. Where lanes may be switched on, the values that these lanes held while they were off count,
+too."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Callable, Sequence
@@ -37,13 +38,14 @@ def _scalar_field(x:Range, at:Range) -> Range:
 def _least(*xs:Range) -> Range: return min(x[0] for x in xs), min(x[1] for x in xs)
 def _most(*xs:Range) -> Range: return max(x[0] for x in xs), max(x[1] for x in xs)
 def _below(limit:int, fn:Callable[..., Range]) -> Callable[..., Range]:
-  """Limits a rule to operands up to `limit`, where it is right: for signed numbers, or for instructions on some bits of their first two operands."""
+  """Limits a rule to operands of at most `limit`. Beyond `limit` the rule is wrong, because numbers are signed, or because the instruction reads only
+  some bits of its first two operands."""
   return lambda *xs: fn(*xs) if max(x[1] for x in xs[:2]) <= limit else UNKNOWN
 def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]
   return _most(*xs) if len(known) == len(xs) else (known[0][0], POSITIVE) if known else UNKNOWN
 def _middle_signed(*xs:Range) -> Range:
-  """Range of the middle one of three numbers. It lies between any two of them."""
+  """Range of the median of three signed numbers. The median lies between any two of them."""
   known = [x for x in xs if x[1] <= POSITIVE]
   return _hull(*known) if len(known) > 1 else UNKNOWN
 def _same(x:Range) -> Range: return x
@@ -72,14 +74,14 @@ def _rule(op:str) -> Callable[..., Range]|None:
   return next((fn for pattern, fn in _RULES if re.fullmatch(pattern, name)), None)
 
 def _range(operand:str, known:Known) -> Range:
-  """Range of an operand. A register with a sign or absolute value is a float, so its range is unknown."""
+  """Range of an operand. The range of a register with a sign or absolute value is unknown, because the register holds a float."""
   if named := registers(operand): return known.get(named[0], UNKNOWN) if len(named) == 1 and re.search(r"[-|(]", operand) is None else UNKNOWN
   try: number = int(operand, 0) & LARGEST_WORD
   except ValueError: return UNKNOWN
   return number, number
 
 def _results(op:str, args:str, known:Known) -> dict[str, Range]:
-  """The registers that an instruction, or one of a pair, writes, with their ranges."""
+  """Returns the registers that an instruction writes, or the instructions of a pair write, with their ranges."""
   x, parts = Instruction(op, args, f"{op} {args}"), written_operands(args)
   found = dict.fromkeys(() if x.kind == "load_to_lds" else uses(x)[0], UNKNOWN)
   if re.match(r"v_mad_(co_)?u64_u32", op):      # the low half of the result does not depend on the high half of the summand
@@ -102,7 +104,7 @@ class KnownRegisters:
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 
   def follow(self, x:Instruction, whole:bool) -> None:
-    """Applies an instruction. `whole` says whether all lanes are known to be active."""
+    """Updates the known ranges by one instruction. `whole` says whether all lanes are known to be active."""
     read = self.every if x.op.startswith("v_readfirstlane") and not whole else self.active      # with no lane active it reads a lane that is off
     results = {r: found for op, args in issued_together(x.text) for r, found in _results(op, args, read).items()}
     for r, found in results.items():
@@ -113,8 +115,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Keeps what is known both here and in `other`, where two paths meet; returns whether that is less than before. With `often`, a register that
-    changes becomes unknown."""
+    """Keeps only what is known both here and in `other`, where two paths meet. Returns whether less is known than before. With `often`, a register
+    whose range changes becomes unknown."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):
@@ -125,7 +127,8 @@ class KnownRegisters:
     return changed
 
 def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], work_items:Range) -> list[KnownRegisters|None]:
-  """What is known at the beginning of each block, None if no path leads there. v0 lies within `work_items` at the beginning of the function."""
+  """Returns the registers' known ranges at the beginning of each block, None for a block that no path leads to. At the beginning of the function v0
+  lies within `work_items`."""
   known, came, waiting = [None]*len(blocks), [0]*len(blocks), [0]     # type: tuple[list[KnownRegisters|None], list[int], list[int]]
   known[0] = KnownRegisters({"v0": work_items}, {"v0": work_items})
   while waiting:
@@ -142,8 +145,8 @@ def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], wo
   return known
 
 def not_shown_to_fit(blocks:Sequence[Block], wave:int, dimensions:int=3) -> list[str]:
-  """Each buffer instruction that adds a number to a register for which it is not shown that the sum fits 32 bits. v0 holds a thread's position in
-  `dimensions` dimensions of its workgroup, ten bits each."""
+  """Returns each buffer instruction that adds a number to a register where it is not shown that the sum fits into 32 bits. v0 holds a thread's
+  position in `dimensions` dimensions of its workgroup, ten bits each."""
   whole, found = whole_waves(blocks, wave), list[str]()
   for block, state, each in zip(blocks, registers_of(blocks, whole, (0, (1 << 10*dimensions) - 1)), whole):
     if state is None or each is None: continue

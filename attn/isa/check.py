@@ -2,7 +2,7 @@
 findings in words.
 
   findings(assembly_text, "gfx942")           every check on any text
-  python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use or users' compilers"""
+  python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use or under users' compilers"""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ from attn.isa.source import Spec
 
 @dataclass(frozen=True)
 class Function:
-  """One function of an assembly text, with the registers that the text declares, and the chip that runs it."""
+  """A function of an assembly text, the registers that the text declares for it, and the chip on which it runs."""
   kernel: Kernel
   chip: Chip
 
@@ -38,8 +38,8 @@ CHECKS: dict[str, Callable[[Function], list[str]]] = {
 }
 
 def findings(text:str, arch:str|None=None) -> list[str]:
-  """Findings of all checks in the functions of an assembly text, each line beginning with the check's name. Raises ValueError if the text has no
-  function, or doesn't name its chip while `arch` is None."""
+  """Runs all checks on the functions of an assembly text. Returns the findings, one line each, which begins with the check's name. Raises ValueError
+  if the text has no function, or if neither the text nor `arch` names the chip."""
   functions = parse(text, arch)
   if not functions: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
   if functions[0].arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
@@ -47,8 +47,8 @@ def findings(text:str, arch:str|None=None) -> list[str]:
   return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
 
 def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[str, list[str]]]:
-  """Yields each kernel of ours in words and its findings under a compiler, once for whole tiles and once for uneven numbers of rows. Kernels are
-  printed one after another while clang compiles on every core."""
+  """Yields, for each of our kernels in `specs`, a description of the kernel and its findings under a compiler: once for whole tiles and once for
+  uneven numbers of rows. Kernels are rendered one after another while clang compiles on every core."""
   def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {f"{spec}{words}": pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm, shape=shape).text)

@@ -24,21 +24,23 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
          for kernel in (FORWARD, *BACKWARD)] + [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """The report on one of our kernels alone, from its machine code `text`: on its hot loop, or on another loop (see `report.hot_loop`)."""
+  """Reports on one of our kernels by itself, from its machine code `text`. The report covers the hot loop, or another loop if `rank` says so (see
+  `report.hot_loop`)."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """The report on one of our kernels. For another loop than the hot one, `useful` covers this kernel alone."""
+  """Reports on one of our kernels. The report's `useful` covers all kernels that do the work together; for a loop other than the hot one it covers
+  this kernel by itself."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core.
-  `useful` covers all kernels that do the work together."""
+  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core. The
+  `useful` of each report covers all kernels that do the work together."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
@@ -47,7 +49,7 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """The report with the `useful` of kernels that run one after another: their times add up."""
+  """Returns the report with `useful` recomputed for kernels that run one after another: the times of these kernels add up."""
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report
   return replace(report, loop=replace(report.loop, useful=1/sum(1/x for x in shares)))
@@ -58,20 +60,20 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """A file of costs: its header, its columns (the first is the kernel), and a function that makes its lines."""
+  """A file of costs: its header, its columns (the first column is the kernel), and the function that computes its lines."""
   header: str
   columns: tuple[str, ...]
   lines_of: Callable[[Sequence[Spec]], list[str]]
 
   def text(self, lines:Sequence[str]) -> str:
-    """The file's text: header and aligned columns, kernels in the order of SPECS."""
+    """Text of the file: header and aligned columns. Kernels are in the order of SPECS."""
     place = {str(spec): i for i, spec in enumerate(SPECS)}
     rows = [list(self.columns), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
     widths = [max(len(r[i]) for r in rows) for i in range(len(self.columns))]
     return "\n".join([self.header, *(" | ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)]) + "\n"
 
   def compare(self, text:str, lines:Sequence[str]) -> list[str]:
-    """Differences between a file's text and current lines, for the kernels in `lines`."""
+    """Returns the differences between `text`, a file of costs, and the current `lines`. Only the kernels in `lines` are compared."""
     if (found := text.partition("\n")[0]) != self.header: return [f"the file begins {found!r}, now it would {self.header!r}"]
     old, changes = _parse(text.splitlines()), []
     for name, cells in _parse(lines).items():
@@ -84,17 +86,17 @@ def _parse(lines:Sequence[str]) -> dict[str, list[str]]:
   return {r[0]: r[1:] for r in rows if r[0] != "kernel"}
 
 def lines_of_others(text:str, archs:Sequence[str]) -> list[str]:
-  """Lines of a file's text whose chip is not in `archs`."""
+  """Returns the lines of a file of costs for the chips that are not in `archs`."""
   return [" | ".join([name, *cells]) for name, cells in _parse(text.splitlines()).items() if name.split("/")[0] not in archs]
 
 def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report)])
 
 def _short(tools:Toolchain) -> str:
-  """"clang 22.1.8", from a toolchain's version."""
+  """Returns a toolchain's version in short form, for example "clang 22.1.8"."""
   return "clang " + tools.version.split("clang version ")[1].split()[0]
 
 def costs() -> Costs:
-  """docs/costs.txt: every figure, under the compiler in use."""
+  """The file docs/costs.txt: every figure, under the compiler in use."""
   header = (f"# The costs of our kernels under {_short(toolchain())}: bounds from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF), lambda specs: [line_of(r) for r in reports_of(specs)])
@@ -104,11 +106,12 @@ def costs() -> Costs:
 CELLS = ("tile", "regs", "spill", "waves")
 
 def knows(tools:Toolchain, arch:str) -> bool:
-  """Whether this release of LLVM has the chip's instructions."""
+  """Returns whether this release of LLVM supports the chip."""
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """CELLS of the kernels that a compiler knows: tile as queries x keys, registers, spills, and waves per SIMD by registers."""
+  """Computes the columns CELLS for the kernels whose chips a compiler supports: the tile as queries x keys, registers, spills, and waves per SIMD by
+  registers."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):
@@ -118,7 +121,7 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """docs/costs_compilers.txt: registers, spills and waves of the default tiles under each of several compilers."""
+  """The file docs/costs_compilers.txt: registers, spills and waves of the default tiles under each of several compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(_short, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   def lines_of(specs:Sequence[Spec]) -> list[str]:
@@ -129,23 +132,24 @@ def costs_under(compilers:Sequence[Toolchain]) -> Costs:
 # ***** slow idioms *****
 
 def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
-  """(mnemonic, operands without modifiers) of an instruction, or of both instructions of a dual-issue pair."""
+  """Splits an instruction into (mnemonic, operands without modifiers). Returns two of these for a dual-issue pair."""
   parts = [part.strip().replace("v_dual_", "v_", 1).partition(" ") for part in x.text.split("::")]
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]
 
 def _overwrites(operand:str, register:str) -> bool:
-  """Whether writing `operand`, such as v3 or v[2:5], changes `register`."""
+  """Returns whether an instruction that writes `operand`, such as v3 or v[2:5], changes `register`."""
   if (m:=re.fullmatch(r"([vas])\[(\d+):(\d+)\]", operand)) is None: return operand == register
   return register[0] == m[1] and register[1:].isdigit() and int(m[2]) <= int(register[1:]) <= int(m[3])
 
 def _uses(code:Sequence[tuple[str, list[str]]], register:str) -> Iterator[tuple[str, list[str]]]:
-  """The instructions up to and including the one that overwrites `register`."""
+  """Yields the instructions of `code` up to and including the instruction that overwrites `register`."""
   for op, operands in code:
     yield op, operands
     if "store" not in op and "write" not in op and _overwrites(operands[0], register): return
 
 def defects(kernel:Kernel) -> list[str]:
-  """Slow idioms in a kernel: calls into the device library, an exp2 that v_ldexp repairs for denormals, a maximum by compare and select."""
+  """Finds slow idioms in a kernel: a call into the device library, an exp2 whose result v_ldexp corrects for denormals, and a maximum computed by
+  compare and select."""
   code, found = [half for x in kernel.instructions for half in _halves(x)], []
   for i, (op, operands) in enumerate(code):
     text = f"{op} {', '.join(operands)}"

@@ -28,7 +28,7 @@ Way = tuple[int, int, int, tuple[int, ...]]   # a path to a block's end: matrix 
 _ENDS = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc")
 
 def blocks_of(code:Sequence[str|Instruction]) -> list[Block]:
-  """Basic blocks with their successors; block 0 is the entry."""
+  """Splits code into basic blocks with their successors. Block 0 is the entry."""
   blocks = [Block()]
   for x in code:
     last = blocks[-1]
@@ -60,7 +60,7 @@ def _postorder(start:int, successors:dict[int, list[int]]) -> list[int]:
   return order
 
 def loops_of(blocks:Sequence[Block]) -> list[Loop]:
-  """The natural loops; back edges to the same header make one loop."""
+  """Finds the natural loops. Back edges to the same header make one loop."""
   order = _postorder(0, {i: b.successors for i, b in enumerate(blocks)})[::-1]
   rank = {b: i for i, b in enumerate(order)}
   predecessors: dict[int, list[int]] = {b: [] for b in order}
@@ -96,17 +96,17 @@ def loops_of(blocks:Sequence[Block]) -> list[Loop]:
   return list(loops.values())
 
 def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
-  """The innermost loops with matrix instructions. Loops with more floating point operations come first, then loops with fewer instructions: of a
-  causal kernel's two loops with the same matrix work, the loop without a mask is first."""
+  """Finds the innermost loops with matrix instructions. Loops with more floating point operations come first; of loops with equally many, the loop
+  with fewer instructions comes first. So of a causal kernel's two loops, which have equal matrix work, the loop without a mask comes first."""
   flops = [b.flops for b in blocks]
   loops = [(sum(flops[i] for i in loop.body), loop) for loop in loops_of(blocks)]
   loops = [(f, loop) for f, loop in loops if f and not any(g and other.body < loop.body for g, other in loops)]
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """The path of a usual trip: the cheapest path from a loop's header to its end that does all of the matrix work and nearly one exponential per
-  score (97 %, since a side block may hold some). It leaves out rare side blocks, such as a rescale of the accumulator that few trips need. Inner
-  loops are passed once. `flops_per_exp` is the matrix work that goes with one v_exp instruction, 0 if unknown."""
+  """Finds the path of a usual trip: the cheapest path from a loop's header to its end that has all of the loop's matrix work and nearly one
+  exponential per score (97 %, because a side block may have some). The path leaves out rare side blocks, such as a rescale of the accumulator that
+  few trips need. The path goes through an inner loop once. `flops_per_exp` is the matrix work per v_exp instruction, 0 if unknown."""
   inside = {b: [s for s in blocks[b].successors if s in loop.body and s != loop.header] for b in loop.body}
   order = _postorder(loop.header, inside)[::-1]
   rank = {b: i for i, b in enumerate(order)}
@@ -129,7 +129,7 @@ def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[i
   return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])
 
 def way_inside(blocks:Sequence[Block], loop:Loop, first:int, last:int) -> list[int]:
-  """The shortest path inside a loop from block `first` to before block `last`; empty if there is none."""
+  """Finds the shortest path inside a loop from block `first` up to, but without, block `last`. Empty if there is no path."""
   ways = [[first]]
   for way in ways:
     for s in blocks[way[-1]].successors:

@@ -2,8 +2,8 @@
 
 A load through a descriptor needs the descriptor in scalar registers. If clang has computed its address or size in vector registers, even with one
 value for all lanes, each load gets a loop of its own (a waterfall): v_readfirstlane_b32 takes the value of one lane, EXEC is narrowed to the lanes
-with the same value, these lanes load, and the others go round again. Spilled vector registers go to memory (scratch). Spilled scalar registers go
-to lanes of a vector register (v_writelane_b32, v_readlane_b32)."""
+with the same value, and these lanes load. The other lanes load in later trips. Spilled vector registers go to memory (scratch). Spilled scalar
+registers go to lanes of a vector register (v_writelane_b32, v_readlane_b32)."""
 from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from attn.isa.flow import Block, Loop, loops_of, matrix_loops, usual_path
@@ -15,7 +15,7 @@ ACCESSES = ("load", "load_to_lds", "store", "memory_other")
 def _inside(blocks:Sequence[Block], loop:Loop) -> list[Instruction]: return [x for b in sorted(loop.body) for x in blocks[b].instructions]
 
 def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
-  """Whether a loop makes one trip for each value that lanes have, to access memory."""
+  """Returns whether a loop is a waterfall: it makes one trip for each different value among the lanes, to access memory."""
   inside = _inside(blocks, loop)
   by_value = any(x.op.startswith("v_readfirstlane") for x in inside) and any("and_saveexec" in x.op for x in inside)
   ends = [blocks[b].instructions[-1].op for b in loop.latches]
@@ -24,11 +24,11 @@ def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
 def _at(blocks:Sequence[Block], loop:Loop) -> str: return f"the loop at {blocks[loop.header].labels[-1]}"
 
 def _innermost(loops:Iterable[Loop], block:int) -> Loop|None:
-  """The smallest of the loops that contain a block."""
+  """Returns the smallest of the loops that contain a block."""
   return min((loop for loop in loops if block in loop.body), key=lambda loop: len(loop.body), default=None)
 
 def waterfalls(blocks:Sequence[Block]) -> list[str]:
-  """Memory accesses that are done lane by lane, also outside of loops."""
+  """Finds memory accesses that are done lane by lane, inside and outside of loops."""
   loops = loops_of(blocks)
   found = {loop.header: loop for loop in loops if _is_waterfall(blocks, loop)}
   others = [loop for loop in loops if loop.header not in found]
@@ -37,12 +37,12 @@ def waterfalls(blocks:Sequence[Block]) -> list[str]:
           for header in sorted(found)]
 
 def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
-  """The blocks of a trip. In a loop with matrix work, rare side blocks such as a rescale don't count."""
+  """Returns the blocks of a usual trip. For a loop with matrix work, these do not include rare side blocks such as a rescale."""
   if not any(blocks[b].flops for b in loop.body): return loop.body
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """Counts for each loop the instructions of one trip that are in `wanted` (by identity), without those of inner loops."""
+  """Counts, for each loop, the instructions of one trip that are in `wanted` (compared by identity). Instructions of inner loops do not count."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     own = {b for b in _trip(blocks, loop) if _innermost(loops, b) is loop}
@@ -50,13 +50,13 @@ def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]
   return found
 
 def scratch_accesses(blocks:Sequence[Block]) -> list[str]:
-  """Accesses to spilled vector registers in memory, loop by loop."""
+  """Counts the accesses to vector registers that are spilled to memory, loop by loop."""
   wanted = {id(x) for block in blocks for x in block.instructions if x.kind == "scratch"}
   return [f"{n} in {_at(blocks, loop)}" for loop, n in _per_loop(blocks, wanted)]
 
 def scalar_spills(blocks:Sequence[Block]) -> list[str]:
-  """Moves of scalar registers to and from the lanes of vector registers that hold them, loop by loop. A move is one instruction, so it does not
-  matter in a loop around a loop with matrix work, for example once per head."""
+  """Counts the moves of spilled scalar registers to and from lanes of vector registers, loop by loop. A move is one instruction and costs little in
+  an outer loop around a loop with matrix work, for example once per head; such a move is not counted."""
   code = [x for block in blocks for x in block.instructions]
   aside = {x.args.split(",")[0] for x in code if x.op.startswith("v_writelane")}
   wanted = {id(x) for x in code if x.op.startswith("v_writelane") or (x.op.startswith("v_readlane") and x.args.split(",")[1].strip() in aside)}

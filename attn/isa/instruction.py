@@ -14,7 +14,7 @@ class Instruction:
   def kind(self) -> str: return kind_of(self.op, self.args)
   @property
   def name(self) -> str:
-    """The mnemonic without its encoding. A matrix instruction of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, gets its name on CDNA3."""
+    """Mnemonic without its encoding. A matrix instruction of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, gets the name that CDNA3 uses for it."""
     name = re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp|vi|gfx\w+)$", "", self.op)
     return re.sub(r"^(v_mfma_\w+x\d+)(b?f16)(_1k)?$", r"\1_\2", name)
   @property
@@ -52,8 +52,8 @@ VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # the vector ALU witho
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
-  """One of KINDS. A buffer access without a per-lane address goes to scratch, where each lane has its own place: CDNA2 has no other scratch
-  access."""
+  """Returns the kind of an instruction, one of KINDS. A buffer access without a per-lane address is an access to scratch, where each lane has its own
+  memory: CDNA2 has no other instruction for scratch."""
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
   if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)): return "load_to_lds"
   return "scratch" if kind in ("load", "store") and op.startswith("buffer_") and re.search(r"\boff\b", args) else kind
@@ -61,14 +61,14 @@ def kind_of(op:str, args:str="") -> str:
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 
 def matrix_shape(op:str) -> tuple[str, int]:
-  """(shape, floating point operations) of a matrix instruction: ("32x32x8", 16384). A shape of 4x4 blocks counts 0 operations: it adds up numbers
-  of single lanes and is no part of the products."""
+  """Returns (shape, floating point operations) of a matrix instruction, for example ("32x32x8", 16384). An instruction with a shape of 4x4 blocks
+  counts 0 operations, because it adds up numbers of single lanes and computes no part of the products."""
   if (m:=_SHAPE.search(op)) is None: return "?", 0
   rows, columns, depth, blocks = (int(x or 1) for x in m.groups())
   return f"{rows}x{columns}x{depth}" + (f"_{blocks}b" if blocks > 1 else ""), 2*rows*columns*depth*blocks*(rows > 4)
 
 def access_bytes(op:str) -> int:
-  """Bytes per lane that a memory instruction moves."""
+  """Returns the number of bytes that a memory instruction moves per lane."""
   twice = 2 if re.search(r"read2|write2|load_2addr|store_2addr", op) else 1
   if m:=re.search(r"dwordx(\d)", op): return 4*int(m[1])*twice
   if m:=re.search(r"_b(\d+)", op): return int(m[1])//8*twice

@@ -1,4 +1,4 @@
-"""The registers that an instruction reads and writes, from its text."""
+"""Finds the registers that an instruction reads and writes, from the instruction's text."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ _REGISTER = re.compile(r"\b(ttmp|[vas])\[(\d+)(?::(\d+))?\]|\b([vas])(\d+)\b|\b(
 
 @functools.lru_cache(maxsize=8192)
 def registers(operand:str) -> tuple[str, ...]:
-  """The registers that an operand names: v[2:3] is v2 and v3."""
+  """Returns the registers that an operand names: v[2:3] names v2 and v3."""
   found = list[str]()
   for m in _REGISTER.finditer(operand):
     if m[6]: found.append(m[6].lower())
@@ -17,7 +17,7 @@ def registers(operand:str) -> tuple[str, ...]:
   return tuple(found)
 
 def written_operands(args:str) -> list[str]:
-  """Operands as written, split at commas outside brackets."""
+  """Splits operands at commas outside brackets, and returns each operand as written."""
   return [x.strip() for x in re.split(r",(?![^\[\(]*[\]\)])", args)] if args else []
 
 _READS_TOO = re.compile(r"v_(fmac|dot\w*c_|dot2acc|pk_fmac|mac_|smfmac|swmmac|mad\w*c_|cvt_sr|cvt_scalef32_sr|accvgpr_mov)|_sdwa|v_writelane|d16_hi|"
@@ -47,13 +47,13 @@ def _half_uses(op:str, args:str) -> tuple[list[str], list[str]]:
   return writes, reads
 
 def issued_together(text:str) -> Iterator[tuple[str, str]]:
-  """(mnemonic, operands) of an instruction, or of both instructions of a pair that issues together."""
+  """Returns (mnemonic, operands) of an instruction. Returns two of these for a pair of instructions that issues together."""
   for half in text.split("::"):
     op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
     yield op, args.strip()
 
 @functools.lru_cache(maxsize=16384)
 def uses(x:Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """(registers that an instruction writes, registers that it reads), for both instructions of a pair that issues together."""
+  """Returns (registers that an instruction writes, registers that it reads). For a pair that issues together, these cover both instructions."""
   found = [_half_uses(op, args) for op, args in issued_together(x.text)]
   return tuple(r for writes, _ in found for r in writes), tuple(r for _, reads in found for r in reads)

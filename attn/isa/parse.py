@@ -25,7 +25,7 @@ _COUNTS = ("vgpr_count", "agpr_count", "sgpr_count", "vgpr_spill_count", "sgpr_s
            "max_flat_workgroup_size", "wavefront_size", "workgroup_processor_mode", "kernarg_segment_size", "accum_offset")
 
 def _metadata(text:str) -> dict[str, dict[str, int]]:
-  """Kernel name -> its directives (`amdhsa_...`) and counts."""
+  """Returns for each kernel name the kernel's directives (`amdhsa_...`) and counts."""
   found: dict[str, dict[str, int]] = {}
   for m in re.finditer(r"\.amdhsa_kernel\s+(\S+)(.*?)\.end_amdhsa_kernel", text, re.S):
     found[m[1]] = {k: int(v) for k, v in re.findall(r"\.(amdhsa_\w+)\s+(\d+)\s*$", m[2], re.M)}
@@ -40,7 +40,8 @@ def _instruction(text:str, line:int|None=None) -> Instruction:
   return Instruction(op, args.strip(), text, line)
 
 def _source_line(text:str) -> int|None:
-  """The line in a .loc directive's comment. For inlined functions it is the line of the outermost call, which comes last."""
+  """Returns the source line that the comment of a .loc directive names. For inlined functions this is the line of the outermost call, which the
+  comment names last."""
   places = re.findall(r":(\d+):\d+", text.partition(";")[2])
   return int(places[-1]) if places else None
 
@@ -60,7 +61,7 @@ def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instr
   return functions
 
 def _read_dump(lines:list[str]) -> dict[str, list[str|Instruction]]:
-  """Functions of an objdump text. Branch targets become labels A<address>."""
+  """Reads the functions of an objdump text. Each branch target becomes a label A<address>."""
   rows: dict[str, list[tuple[int, Instruction]]] = {}
   current: list[tuple[int, Instruction]]|None = None
   targets: set[int] = set()
@@ -83,7 +84,7 @@ def _branch_target(ins:Instruction, address:int, comment:str, start:int) -> int|
   return address + 4 + 4*(offset - 65536 if offset >= 32768 else offset)
 
 def parse(text:str, arch:str|None=None) -> list[Kernel]:
-  """The functions of an assembly text. Functions with more matrix instructions come first."""
+  """Reads the functions of an assembly text. Functions with more matrix instructions come first."""
   lines = text.splitlines()
   found = next((g for m in _TARGET.finditer(text) for g in m.groups() if g), None)
   metadata = _metadata(text)

@@ -3,9 +3,9 @@
   report = analyse(assembly_text, d=128)      # any .s, or llvm-objdump -d output with arch="gfx942"
   print(report.loop.serial)
 
-The hot loop is the innermost loop with the most matrix work. Only its usual path counts (`flow.usual_path`): in a causal kernel the loop without
-the mask, and no rare side blocks. A kernel that walks over the same tiles twice has two hot loops; one trip of each is counted together. Not
-modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
+The hot loop is the innermost loop with the most matrix work. Of a causal kernel's two loops it is the one without the mask. Only the usual path
+through it counts (`flow.usual_path`), without rare side blocks. A kernel that walks over its tiles twice has two hot loops; the report adds up one
+trip of each loop. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
 from __future__ import annotations
 import dataclasses, re
 from collections import Counter
@@ -24,7 +24,7 @@ GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (over D),
 
 @dataclass(frozen=True)
 class Resources:
-  """Registers, LDS and threads of a wave and a workgroup. None where the text doesn't say (a bare disassembly)."""
+  """Registers, LDS and threads of a wave and of a workgroup. A field is None if the text doesn't say (a bare disassembly)."""
   vgpr: int|None
   agpr: int|None
   sgpr: int|None
@@ -90,8 +90,8 @@ def waves_by_registers(chip:Chip, registers:int) -> int:
   return min(most, chip.registers//_round_up(registers, chip.granule)) if registers else most
 
 def waves_by_lds(chip:Chip, lds:int, threads:int, whole_processor:bool) -> float:
-  """Waves per SIMD for which there is LDS. In RDNA's CU mode (-mcumode, which tinygrad and we compile with) a workgroup uses the half of the LDS
-  that belongs to its CU. In workgroup processor mode two CUs share both halves (RDNA3 ISA, section 2.3)."""
+  """Number of waves per SIMD for which the LDS has room. In RDNA's CU mode (-mcumode, with which tinygrad and this package compile) a workgroup uses
+  only the half of the LDS that belongs to its CU. In workgroup processor mode two CUs share both halves (RDNA3 ISA, section 2.3)."""
   cu, cus = chip.pipes, 2 if whole_processor else 1
   groups = cus*chip.lds//_round_up(lds, cu.lds_granule)
   return min(cu.max_waves, groups*-(-threads//chip.wave)/(cus*cu.simds))
@@ -118,7 +118,8 @@ def _widths(instructions:Sequence[Instruction]) -> dict[str, int]:
   return dict(sorted(Counter(f"b{8*access_bytes(x.op)}" for x in instructions).items(), key=lambda w: int(w[0][1:])))
 
 def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float, Counter[str]]:
-  """(cycles, shapes that the model doesn't know and that are timed at the chip's peak)"""
+  """Returns (cycles of the matrix instructions, unknown shapes). The model has no cycle count for an unknown shape and assumes the chip's peak rate
+  for it."""
   cu, cycles, unknown = chip.pipes, 0.0, Counter[str]()
   for x in instructions:
     shape, flops = matrix_shape(x.op)
@@ -128,7 +129,7 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
 
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
             products:LoopProducts=PRODUCTS) -> HotLoop:
-  """Counts and bounds of the instructions of one trip."""
+  """Counts the instructions of one trip, and computes the bounds that follow from these counts."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
@@ -157,7 +158,7 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
                  per_score(n["exp"]), per_score(read + written), scores*needed/(matrix + vector + slow) if scores else None)
 
 def pick_kernel(kernels:Sequence[Kernel], name:str|None=None) -> Kernel:
-  """The kernel whose name contains `name`, or without a name the kernel with the most matrix instructions."""
+  """Returns the kernel whose name contains `name`. Without a name, returns the kernel with the most matrix instructions."""
   if not kernels: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
   if (found:=next((k for k in kernels if name is None or name in k.name), None)) is None:
     raise ValueError(f"no kernel has {name!r} in its name: there are {', '.join(k.name for k in kernels)}")
@@ -167,8 +168,9 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of a trip, instructions in every block, number of such loops,
-  waits of a trip). If `products` has several loops, these follow one another, each with its part of that work, and are taken together."""
+  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of a trip, number of instructions in all blocks, number of loops
+  with matrix work, waits of a trip). If `products` describes several loops that follow one another, each of them has its own part of the matrix work,
+  and the result covers one trip of each."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
@@ -185,14 +187,14 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """The loops with `part`/`most` of the first loop's matrix work."""
+  """Returns the loops that have `part`/`most` of the matrix work of the first loop."""
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]
 
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
-  """The report on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded), `queries` those of a
-  wave, and `products` says what its hot loops compute."""
+  """Reports on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the number of
+  queries of a wave. `products` says which matrix products its hot loops compute."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

@@ -19,7 +19,7 @@ from attn.problem import Problem
 RATED: dict[str, tuple[Chip, Card]] = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.ghz}
 
 def rated(arch:str) -> list[tuple[Chip, Card]]:
-  """Cards with this chip whose clock and bandwidth are known."""
+  """Returns the cards with this chip whose clock and bandwidth are known."""
   return [(chip, card) for chip, card in RATED.values() if chip.name == arch.split(":")[0]]
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """A lower bound on the time of the busiest of `machines` that share `copies` jobs of each size. Of the machines*k + 1 longest jobs some machine
-  gets k + 1, so its time is at least that of the k + 1 shortest of these. The bound is never less than the mean."""
+  """Computes a lower bound on the time of the busiest machine, if `machines` machines share `copies` jobs of each size. Of the machines*k + 1 longest
+  jobs, some machine gets at least k + 1 jobs. Its time is at least that of the k + 1 shortest among them. The bound is at least the mean time of the
+  machines."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
   found = ceildiv(total, machines)
@@ -62,8 +63,8 @@ def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
   return found
 
 def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> Roofline:
-  """The bound for `p` with `tile` on a card of RATED. `overlap` bounds the use of the matrix unit in the hot loop: HotLoop.overlap, or
-  HotLoop.serial for a loop in which nothing overlaps."""
+  """Computes the bound for `p` with `tile` on a card of RATED. `overlap` is the largest possible use of the matrix unit in the hot loop:
+  HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps."""
   # if a workgroup has fewer waves than SIMDs, other workgroups run beside it at full speed
   beside = max(1, chip.pipes.simds//tile.waves)
   blocks, machines = trips(p, tile), card.cus*beside
@@ -81,7 +82,7 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
 
 @dataclass(frozen=True)
 class Published:
-  """A forward measurement; None: not stated, or any."""
+  """Forward speed that others measured. A field is None if the source doesn't state it, or if it may have any value."""
   card: str
   kernel: str
   tflops: float
@@ -95,7 +96,7 @@ class Published:
 
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
-  """kernel -> (full, causal)"""
+  """Makes the measurements that `figures` holds: kernel -> (TFLOP/s without a mask, TFLOP/s with the causal mask), None if not measured."""
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]
 
@@ -115,7 +116,8 @@ PUBLISHED: list[Published] = [
 ]
 
 def published(p:Problem, card:str) -> list[Published]:
-  """What others measured on `card` for the shape of `p`, fastest first. If a source leaves a dimension open, its figure fits every value of it."""
+  """Returns what others measured on `card` for the shape of `p`, fastest first. If a source leaves a dimension open, its figure is used for every
+  value of this dimension."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
   asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}

@@ -7,7 +7,8 @@ from attn.tinygrad_compat import CompileError
 DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ("-c",)}
 
 def _tool(*names:str) -> str|None:
-  """The first of `names` on PATH or in a toolkit's folder: the folder that CUDA_HOME or CUDA_PATH names, nvcc's own, or the usual one."""
+  """Returns the first tool of `names` that is found on PATH or in the folder of a CUDA toolkit. That is the folder which CUDA_HOME or CUDA_PATH
+  names, the folder of nvcc, or the usual folder."""
   nvcc = shutil.which("nvcc")
   homes = [Path(os.environ[x])/"bin" for x in ("CUDA_HOME", "CUDA_PATH") if x in os.environ]
   homes += [Path(nvcc).resolve().parent] if nvcc is not None else []
@@ -15,7 +16,7 @@ def _tool(*names:str) -> str|None:
   return next((found for name in names if (found := shutil.which(name, path=where)) is not None), None)
 
 def missing() -> str|None:
-  """A sentence about the tools that SASS needs and that are missing; None if all are there."""
+  """Returns a sentence that names the tools which are needed for SASS and not installed. None if all tools are installed."""
   lacking = [words for names, words in ((("nvcc",), "nvcc"), (DISASSEMBLERS, "cuobjdump or nvdisasm")) if _tool(*names) is None]
   return f"no {' and no '.join(lacking)} on PATH, in CUDA_HOME or in /usr/local/cuda: SASS needs a CUDA toolkit" if lacking else None
 
@@ -25,8 +26,8 @@ def _run(*command:str) -> str:
   return done.stdout
 
 def sass(source:str, arch:str) -> str:
-  """The SASS of a CUDA source for `arch`, such as "sm_90" (compiled as sm_90a, because sm_90 lacks wgmma). Raises RuntimeError if a tool is
-  missing, and CompileError with the compiler's message."""
+  """Compiles a CUDA source to SASS for `arch`, such as "sm_90" (compiled as sm_90a, because sm_90 has no wgmma). Raises RuntimeError if a tool is not
+  installed, and CompileError with the compiler's message if the source does not compile."""
   if (words := missing()) is not None: raise RuntimeError(words)
   nvcc, disassembler = _tool("nvcc"), _tool(*DISASSEMBLERS)
   assert nvcc is not None and disassembler is not None

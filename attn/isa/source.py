@@ -53,12 +53,12 @@ class Spec:
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """The kernels that do the work together: forward alone, or both backward kernels."""
+    """Names of the kernels that do the work together: forward by itself, or both backward kernels."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
   def parse(cls, word:str) -> Spec:
-    """Parses gfx942/128[/float16[/causal[/dq]]]."""
+    """Parses a word such as gfx942/128[/float16[/causal[/dq]]]."""
     arch, d, *rest = word.split("/")
     if not d.isdigit() or len(rest) > 3:
       raise ValueError(f"{word!r} is no kernel: must be ARCH/D[/DTYPE[/MASK[/KERNEL]]], such as gfx942/128/bfloat16/causal or .../causal/dq")
@@ -81,8 +81,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Shape:
-  """The size of a problem: batch, query heads, key/value heads, keys, and queries. By default there are as many queries as keys, or for decode one
-  per sequence."""
+  """Size of a problem: batch, query heads, key/value heads, keys, and queries. If the number of queries is not given, it is the number of keys, or
+  one per sequence for decode."""
   b: int
   h: int
   hkv: int
@@ -99,7 +99,8 @@ ROTARY, DECODED = 64, 2     # latent attention: columns of K that are not V; que
 
 def usual_shape(spec:Spec) -> Shape: return {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """A shape for the kernel whose numbers of rows are no powers of two. If the kernel fixes the number of queries, only the keys are uneven."""
+  """Returns a shape for the kernel in which the numbers of rows are not powers of two. If the kernel fixes the number of queries, only the number of
+  keys is changed."""
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (DECODE, LATENT) else UNEVEN
 
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
@@ -116,8 +117,8 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
-  """The chip of a kernel, as this release of LLVM serves it, by default the release of the clang for reports. Without any clang the source can
-  still be printed."""
+  """Returns the chip of a kernel with the tiles for release `llvm` of LLVM. By default this is the release of the clang that reports use. If no clang
+  is installed, the source can still be printed."""
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
@@ -136,13 +137,13 @@ def _text(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> str
 
 @functools.cache
 def _made_by() -> str:
-  """Hash of everything that a kernel's source depends on: this package's files and tinygrad's release."""
+  """Hash of everything on which a kernel's source depends: the files of this package and tinygrad's release."""
   files = sorted(Path(__file__).resolve().parent.parent.rglob("*.py"))
   return TINYGRAD_VERSION + hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()
 
 def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> tuple[str, dict[int, PythonLine]]:
-  """Returns a kernel's source, and for each line of the source the file and line of Python that it comes from, where known. The result is kept in
-  the user's cache, because making a kernel takes a second or more if the place of every operation is recorded."""
+  """Returns a kernel's source, and for each line of the source the file and line of Python that the line comes from, where known. The result is kept
+  in the user's cache, because it takes a second or more to make a kernel while the place of every operation is recorded."""
   def made() -> bytes:
     found = Listing.of(lambda: _ast(spec, p, kernel, tile), printer_of(spec.arch))
     return json.dumps([found.source, list(found.python_lines().items())]).encode()
@@ -150,7 +151,7 @@ def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) 
   return text, {line: (file, number) for line, (file, number) in lines}
 
 def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
-  """The kernel that dispatch chooses, its tile, and the number of key ranges."""
+  """Returns the kernel that dispatch chooses, its tile, and the number of key ranges."""
   arch = _chip(spec, llvm)
   if spec.kernel in BACKWARD:
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
@@ -160,18 +161,19 @@ def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwa
   return choice.kernel, choice.work.tile, choice.work.splits
 
 def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
-  """The kernel and tile that dispatch chooses for the clang of reports, or for release `llvm` of LLVM."""
+  """Returns the kernel and tile that dispatch chooses for release `llvm` of LLVM, by default the release of the clang that reports use."""
   return _chosen(spec, problem_of_spec(spec), llvm)[:2]
 
 def text_of(spec:Spec) -> str:
-  """The HIP or CUDA that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
+  """Returns the HIP or CUDA text that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
   p = problem_of_spec(spec)
   name, tile, splits = _chosen(spec, p, None)
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """The source of a kernel, as tinygrad's renderer prints it. Dispatch chooses kernel and tile; with `tile`, the kernel that `spec` names is
-  printed with that tile. `shape` is the problem's, if not the usual one; `lines` asks for the lines of Python behind the source."""
+  """Returns the source of a kernel, as tinygrad's renderer prints it. Dispatch chooses kernel and tile. If `tile` is given, the kernel that `spec`
+  names gets this tile. `shape` is the shape of the problem, if it is not the usual shape. `lines` asks for the line of Python behind each line of the
+  source."""
   p = problem_of_spec(spec, shape)
   name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)
@@ -186,7 +188,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 
 def products_of(wanted:Iterable[str]) -> tuple[int, int]:
-  """Matrix products of a backward loop that computes the gradients `wanted`: (number over D, out of S, dQ and dK; number over Dv, out of dP and
-  dV)."""
+  """Returns how many matrix products a backward loop computes for the gradients `wanted`: (number of products over D, out of S, dQ and dK; number
+  over Dv, out of dP and dV)."""
   of_scores = {"dq", "dk"}.intersection(wanted)       # gradients that need dS, and therefore dP
   return 1 + len(of_scores), bool(of_scores) + ("dv" in wanted)

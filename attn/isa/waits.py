@@ -1,8 +1,9 @@
 """What a trip of the hot loop waits for: each wait with the access that it waits for, and the accesses under way at each barrier.
 
-A counter counts the accesses that a wave has issued and that are not done. They finish in the order of issue, and a wait for n lasts until at most
-n are left. Only scalar loads finish in any order, so a wait with scalar loads under way is for 0. Which counter counts what: AMD's ISA documents,
-"Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp. Waits of the vector ALU (depctr) are listed but not followed."""
+A counter counts the accesses that a wave has issued and that are not done. They finish in the order of issue, and a wait for n lasts until at most n
+are left. Scalar loads may finish in another order; while they are under way, code waits until 0 accesses are left. For the accesses that each counter
+counts see AMD's ISA documents, "Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp. Waits of the vector ALU (depctr) are
+listed but not followed."""
 from __future__ import annotations
 import re
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from attn.isa.flow import Block, Loop, way_inside
 from attn.isa.instruction import Instruction
 
 def counters_in(number:int, counters:Counters) -> dict[str, int]:
-  """Decodes s_waitcnt's number: for each counter that it waits for, how many accesses may be left."""
+  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, how many accesses may still be under way."""
   found = {}
   for name, fields in counters.number.items():
     value = shift = 0
@@ -43,7 +44,7 @@ _NO_ACCESS = ("buffer_inv", "buffer_gl", "global_inv", "global_wb", "s_dcache") 
 _WITH_RESULT = re.compile(r"\b(glc|sc0|TH_ATOMIC_RETURN)\b")
 
 def raised_by(x:Instruction, counters:Counters) -> set[str]:
-  """The counters that count an instruction."""
+  """Returns the counters that count an instruction."""
   if x.op.startswith(_NO_ACCESS): return set()
   if x.kind.startswith("lds_"): return {counters.lds}
   if x.kind == "scalar_load": return {counters.scalar}
@@ -52,7 +53,7 @@ def raised_by(x:Instruction, counters:Counters) -> set[str]:
   return {counters.store if stores else counters.load} | ({counters.lds} if x.op.startswith("flat_") else set())
 
 def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
-  """Counter -> how many accesses a wait leaves under way; empty for a wait of the ALU."""
+  """Returns for each counter how many accesses may still be under way after a wait. Empty for a wait for the vector ALU."""
   named = {name: int(n) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", x.args)}
   number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
   if named or number is None: return named
@@ -63,7 +64,8 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """A trip's usual path, with the blocks that only waves without an active lane jump over (s_cbranch_execz): the other waves wait in these blocks."""
+  """Extends a trip's usual path by the blocks that only waves without an active lane jump over (s_cbranch_execz), because all other waves wait in
+  these blocks."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -84,7 +86,7 @@ def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
   return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
-  """The waits and barriers of a trip in the steady state, after the first trips."""
+  """Returns the waits and barriers of a trip in the steady state, which is reached after the first trips."""
   counters, stops = chip.counters, list[Stop]()
   under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
   now = matrix = 0
@@ -106,5 +108,5 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   return stops
 
 def time_of_loads(stops:Sequence[Stop]) -> int|None:
-  """The fewest matrix instructions between the issue of a load from memory and the wait for it; None if a trip waits for no load."""
+  """Returns the smallest number of matrix instructions between a load from memory and the wait for this load. None if a trip waits for no load."""
   return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)

@@ -48,34 +48,35 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """Problem with the shapes of one device's results, which include the padding."""
+    """The problem of one device, with the shapes of the device's results, which include the padding."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """Launches of a device that gathers the keys of all devices, as (heads, problem). `heads` is (first, count) and equal on all devices. One launch
-    has all heads if there is only one device, or if the kernel divides the keys into ranges, because there is one buffer for their results."""
+    """Launches of a device that gathers the keys of all devices, as (heads, problem). `heads` is (first, count), equal on all devices. There is only
+    one launch, for all heads, if there is only one device. There is also only one launch if the kernel divides the keys into ranges, because one
+    buffer holds the results of all ranges."""
     p, shards = self.problem, self.shards
     heads = (0, p.B*p.Hkv)
     if shards.count == 1 or self.divides_keys: return [(heads, shards.dealt(p, device, heads))]
     return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
   @functools.cached_property
   def divides_keys(self) -> bool:
-    """Tells whether a device would divide the keys into ranges if it computed all heads in one launch."""
+    """Returns whether a device that computed all heads in one launch would divide the keys into ranges."""
     p, shards = self.problem, self.shards
     return any(choose(shards.dealt(p, device, (0, p.B*p.Hkv)), self.arch).work.splits > 1 for device in range(shards.count))
   @property
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
   @property
   def gathers(self) -> bool:
-    """Tells whether the devices gather keys. They don't if every device has all of q, if only tinygrad can compute the problem (`three_pass`), or if
-    buffers have no regions (OpenCL)."""
+    """Returns whether the devices gather keys. They don't gather if every device has all of q, if only tinygrad can compute the problem
+    (`three_pass`), or if buffers have no regions (OpenCL)."""
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
     return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
   def told(self) -> str:
-    """Text of `explain` about the division."""
+    """Text of `explain` about the division of rows among devices."""
     return self.shards.told(self.problem, len(self.gathering(0)) if self.gathers else 0)
   def there(self, device:int) -> tuple[RowRange, ...]:
-    """Rows of a device that are not padding."""
+    """Returns which rows of a device are not padding."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
 
 # ***** division of a problem *****
@@ -124,12 +125,12 @@ def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
   return t.device == at.device and t.uop.axis == axis
 
 def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
-  """Shape with another number of rows."""
+  """Returns a shape with its number of rows replaced by `rows`."""
   return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
-  """Shape of an optional tensor for the whole problem on one device. For a tensor whose rows are divided like those of q, it has all rows of the
-  sequence, without the padding."""
+  """Returns the shape that an optional tensor has for the whole problem on one device. If the tensor's rows are divided like those of q, the shape
+  has all rows of the sequence, without the padding."""
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
   if shape[axis] != shards.queries: raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be equal")
@@ -158,10 +159,9 @@ def of_device(u:UOp, i:int) -> UOp:
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Yields {tensor name: shard} for each owner in turn. The shards lie on device number `device`, whose name is `name`. The device's own shards stay
-  where they are. The shards of other owners are copied to the device. Each tensor has SLOTS buffers for copies, which take turns. A copy is
-  `remembered`: if results are computed one after another, each computation copies again, because the buffers then hold the shards of the last
-  owners."""
+  """Yields {tensor name: shard} for each owner in turn, on device number `device`, whose name is `name`. The device's own shards are not copied. The
+  shards of other owners are copied to the device, into SLOTS buffers of each tensor, used in turn. Each copy is `remembered`, because the buffers end
+  up with the shards of the last owners: a later computation must copy the other shards again."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -178,27 +178,28 @@ def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) ->
 # ***** one launch *****
 
 def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """View of `count` rows along an axis, from row `first` on."""
+  """Returns a view of `count` rows along an axis, from row `first` on."""
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """Copies `count` rows along an axis, from row `first` on, to a new buffer; returns u itself if these are all rows. (With `contiguous()` tinygrad
-  would make a view of a buffer that is already contiguous, and its memory planner would not know that the buffer is still in use.)"""
+  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all rows of `u`. (With `contiguous()`
+  tinygrad would make a view of a buffer that is already contiguous, and its memory planner would not know that the buffer is still in use.)"""
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
-  """Fills a new buffer with u."""
+  """Makes a new buffer filled with `u`."""
   buffer = UOp.empty(u.max_shape, dtype=u.dtype, device=u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
-  """Problem of one launch, with only its own rows. It has no sinks, because a sink counts once and not in each launch."""
+  """Returns the problem of one launch, with only the rows of the launch. This problem has no sinks, because a sink must count once, not in each
+  launch."""
   return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """Parts, for a launch, of the terms' tensors that have an axis of queries or of keys. The keys of such a tensor are in the order of the sequence.
-  Its rows are too, unless they are divided like those of q."""
+  """Cuts the parts that a launch needs from the terms' tensors that have an axis of queries or of keys. The keys of such a tensor are in the order of
+  the sequence. Its rows are in this order, too, unless they are divided like those of q."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -212,12 +213,12 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
   return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
-  """Changes a launch's problem so that it reads its keys in place, from a device's tensors of the shapes `held`. If that would lead to a slower
-  kernel, the problem stays unchanged."""
+  """Changes a launch's problem so that the kernel reads keys in place, from a device's tensors of the shapes `held`. Returns the problem unchanged if
+  reading in place would lead to a slower kernel."""
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Position of the first key, and the strides of the others from there."""
+    """Position of the first key in the buffer, and the strides from it to the other keys."""
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
   return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p
@@ -229,15 +230,15 @@ def region_of(u:UOp, first:int, count:int) -> UOp:
   return u.flatten().shrink(((first, first + count),)).contiguous()
 
 def bare_buffer(u:UOp) -> UOp:
-  """Buffer of a tensor, without the writes that are still to be done."""
+  """Returns the buffer of a tensor, without the writes that are still pending."""
   while u.op in (Ops.RESHAPE, Ops.UNSHARD, Ops.AFTER): u = u.src[0]
   return u
 
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """Kernel (gathered, shard) that copies a device's own k or v, with `held` rows per head, to its gathering buffer, for the key/value heads (first,
-  count) over all batches. The buffer is in the order of the sequence and begins at row `first`. It is the same object for the same arguments, because
-  tinygrad's schedule cache compares by identity."""
+  """Kernel with arguments (gathered, shard) that copies a device's own k or v, with `held` rows per head, to the device's gathering buffer. It copies
+  the key/value heads (first, count) over all batches. Rows in the buffer are in the order of the sequence, from row `first` of the sequence on. Equal
+  arguments return the identical object, because tinygrad's schedule cache compares by identity."""
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -246,9 +247,9 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """State of a device that gathers the keys of all devices: its tensors, its launches as (heads, problem), and its buffers for k and v, which take
-  turns. The UOp of a buffer comes after the CALLs that have used the buffer so far. `ordered` has, for each buffer, the CALLs that have copied the
-  device's own keys into it."""
+  """State of a device that gathers the keys of all devices: its tensors, its launches as (heads, problem), and its buffers for k and v, of which
+  successive launches use different ones. In the graph, the UOp of a buffer comes after all CALLs that have used the buffer. `ordered` holds, for each
+  buffer, the CALLs that have copied the device's own keys into the buffer."""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -263,12 +264,13 @@ class GatheringDevice:
     slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Region of some rows of k or v in the buffer of the n-th launch."""
+    """Region of some rows of k or v in the buffer that the n-th launch uses."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the device's own keys into the buffers of the n-th launch, after the keys for the launch before, which are needed first."""
+    """Copies the device's own keys into the buffers of the n-th launch. These copies come after the copies of keys for the launch before, because
+    that launch needs its keys first."""
     before, called = (self.own_keys(n - 1), tuple(self.ordered[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
@@ -277,12 +279,12 @@ class GatheringDevice:
       self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0].src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """Regions that `order_own` fills."""
+    """Regions of the buffers that `order_own` fills for the n-th launch."""
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in self.c.shards.keys_held(self.c.problem, self.number)]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
-  """Copies the keys for the n-th launch of each device from their owners' ordered buffers to the device's gathering buffer. The copies come after
-  those for the launch before, which they would slow down."""
+  """Copies the keys for the n-th launch of each device, from the owners' ordered buffers to the device's gathering buffer. These copies begin after
+  the copies for the launch before, which they would otherwise slow down."""
   copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
             for y in [devices[owner]] for name in x.slots[n % SLOTS]]
   taken = list[tuple[GatheringDevice, str, UOp]]()
@@ -295,9 +297,9 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Fills the `outputs` on each device by gathering, and returns the last CALL. A launch computes all queries of a device, for some heads, over all
-  keys. During a launch the keys for the next heads are copied. A device copies its own keys of the next heads before the launch, because during the
-  launch it is busy."""
+  """Fills the `outputs` on each device by gathering keys, and returns the last CALL. A launch computes all queries of a device over all keys, for
+  some heads. While a launch runs, the keys for the next heads are copied from other devices. A device copies its own keys for the next heads before
+  the launch, because during the launch it is busy."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -320,13 +322,14 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
-  """Part of q, o or lse that a launch over these heads uses on its device: the region of the heads, or all of it."""
+  """Returns the part of q, o or lse that a launch for these heads uses on its device: the region of the heads, or the whole tensor."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
-  """Rows of a term's tensor that belong to a device's queries, in the order of these and with padding; all of the tensor if it has no rows."""
+  """Returns the rows of a term's tensor that belong to a device's queries, in the order of these queries and with padding. Returns the whole tensor
+  if it has no rows."""
   queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
   if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u
   first, *rest = [cut(u, axis, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(u, axis, 0, 1)]
@@ -335,12 +338,12 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
 # ***** parts: o and lse (with its rest for wide scores) of some rows over some keys, in one buffer *****
 
 def packed(o:Tensor, *log_sums:Tensor) -> UOp:
-  """Joins results that lie in separate buffers to one part."""
+  """Joins results that lie in separate buffers to one part in a single buffer."""
   return o.flatten().cat(*[x.flatten() for x in log_sums]).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Makes a part with the results of `p`, which `write` writes. `write` gets the regions of p.outputs and the whole buffer, and returns a CALL. The
-  whole buffer is a source of the CALL, so that tinygrad's memory planner knows that the buffer is in use."""
+  """Makes a part that holds the results of `p`. The function `write` writes the results: it gets the regions of p.outputs and the whole buffer, and
+  returns a CALL. The whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in use."""
   shapes = [p.shapes[name][0] for name in p.outputs]
   ends = [0, *itertools.accumulate(map(math.prod, shapes))]
   buffer = UOp.empty((part_size(p, p.Sq),), dtype=dtypes.float, device=device)
@@ -351,7 +354,7 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(*[Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """Runs a launch on the tensors that the device has, by name; returns its part."""
+  """Runs a launch on the tensors that its device holds, given by name. Returns the part that the launch computes."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -364,7 +367,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
-  """Kernel of `merge`. It is the same object for the same arguments, because tinygrad's schedule cache compares by identity."""
+  """Kernel that `merge_call` calls. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
   program = merge(p, arch, parts, there)
   takes = len(p.outputs) + len(parts) + p.sinks
   def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -381,7 +384,7 @@ class ContextPart:
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                there:tuple[RowRange, ...]=()) -> UOp:
-  """CALL that merges parts of rows of `p` into the `outputs` of `p`. Further buffers among the `outputs` are only sources of the CALL."""
+  """Makes a CALL that merges parts for rows of `p` into the `outputs` of `p`. Additional buffers among the `outputs` are only sources of the CALL."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), there, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
@@ -389,7 +392,7 @@ def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[U
   return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
 
 def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
-  """Merges parts of a device to one part of all its rows."""
+  """Merges several parts of a device to one part that covers all rows of the device."""
   p, rows = replace(c.own, out_dtype="float32"), RowRange(0, c.own.Sq)
   if len(parts) == 1 and parts[0].rows == rows: return parts[0]
   return ContextPart(rows, written_part(p, c.devices[device], lambda *into: merge_call(c, p, parts, into)))
@@ -397,7 +400,7 @@ def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPar
 # ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """Runs the launches of a device; returns at most PARTS_KEPT parts."""
+  """Runs the launches of a device. Merges their results, so that at most PARTS_KEPT parts are in memory, and returns these parts."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
@@ -409,7 +412,7 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Fills the `outputs` on each device by merging the parts of launches over some keys, and returns the last CALL."""
+  """Fills the `outputs` on each device by merging the parts that launches over some keys have computed. Returns the last CALL."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
@@ -420,9 +423,9 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """Computes attention over rows that are divided among devices. Returns two mappings by name. The first has o and lse as buffers, sharded like q.
-  The second has the inputs in buffers, and o, lse and its rest on each device after the computation. A gradient uses the second mapping, and o and
-  lse depend on it, so nothing that they are computed from is computed again for the gradient."""
+  """Computes attention over rows that are divided among devices. Returns two mappings by name. The first mapping has o and lse as buffers, sharded
+  like q. The second mapping has the inputs in buffers, and o, lse and the rest of lse on each device after the computation. A gradient uses the
+  second mapping. Because o and lse depend on it, taking the gradient does not compute the inputs again."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, axes = c.own.shapes, {name: AXES[c.problem.layout] if name == "o" else lse_axes(c.problem.layout) for name in c.own.outputs}
@@ -435,12 +438,13 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   return outputs, {f"merged_{name}": u.after(call) for name, u in buffers.items()} | inputs
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """Copies the part of each device that has seen a key to every other device, once; returns the parts that each device has then."""
+  """Copies the merged result of each device once to every other device. A device that has seen no key has no result. Returns the parts that each
+  device then has."""
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """Problem of the first launch over the keys of one device, on the first device that has a launch."""
+  """Returns the problem of the first launch over one device's keys, on the first device that has a launch."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

@@ -1,8 +1,8 @@
 """Gradient of attention over rows that are divided among devices.
 
-The shards of k and v are passed to each device in turn, its own first. With o and lse of all keys the device computes its part of dq, which stays,
-and parts of dk and dv in float32, which go back to the device that holds those keys. Every sum is in float32 and in a fixed order, so results are the
-same from run to run.
+The shards of k and v are passed to each device in turn, its own first. From these shards, and from o and lse computed over all keys, the device
+computes a part of dq, which it keeps, and parts of dk and dv in float32, which it sends back to the device that holds those keys. Every sum is in
+float32 and in a fixed order, so results are the same from run to run.
 """
 from __future__ import annotations
 import functools
@@ -24,15 +24,15 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Tells whether the backward kernels can compute every launch."""
+  """Returns whether the backward kernels can compute every launch."""
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
-  """Axis of the rows in q, k, v, o and their gradients, or in lse, its rest and its gradient."""
+  """Number of the axis of rows. `name` is q, k, v, o, lse, the rest of lse, or the gradient of any of these."""
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
-  """Moves the gradient of an output to the output's devices, with the same sharding."""
+  """Moves `g`, the gradient of an output, to the output's devices and shards it like the output."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
   if out.axis is None and out.device is not None: return g.copy_to_device(out.device)
@@ -44,13 +44,13 @@ def lying_as(g:UOp, out:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class RowGradient:
-  """Gradient in float32 of some of the rows that a device holds."""
+  """Gradient in float32 for some of the rows that a device holds."""
   run: PieceRun
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds up gradients of rows, in order, to the gradient of all rows of a tensor on a device. The additions are done one after another, so that at
-  most two parts are in memory at a time."""
+  """Adds up gradients of some rows each, in order, to the gradient of all rows of a tensor on a device. The additions run one after another, so that
+  at most two of the gradients are in memory at a time."""
   total = None
   for part in parts:
     rows = (part.run.first, shape[axis] - part.run.first - part.run.count)
@@ -60,7 +60,7 @@ def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:st
   return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous() if total is None else total
 
 def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) -> dict[str, Tensor]:
-  """Computes dq, dk and dv of a launch, in float32, from the tensors that its device has, by name."""
+  """Computes dq, dk and dv of a launch, in float32, from the tensors that the launch's device has, by name."""
   p = replace(launch_problem(c.problem, launch), num_splits=1)
   runs = dict.fromkeys(("q", "o", "lse", "lse_rest", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
   t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
@@ -71,18 +71,19 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """Joins one tensor of each device to a tensor on all devices, sharded along `axis`, or whole on each if that is None."""
+  """Joins tensors, one on each device, to one tensor on all devices. The result is sharded along `axis`; if `axis` is None, each device has the whole
+  tensor."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
 
 def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
-  """Sums one tensor of each device, in order, on every device. Each tensor is copied once to each other device."""
+  """Sums tensors, one on each device, in the order of the devices. Every device gets the sum: each tensor is copied once to each other device."""
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v and the sinks by the backward kernels. `given` has the gradients of o and lse, which are sharded like the
-  outputs in `merged`."""
+  """Computes the gradients of q, k, v and the sinks with the backward kernels. `given` has the gradients of o and lse, sharded like the outputs in
+  `merged`."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(in_buffers(g))
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
@@ -121,7 +122,7 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
 # ***** by tinygrad *****
 
 def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of all inputs of floats by tinygrad: it gathers all of them on the first device, in the order of the sequence, and
+  """Computes the gradients of all float inputs with tinygrad: all inputs are gathered on the first device, in the order of the sequence, and tinygrad
   differentiates `three_pass` there."""
   p, order, first = c.problem, c.shards.order, c.devices[0]
   lengths = {"q": p.Sq, "o": p.Sq, "lse": p.Sq, "k": p.Sk, "v": p.Sk} | dict.fromkeys(c.shards.as_q, p.Sq)
@@ -143,11 +144,11 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
 
 @dataclass(frozen=True)
 class ContextGradient:
-  """grad_fxn of a problem whose rows are divided among devices; `names` are the names of its call's sources."""
+  """The grad_fxn of a problem whose rows are divided among devices. `names` are the names of the sources of the problem's call."""
   shared: SharedRows
   names: tuple[str, ...]
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Gradient of each source of the call, None for a source without one, as in AttentionGradient."""
+    """Returns the gradient of each source of the call, None for a source that has no gradient, as AttentionGradient does."""
     check_differentiable(self.shared.problem)
     c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
@@ -160,11 +161,12 @@ class ContextGradient:
 
 @cache_of_kernels
 def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
-  """Makes a ContextGradient, the same object for the same arguments: tinygrad's caches compare by identity."""
+  """Returns a ContextGradient. Equal arguments return the identical object, because tinygrad's caches compare by identity."""
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """Attaches the gradient to o and lse, however they were computed from the sources: they become results of an empty CALL that has the grad_fxn."""
+  """Attaches the gradient to o and lse, whichever way these were computed from the sources: o and lse become results of an empty CALL that has the
+  grad_fxn."""
   gradient = context_gradient(c, (*outputs, *sources))
   call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=gradient)
   keep_inputs(list(outputs.values()), list(sources.values()), gradient)

@@ -50,7 +50,7 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """Instruction as `WaveState.follow` needs it, parsed once for all waves."""
+  """Instruction in the form that `WaveState.follow` needs. Each line is parsed once for all waves."""
   instruction: Instruction
   operands: tuple[str, ...]                       # operands as written
   writes: tuple[str, ...]                         # registers that it writes
@@ -58,14 +58,15 @@ class _Followed:
 
 @functools.lru_cache(maxsize=16384)
 def _followed(text:str) -> tuple[_Followed, ...]:
-  """Parses a line of assembly: one instruction, or both instructions of a pair that issues together."""
+  """Parses a line of assembly, which is one instruction or a pair of instructions that issues together."""
   def half(op:str, args:str) -> _Followed:
     x = Instruction(op, args, f"{op} {args}")
     return _Followed(x, tuple(written_operands(args)), uses(x)[0], INTEGER_OPERATIONS.get(_name(op)) if op[0] in "vs" else None)
   return tuple(half(op, args) for op, args in issued_together(text))
 
 class WaveState:
-  """The known registers of a wave: an array of its lanes for a vector register or a mask, a number for a scalar."""
+  """Values of the known registers of a wave. The value of a vector register or a mask is an array over the lanes; the value of a scalar register is a
+  number."""
   def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
     self.chip, lanes = chip, np.arange(chip.wave, dtype=np.int64)
     # v0 is the thread's index in its workgroup: one number, or (lane, wave) packed with ten bits each
@@ -73,7 +74,7 @@ class WaveState:
     self.masks: dict[str, LaneValues] = {"exec": np.ones(chip.wave, bool)}
 
   def copy(self) -> WaveState:
-    """Returns a copy, with which another path can be followed from here."""
+    """Returns a copy of the state, to follow another path through the code."""
     other = WaveState.__new__(WaveState)
     other.chip, other.values, other.masks = self.chip, dict(self.values), dict(self.masks)
     return other
@@ -89,7 +90,7 @@ class WaveState:
     return self.masks.get(named[0]) if (named := registers(text)) else None
 
   def follow(self, x:Instruction) -> None:
-    """Applies one instruction."""
+    """Updates the known registers by one instruction."""
     for half in _followed(x.text): self._follow(half)
 
   def _follow(self, half:_Followed) -> None:
@@ -148,7 +149,7 @@ class WaveState:
     return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
 
   def _bits_of_three(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
-    """Applies v_bitop3: bit 4a + 2b + c of its table for the bits a, b, c of its operands."""
+    """Computes v_bitop3: bit number 4a + 2b + c of the instruction's table, where a, b and c are bits of its operands."""
     a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
     found = re.search(r"bitop3:(\w+)", x.args)
     if a is None or b is None or c is None or found is None: return None
@@ -165,11 +166,11 @@ class WaveState:
 
   @property
   def known_active(self) -> bool:
-    """Whether some lane is known to be active."""
+    """Whether at least one lane is known to be active."""
     return (mask := self.masks.get("exec")) is not None and bool(mask.any())
 
   def bank_cycles(self, x:Instruction) -> int|None:
-    """Cycles of the LDS banks for an access; None if an address is not known."""
+    """Returns the cycles that the LDS banks need for an access, or None if an address is not known."""
     if x.kind not in ("lds_read", "lds_write"): return None
     parts = _followed(x.text)[0].operands
     address = self._operand(parts[0 if x.kind == "lds_write" else 1].split()[0])
@@ -186,7 +187,7 @@ class WaveState:
     return sum(use.cycles for use in counter.uses.values())
 
 def bank_cycles_of(trip:Sequence[Instruction], state:WaveState) -> list[int|None]:
-  """LDS bank cycles of each instruction of a trip, beginning with the registers in `state`."""
+  """Returns the LDS bank cycles of each instruction of a trip, which begins with the registers in `state`."""
   found = []
   for x in trip:
     found.append(state.bank_cycles(x))

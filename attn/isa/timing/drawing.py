@@ -1,4 +1,5 @@
-"""Draws the picture of a trip or two: a row for each wave of a workgroup, and in it a lane for each unit and one for what the wave waits for."""
+"""Draws one or two trips as a picture: for each wave of a workgroup a row, which has a lane for each unit and one lane for what the wave waits
+for."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ _LANE, _GAP, _LEFT, _TOP, _WIDTH, _SHOWN = 7, 12, 120, 56, 1500, 2
 
 @dataclass(frozen=True)
 class _Bar:
-  """A span of cycles in a lane of a wave's row. The lane after those of the units shows waits."""
+  """A span of cycles in a lane of a wave's row. The row's last lane, behind the lanes of the units, shows waits."""
   wave: int
   lane: int
   begin: float
@@ -40,11 +41,11 @@ def _window(loop:LoopTiming, trips:int) -> tuple[int, int]:
   return (starts[0], starts[min(trips, len(starts) - 1)]) if len(starts) > 1 else (loop.run.begin, loop.run.end)
 
 def _shown(loop:LoopTiming) -> list[int]:
-  """The waves of the first workgroup, sorted by SIMD, which the picture shows."""
+  """Returns the waves that the picture shows: the waves of the first workgroup, sorted by SIMD."""
   return sorted((i for i, w in enumerate(loop.run.waves) if w.group == 0), key=lambda i: (loop.run.waves[i].simd, i))
 
 def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
-  """The picture as SVG."""
+  """Draws the picture as SVG text."""
   shown, (begin, end) = _shown(loop), _window(loop, trips)
   height, scale = len(LANES)*_LANE + _LANE + _GAP, (_WIDTH - _LEFT - 20)/(end - begin)
   title = f"{timing.name} on {timing.chip.name}: {loop.cycles:.0f} cycles a trip, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)"
@@ -70,11 +71,11 @@ def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
   return drawing.svg()
 
 def draw_svg(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> None:
-  """Writes the picture as SVG."""
+  """Writes the picture to an SVG file."""
   path.write_text(svg_of(timing, loop, trips), encoding="utf-8")
 
 def draw_png(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> None:
-  """Writes the picture as PNG. Raises SystemExit with what to install if matplotlib is missing."""
+  """Writes the picture to a PNG file. Raises SystemExit, with a message that says what to install, if matplotlib is not installed."""
   with needs("bench", "a PNG of it", __name__):
     from matplotlib.figure import Figure as Canvas
   shown, (begin, end) = _shown(loop), _window(loop, trips)

@@ -1,14 +1,15 @@
 """Predicts the time of a problem on a card from the cycles of a trip. A prediction, not a measurement.
 
-A workgroup's time is its trips and what it does before and after them. Compute units take workgroups as they become free, and the busiest compute
-unit decides, at a given clock. Trips of several workgroups on one compute unit overlap; the cycles of a trip include that, for they are for all of
-them at once. Two bounds on the data that is moved stand beside that, and the longest of the three times counts:
+A workgroup's time is the time of its trips and of its code before and after them. A compute unit gets a new workgroup when it has finished one, and
+the busiest compute unit determines the compute time, at a given clock. Trips of several workgroups on one compute unit overlap: the cycles of a trip
+are those in which all these workgroups make one trip. The prediction is the longest of three times: the compute time, and two lower bounds from the
+data that is moved:
 
   memory  every tensor once, at the memory's bandwidth
-  L2      everything that workgroups read (the rows that each walks over, and its own rows) at the rate of the L2 caches: with half as many own rows,
-          a workgroup reads twice the bytes per result
+  L2      everything that workgroups read (the rows that each walks over, and its own rows) at the rate of the L2 caches. A
+          workgroup with half as many own rows reads twice the bytes per result
 
-How much of the L2 traffic comes from memory lies between the two, and is not modelled."""
+The bytes that really come from memory lie between these two numbers of bytes. They are not modelled."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from attn.problem import BYTES, Problem, Shapes
 
 @dataclass(frozen=True)
 class Division:
-  """How a kernel divides a problem: the rows that a workgroup owns, and the rows that it walks over in a trip."""
+  """How a kernel divides a problem: the rows that each workgroup owns, and the rows that it walks over in a trip."""
   own: int
   walked: float
   keys: bool = False                     # a workgroup owns keys, and walks over the queries of every head that shares them
@@ -31,7 +32,7 @@ class Division:
   splits: int = 1                        # workgroups that share the trips of a block of own rows
 
   def tensors(self, p:Problem) -> Shapes:
-    """The tensors that the kernel reads and writes."""
+    """Tensors that the kernel reads and writes."""
     if self.products == PRODUCTS: return arguments(p)
     return dkdv_arguments(p) if self.keys else dq_arguments(p)
 
@@ -54,17 +55,18 @@ class Prediction:
   def tflops(self) -> float: return self.flops/self.seconds/1e12
 
 def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
-  """Number of workgroups, each with `own` rows: queries of `heads` heads, or keys."""
+  """Number of workgroups if each owns `own` rows: queries of `heads` heads, or keys."""
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Rows that a workgroup with `own` rows walks over in a trip, from the scores that a wave computes."""
+  """Rows that a workgroup with `own` rows of its own walks over in a trip. This number follows from the number of scores that a wave computes."""
   assert timing.loops[0].scores is not None
   return timing.loops[0].scores*timing.waves/own
 
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
-  """The trips of each block of own rows of one head: for queries, over the keys that they see; for keys, over the queries that see them."""
+  """Trips of each block of own rows, for one head. If a block owns queries, it makes trips over the keys that these queries see. If a block owns
+  keys, it makes trips over the queries that see these keys."""
   left, right = p.window
   mine, others = (p.Sk, p.Sq) if x.keys else (p.Sq, p.Sk)
   back, ahead, shift = (right, left, -p.offset) if x.keys else (left, right, p.offset)
@@ -78,20 +80,20 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def bytes_read(p:Problem, x:Division, trips:list[float], copies:int) -> float:
-  """Bytes that all workgroups read: rows of two tensors in each trip of each loop, and own rows of two tensors."""
+  """Bytes that all workgroups together read: in each trip of each loop the rows of two tensors, and once the own rows of two tensors."""
   row = (p.D + p.Dv)*p.itemsize
   own = p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits
   return sum(trips)*copies*x.walked*row*len(x.products) + p.B*own*row
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """The share of the chip's dense rate that the L2 caches can feed, on the card with the least L2 rate per compute unit. `row` is the size in
-  bytes of a row of each of two tensors together. At 1 or more, L2 does not slow the kernel."""
+  """Share of the chip's dense rate for which the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit. `row` is the
+  size in bytes of one row of both tensors together. If the share is 1 or more, L2 does not slow the kernel."""
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None) -> Prediction:
-  """Predicts the time of a problem on a card, at the given clock or the card's rated one."""
+  """Predicts the time of a problem on a card, at the given clock or by default at the card's rated clock."""
   clock = ghz or card.ghz
   if not clock: raise ValueError(f"the clock of {card.name} is not known: give it with --ghz")
   trips, copies = trips_of_blocks(p, x), p.B*(p.Hkv if x.keys else p.H//x.heads)

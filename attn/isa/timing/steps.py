@@ -1,8 +1,9 @@
 """Turns an instruction into what stepping needs: the unit that it holds and for how long, the earlier instructions that it waits for, and the cycles
 after which others may use its result.
 
-A trip is a straight line that repeats. So an instruction always waits for an instruction a fixed number of places earlier, in this trip or the one
-before, for a fixed number of cycles after that one's issue. Only s_waitcnt waits for the result of a load, as on the machine."""
+A trip is straight-line code that repeats. Therefore an instruction always depends on the instruction that is a fixed number of places earlier, in
+this trip or in the trip before. It issues a fixed number of cycles or more after the earlier instruction. Only s_waitcnt waits for the result of a
+load, as on the machine."""
 from __future__ import annotations
 import re
 from collections import Counter
@@ -28,7 +29,7 @@ _UNIT_OF_KIND = {
 
 @dataclass(frozen=True)
 class Dependence:
-  """The result of an earlier instruction that an instruction waits for."""
+  """Dependence of an instruction on the result of an earlier instruction."""
   back: int       # distance of the earlier instruction, in instructions
   latency: int    # cycles from its issue
   register: str   # one of the registers waited for
@@ -60,8 +61,8 @@ _DOT = re.compile(r"v_dot")
 def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
-  """Cycles from the issue of a producer, which holds the matrix unit for `cycles`, to the issue of an instruction that uses its result. `as_sum`:
-  that one only adds to the result."""
+  """Cycles from the issue of `producer`, which holds the matrix unit for `cycles`, to the issue of `consumer`, which uses the result. `as_sum` says
+  that the consumer only adds to this result."""
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:
     if user == Pipe.MATRIX and as_sum: return cycles + (m.matrix_sum.value if cycles <= 8 else 0)
@@ -75,13 +76,13 @@ def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool
   return m.vector.value + (m.slow.value - 4//m.turn.value if _is_slow(producer) and m.turn.value == 1 else 0)
 
 def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
-  """Cycles of the matrix unit. A shape without a row in the chip's table counts at the peak rate."""
+  """Cycles for which an instruction holds the matrix unit. A shape that the chip's table doesn't have is assumed to run at the peak rate."""
   shape, flops = matrix_shape(x.op)
   return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/chip.pipes.flops)))
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
-  """The results that each instruction of a trip (not the first trip) waits for: for each register that it reads, the last instruction that wrote
-  the register."""
+  """Results that each instruction of a trip waits for. The trip is not the first one. For each register that an instruction reads, this is the result
+  of the last instruction that wrote the register."""
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
@@ -103,8 +104,8 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Distances to the accesses that each instruction of a trip waits for, in the steady state. s_waitcnt waits for the accesses it names; an access
-  waits for those without which its counter would overflow."""
+  """Accesses that each instruction of a trip waits for, as distances in instructions, in the steady state. s_waitcnt waits for the accesses that its
+  numbers name. A memory access waits for earlier accesses if its counter would overflow otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):
@@ -157,8 +158,8 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """The steps of a trip. `bank_cycles` are the LDS bank cycles of each instruction, None if its addresses are not known. `taken` says for each
-  instruction whether it is a taken branch."""
+  """Makes the steps of a trip. `bank_cycles` are the LDS bank cycles of each instruction, None if the addresses of its access are not known. `taken`
+  says for each instruction whether it is a taken branch."""
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
     step = _step(x, chip, machine, banks)
@@ -170,7 +171,7 @@ def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|N
 _KNOWN = re.compile(r"[vs]_|ds_|buffer_|global_|flat_|scratch_")
 
 def unknown(trip:Sequence[Instruction], chip:Chip) -> Iterator[str]:
-  """Yields a line for each instruction that the model has no figures for, and what the model takes it for."""
+  """Yields a line for each instruction for which the model has no figures. The line says what the model assumes instead."""
   for (op, kind), n in Counter((x.op, x.kind) for x in trip).items():
     if not _KNOWN.match(op) or kind == "other": yield f"{op} ({n}): not known, counted as an instruction that only takes its place in the order"
     elif kind == "matrix" and matrix_shape(op)[0] not in chip.pipes.matrix:

@@ -1,4 +1,5 @@
-"""Times a kernel's hot loop: from assembly text to a prediction in cycles. The waves of a compute unit walk through the loop, and a trip is timed."""
+"""Times a kernel's hot loop. Assembly text goes in; a prediction in cycles comes out. The waves of a compute unit are stepped through several trips
+of the loop, and the time of a trip is measured."""
 from __future__ import annotations
 import math, re
 from bisect import bisect_right
@@ -19,7 +20,7 @@ MOST_ISSUES = 60000        # about the most instructions to step; a long loop ma
 
 @dataclass(frozen=True)
 class Stall:
-  """The wait of waves at one instruction, in the mean of a wave's trip."""
+  """Wait of the waves at one instruction, as a mean over the trips of a wave."""
   step: TripStep
   cycles: float      # delay after the cycle that the instruction before allowed
   idle: float        # part of the delay in which the SIMD's matrix unit was idle
@@ -60,14 +61,14 @@ class Timing:
   def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
   @property
   def share(self) -> float:
-    """The loops' matrix operations divided by what the chip's dense 16-bit rate allows in that time."""
+    """Matrix operations of the loops, divided by the operations for which the chip's dense 16-bit rate has time in these cycles."""
     rate = self.chip.pipes.flops*(2 if self.whole_processor else 1)
     return sum(x.flops for x in self.loops)*self.waves*self.groups/(self.cycles*rate)
 
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """A path from block `first` to before block `last` that falls through wherever it can; empty if there is none."""
+  """Finds a path from block `first` up to, but without, block `last`. At each branch the path falls through if it can. Empty if there is no path."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -87,7 +88,8 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """A wave's trip: the usual path, and the blocks that waves without an active lane jump over, if this wave is known to have an active lane."""
+  """Finds the path of a wave's trip: the usual path, and the blocks that waves without an active lane jump over. These blocks are included if this
+  wave is known to have an active lane."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -102,7 +104,7 @@ def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:
 def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
 
 def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
-  """Tells for each instruction of a path whether it is a taken branch. A `closed` path returns to its beginning."""
+  """Returns for each instruction of a path whether it is a taken branch. With `closed` the path ends with a jump to its beginning."""
   found = list[bool]()
   for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
     found += [False]*len(blocks[b].instructions)
@@ -121,8 +123,8 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Waves of a workgroup that pass a barrier before the loop which the others jump over: a block behind a branch that holds only the barrier. In
-  kernels with such a block it is half of the waves."""
+  """Number of waves of a workgroup that pass an additional barrier before the loop. The other waves jump over the block that holds only this barrier.
+  In kernels with such a block, half of the waves pass the barrier."""
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 
@@ -133,7 +135,7 @@ def _only_a_barrier(block:Block) -> bool:
 # ***** timing *****
 
 def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
-  """The waits of the waves that take the first wave's path, by instruction."""
+  """Waits at each instruction, over all waves that take the first wave's path."""
   same = [i for i, w in enumerate(found.waves) if w.steps is found.waves[0].steps or len(w.steps) == len(steps)]
   sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
   reasons: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -148,7 +150,7 @@ def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
   return tuple(sorted(rows, key=lambda s: (-s.idle, -s.cycles)))
 
 class _Busy:
-  """The spans in which a unit is in use; `idle` tells how long it is free between two cycles."""
+  """Spans of cycles in which a unit is in use. `idle` returns for how long the unit is free between two cycles."""
   def __init__(self, intervals:Sequence[tuple[int, int]]):
     self.starts, self.ends, self.sums = list[int](), list[int](), [0]
     for a, b in intervals:
@@ -163,13 +165,13 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """The share of the measured cycles in which the matrix units are in use."""
+  """Share of the measured cycles in which the matrix units are in use."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """The loop that half of a workgroup's waves takes instead of `loop`, or `loop` itself if there is none. The two have the same matrix work and
-  number of barriers, and neither leads to the other within a trip of a loop around both."""
+  """Finds the loop that half of a workgroup's waves run instead of `loop`; `loop` itself if there is no other loop. Two such loops have the same
+  matrix work and the same number of barriers. Neither loop leads to the other within one trip of a loop around both."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:
@@ -179,7 +181,7 @@ def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
   return next(others, loop)
 
 def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
-  """The blocks that paths from block `first` reach, avoiding the blocks `without`."""
+  """Finds the blocks that can be reached from block `first` without going through the blocks `without`."""
   found, stack = set[int](), [first]
   while stack:
     if (b := stack.pop()) not in found:
@@ -189,8 +191,8 @@ def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """Times a trip of a loop. `shape` is (workgroups, waves of a workgroup, SIMDs, waves behind). The second half of the waves takes the second loop
-  of `pair`, which mostly is the first one."""
+  """Times a trip of a loop. `shape` is (workgroups, waves of a workgroup, SIMDs, waves behind). The first half of the waves runs the first loop of
+  `pair`, the second half the second loop. In most kernels both are the same loop."""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
@@ -224,12 +226,12 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   return LoopTiming(label, found.cycles, _use(found), scores, flops, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
-  """Bank cycles of each access to LDS without a conflict; None for other instructions."""
+  """Bank cycles that each access to LDS would need without bank conflicts; None for other instructions."""
   rate = {"lds_read": chip.pipes.lds_read, "lds_write": chip.pipes.lds_write}
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
 def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
-  """Cycles of a workgroup alone from its beginning to the first loop, and from the last loop to its end."""
+  """Cycles of a workgroup, with no other on the compute unit, from its beginning to the first loop and from the last loop to its end."""
   first, last = loops[0], loops[-1]
   out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
   ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]

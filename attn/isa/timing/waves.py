@@ -1,10 +1,10 @@
 """Steps the waves of a compute unit through their trips together: which wave issues which instruction at which cycle, and why not earlier.
 
 An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since the one before, the results it
-needs are there, and the accesses it waits for are done. Then its unit has to be free, at a turn of its SIMD. If several waves could issue at the
-same cycle, the wave with the highest priority goes; among equals, the wave whose last issue is longest ago. So MFMAs of one wave and vector
-instructions of another delay neither wave, as was measured (attn/chips/machine.py, "coissue"). Units are held from the issue on. LDS and memory
-are held for as long as the data takes, in the order of issue."""
+needs are there, and the accesses it waits for are done. Then its unit has to be free, at a turn of its SIMD. If several waves could issue at the same
+cycle, the wave with the highest priority goes; among equals, the wave whose last issue is longest ago. So if one wave issues MFMAs and another wave
+vector instructions, neither wave delays the other. Measurements confirm this (attn/chips/machine.py, "coissue"). Units are held from the issue on.
+LDS and memory are held for as long as the data takes, in the order of issue."""
 from __future__ import annotations
 import heapq
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class Wave:
-  """One of the waves that are stepped."""
+  """One wave of those that are stepped together."""
   group: int                 # workgroup
   simd: int
   steps: Sequence[TripStep]      # the steps of a trip
@@ -38,7 +38,7 @@ class Issue:
 
 @dataclass
 class Run:
-  """The result of stepping."""
+  """The result of stepping waves through their trips."""
   waves: Sequence[Wave]
   trips: int                                             # measured trips of a wave, in the mean
   begin: int = 0                                         # cycle where measuring began
@@ -49,18 +49,18 @@ class Run:
 
   @property
   def cycles(self) -> float:
-    """Cycles in which every wave makes one trip, in the mean."""
+    """Cycles in which every wave makes one trip, as a mean over the measured trips."""
     return (self.end - self.begin)/self.trips
 
 class _Groups:
-  """The barriers of each workgroup."""
+  """The state of the barriers of each workgroup."""
   def __init__(self, waves:Sequence[Wave]):
     self.members = {g: [i for i, w in enumerate(waves) if w.group == g] for g in {w.group for w in waves}}
     self.arrived = [0]*len(waves)
     self.complete: dict[tuple[int, int], int] = {}      # (workgroup, number of a barrier) -> cycle when its last wave arrived
     self.parked: dict[int, int] = {}                    # wave -> number of the barrier it waits at
   def arrive(self, wave:int, group:int, now:int) -> list[int]:
-    """Notes a wave's arrival at a barrier, and returns the waves that it releases."""
+    """Records that a wave arrives at a barrier, and returns the waves that the barrier then releases."""
     self.arrived[wave] += 1
     nth = self.arrived[wave]
     if min(self.arrived[i] for i in self.members[group]) < nth: return []
@@ -68,8 +68,8 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Steps the waves until they have made `trips` trips in the mean, or with `every` until each wave has. What happens in the `first` trips is not
-  recorded. Workgroups begin `apart` cycles after one another."""
+  """Steps the waves until they have made `trips` trips on average, or with `every` until each wave has made `trips`. Nothing is recorded in the
+  `first` trips. Each workgroup begins `apart` cycles after the workgroup before it."""
   m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
