@@ -16,8 +16,8 @@ from attn.values import FLOATS
 
 @compound("rounded")
 def _rounded(c:Any, x:Value) -> Value:
-  """Returns x unchanged, NaN and infinities too. No compiler can know that, so none fuses the multiplication that makes x and the addition that
-  follows into a multiply-add, which would not round x."""
+  """Returns x unchanged, also if x is NaN or infinite. Compilers cannot see that x stays unchanged. Without this step they could fuse the
+  multiplication that makes x and the addition that follows into a multiply-add, which would not round x."""
   n = c.length(x)
   bounded = c.let("bounded", c.max(x, c.splat(c.number(LOWEST), n)))
   def element(i:int) -> Value: return c.select(c.number(LOWEST) < c.element(x, i), c.element(bounded, i), c.element(x, i))
@@ -29,8 +29,8 @@ def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]
 
 def _loaded(at:Fragment) -> list[UOp]:
-  """Loads the bias of each score and converts it to fp32. Beyond the end of the tensor it is zero. Where a mask will remove the score, it may be any
-  element of the tensor."""
+  """Loads the bias of each score and converts it to fp32. Beyond the end of the tensor the loaded bias is zero. For a score that a mask removes
+  later, the loaded bias may be any element of the tensor."""
   p, size, row, first = at.p, BYTES[at.p.bias_dtype], at.row, at.first
   shape = p.shapes["bias"][0]
   b, h, i, j = (math.prod(shape[d+1:]) if n > 1 else 0 for d, n in enumerate(shape))   # strides, 0 where the bias is broadcast

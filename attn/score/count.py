@@ -1,4 +1,5 @@
-"""Hides columns beyond the last key or query of a sequence: the rest of a larger tensor, or of a last tile that is not full."""
+"""Hides columns beyond the last key or query of a sequence. Such columns exist if the tensor is larger than the sequence, or if the last tile is not
+full."""
 from __future__ import annotations
 from typing import Any
 from attn.problem import Problem

@@ -1,4 +1,5 @@
-"""Mask rows. A mask leaves each row an interval of columns: each query some keys, or seen from the other side each key some queries."""
+"""Definition of a mask: it leaves each row an interval of columns. Each query sees an interval of keys, and each key is seen by an interval of
+queries."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from attn.tinygrad_compat import Tensor, UOp
 
 @dataclass(frozen=True)
 class Walk:
-  """A workgroup's walk: over the keys if it owns queries, or over the queries if it owns keys. Its own are called rows, and there are `own` of them.
-  What it walks over are called columns, and there are `count` of them. The place of a key is its number. The place of a query is its number plus the
-  offset of the problem. A query and a key with the same place meet on the diagonal."""
+  """A workgroup's walk: over keys if it owns queries, or over queries if it owns keys. The workgroup owns `own` rows, and walks over `count` columns:
+  rows are queries and columns are keys, or the reverse. The place of a key is its number. The place of a query is its number plus the offset of the
+  problem. A query and a key with the same place meet on the diagonal."""
   p: Problem
   over: str            # "keys" or "queries"
   offset: int|UOp      # from the number of a row to the column where the diagonal meets it
@@ -28,8 +29,8 @@ class Walk:
     return row + self.offset
 
 class Interval(NamedTuple):
-  """First and last column that a row sees. None: the mask hides nothing on that side. Neither of them falls from one row to the next. An int is the
-  same for all rows."""
+  """First and last column that a row sees. None: the mask hides nothing on that side. From one row to the next, neither number becomes smaller. An
+  int holds for all rows."""
   first: Any = None
   last: Any = None
 
@@ -37,24 +38,26 @@ SeenColumns = Callable[[Walk, Any], Interval]      # of a row: a UOp, or a Tenso
 PlainMask = Callable[[Problem, Positions], Tensor|None]
 
 def by_places(seen:SeenColumns) -> PlainMask:
-  """Makes the plain form of a mask that depends on places alone: whether a query sees a key, None if it sees all."""
+  """Makes a mask's form in tensor operations from `seen`, for a mask that depends on places alone. This form says whether a query sees a key; None:
+  every query sees every key."""
   def sees(p:Problem, at:Positions) -> Tensor|None:
     first, last = seen(Walk(p, "keys", 0, p.Sk, p.Sq), at.query)
     return both_hold(None if first is None else at.key >= first, None if last is None else at.key <= last)
   return sees
 
 def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
-  """Joins two conditions. None always holds."""
+  """Joins two conditions into the condition that both hold. None stands for a condition that always holds."""
   return y if x is None else x if y is None else x & y
 
 @dataclass(frozen=True)
 class Mask:
   """One row of the table of masks. All code that computes with masks reads it.
 
-  seen: interval of columns of a row. It decides which tiles are walked over, which of them need no mask, and the limits in a fragment
-  plain: the same in tensor operations
-  moves: whether it hides the same pairs if queries and keys are both counted from another place. Devices that share a sequence count them so
-  """
+    seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel walks over, which of these tiles need no mask,
+      and which columns of a fragment are hidden
+    plain: the mask in tensor operations
+    moves: whether the mask hides the same pairs if queries and keys are both counted from another row. Devices that share a sequence count rows from
+      their own first one"""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns
   plain: PlainMask

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """Interval that each mask leaves to a row."""
+  """Interval of columns that each mask leaves to a row."""
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
@@ -24,7 +24,7 @@ def first_seen(walk:Walk, row:UOp) -> UOp|None:
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """Last column that each mask leaves to a row. The row COUNT always has one."""
+  """Last column that each mask leaves to a row. The list is never empty, because the mask COUNT always has a last column."""
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
@@ -34,12 +34,13 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def hides_some(walk:Walk, columns:int) -> bool:
-  """Whether a mask may hide something in a tile of `columns` columns."""
+  """Whether a mask may hide scores of a tile of `columns` columns."""
   return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 
 class Hiding(NamedTuple):
-  """Masks that hide keys before the first key that a query sees, and masks that hide keys after the last one. The end of the keys is no mask here."""
+  """Masks that hide keys before the first key that a query sees, and masks that hide keys after the last key that a query sees. COUNT, the end of the
+  keys, does not count as a mask here."""
   before: tuple[Mask, ...]
   after: tuple[Mask, ...]
 
@@ -49,15 +50,17 @@ def hiding(p:Problem) -> Hiding:
   return Hiding(tuple(mask for mask, x in found.items() if x.first is not None), tuple(mask for mask, x in found.items() if isinstance(x.last, UOp)))
 
 def told(p:Problem, masks:tuple[Mask, ...]) -> str:
-  """Fields of a problem that these masks read, with their values."""
+  """Text with the fields of a problem that the given masks read, and the values of these fields."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError for a mask that depends on more than the distance of query and key. Devices that share rows call it."""
+  """Raises NotImplementedError for a mask that depends on more than the distance of query and key. Devices that share rows cannot compute such a
+  mask."""
   if fixed := tuple(mask for masks in hiding(p) for mask in masks if not mask.moves):
     raise NotImplementedError(f"{told(p, fixed[:1])} with rows that devices share: each device counts keys from its own first one, and the "
                               "mask needs their places in the whole sequence; shard q, k and v along batch or heads instead")
 
 def plain_masks(p:Problem) -> Callable[[Positions], Tensor|None]:
-  """Masks of a problem in tensor operations: whether a query sees a key, None if it sees all."""
+  """Returns a function that applies all masks of a problem in tensor operations. The function says whether a query sees a key; None: every query sees
+  every key."""
   return lambda at: functools.reduce(both_hold, [mask.plain(p, at) for mask in SCORE_MASKS])

@@ -14,7 +14,8 @@ LOG2E, LN2 = math.log2(math.e), math.log(2)
 
 @dataclass(frozen=True)
 class Row:
-  """A query of one head, or a key where lanes own keys. `there` says whether the row exists: the last block may reach beyond the last row."""
+  """A query of one head, or a key of one head if lanes own keys. `there` says whether the row exists: the last block may reach beyond the last
+  row."""
   batch: UOp
   head: UOp
   index: UOp
@@ -22,18 +23,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Unit:
-  """Unit of a score: a score of 1 is `natural` in natural logarithms, and `base2` in base-2 logarithms."""
+  """Unit of a score: a score of 1 in this unit is `natural` in natural logarithms, and `base2` in base-2 logarithms."""
   natural: float
   base2: float
   @property
   def of_natural(self) -> float:
-    """The score in this unit that is 1 in natural logarithms."""
+    """Score in this unit that equals a score of 1 in natural logarithms."""
     return LOG2E/self.base2
 
 BASE2, NATURAL = Unit(LN2, 1.0), Unit(1.0, LOG2E)
 
 def raw_unit(p:Problem) -> Unit:
-  """Returns the unit of Q K^T. It includes softmax_scale, which therefore takes no instruction of its own."""
+  """Returns the unit of Q K^T. The unit includes softmax_scale, so no instruction multiplies scores by softmax_scale alone."""
   return Unit(p.softmax_scale, p.softmax_scale*LOG2E)
 
 def changed(x:list[UOp], unit:Unit, to:Unit) -> list[UOp]:
@@ -66,7 +67,8 @@ class Fragment:
 @dataclass(frozen=True)
 class Positions:
   """Positions of queries and keys in their sequences, as tensors. `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) says which keys exist for a
-  query; None: all keys. `query` (.., Sq, 1) is counted such that a causal query sees the keys up to its own position. `key` is (1, Sk)."""
+  query; None: all keys exist. `query` (.., Sq, 1) counts queries such that a causal query sees the keys up to its own position. `key` has the shape
+  (1, Sk)."""
   belongs: Tensor|None
   query: Tensor
   key: Tensor
@@ -76,7 +78,7 @@ class Positions:
 # ***** terms *****
 
 class TermRegisters(IntEnum):
-  """Registers that a term takes besides the scores, from few to many."""
+  """Amount of registers that a term takes besides the scores, in ascending order."""
   FEW = 0        # one or two numbers
   COLUMNS = 1    # a number for each column
   SCORES = 2     # a number for each score
@@ -89,19 +91,19 @@ TermDerivative = Callable[[list[UOp], list[UOp], Fragment, Unit], list[UOp]]
 PlainTerm = Callable[[Tensor, Problem, Positions, Mapping[str, Tensor]], Tensor]
 
 def one(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
-  """Returns the derivative, 1, of a term that adds to a score. Kernels leave out the product with it."""
+  """Returns 1, the derivative of a term that only adds to a score. Kernels leave out the product with this derivative."""
   return [ops.splat(1.0, ops.length(x)) for x in after]
 
 def tensor_as_given(name:str, t:Tensor) -> Tensor: return t
 
 @dataclass(frozen=True)
 class TermTensor:
-  """An optional tensor of Problem that a term reads. `given` has its name, axes and dtypes. Along an axis of size 1 all scores share its elements.
+  """An optional tensor of Problem that a term reads. `given` holds its name, axes and dtypes. Along an axis of size 1 all scores share the tensor's
+  elements.
 
-  summed: whether a kernel computes its gradient: the gradient of the scores after the term, summed over the axes that the tensor lacks. A problem has
-    at most one such tensor. tinygrad computes the gradients of other tensors
-  taken: converts a caller's tensor to the form that kernels take, or raises ValueError
-  """
+    summed: whether a kernel computes the gradient of the tensor: the gradient of the scores after the term, summed over the axes that the tensor
+      lacks. A problem has at most one such tensor. tinygrad computes the gradients of other tensors
+    taken: converts a caller's tensor to the form that kernels read, or raises ValueError"""
   given: TensorOfTerm
   summed: bool = False
   taken: Callable[[str, Tensor], Tensor] = tensor_as_given
@@ -112,7 +114,7 @@ class TermTensor:
   @property
   def dtypes(self) -> tuple[str, ...]: return self.given.dtypes
   def dimension(self, axis:str) -> int|None:
-    """Returns the dimension of an axis in a tensor that has all axes. None: the tensor has no such axis."""
+    """Returns the dimension of an axis in a tensor that has all axes. None if the tensor has no such axis."""
     return self.axes.index(axis) if axis in self.axes else None
   def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
     """Returns the axis of each dimension of a tensor of this shape, None for a dimension of size 1."""
@@ -122,10 +124,9 @@ class TermTensor:
 class ScoreTerm:
   """One row of the table of terms. All code that computes with terms reads it.
 
-  derivative: None if the backward kernels have no derivative of the term: then tinygrad differentiates `plain`
-  differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
-  placed: whether the term depends on how far a query and a key are apart in their sequence
-  """
+    derivative: computes the derivative in the backward kernels. None: they cannot, and tinygrad differentiates `plain`
+    differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
+    placed: whether the term depends on how far a query and a key are apart in their sequence"""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
   derivative: TermDerivative|None

@@ -18,7 +18,7 @@ def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
   return tuple(term for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
-  """Returns the most registers that a term of a problem takes. None without terms."""
+  """Returns the largest amount of registers that a term of a problem takes, as `TermRegisters`. None if the problem has no terms."""
   return max((term.registers for term in score_terms(p)), default=None)
 
 def crowded(p:Problem) -> bool:
@@ -26,7 +26,7 @@ def crowded(p:Problem) -> bool:
   return heaviest(p) == TermRegisters.SCORES
 
 def goes_by_distance(p:Problem) -> bool:
-  """Says whether a term of a problem depends on how far a query and a key are apart. The window does not count."""
+  """Says whether a term of a problem depends on how far a query and a key are apart. A window is a mask and not a term, so it does not count."""
   return any(term.placed for term in score_terms(p))
 
 def varies(p:Problem) -> bool:
@@ -39,17 +39,18 @@ def check_differentiable(p:Problem) -> None:
     if not term.differentiable: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: it has no derivative, so attention has no gradient")
 
 def check_derivatives(p:Problem) -> None:
-  """Raises NotImplementedError for a term whose derivative the backward kernels don't have."""
+  """Raises NotImplementedError for a term whose derivative the backward kernels cannot compute."""
   check_differentiable(p)
   for term in score_terms(p):
     if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels have no derivative of it")
 
 def has_sum(p:Problem) -> bool:
-  """Says whether a term of a problem has a tensor whose gradient a kernel sums."""
+  """Says whether a term of a problem reads a tensor whose gradient is a sum that a kernel computes."""
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
 
 def summed_term(p:Problem) -> ScoreTerm:
-  """Returns the term whose tensor's gradient a kernel sums. A problem has at most one, and must have one here."""
+  """Returns the term whose tensor has a gradient that a kernel sums. A problem has at most one such term. This function needs a problem that has
+  one."""
   found, = (term for term in score_terms(p) if any(tensor.summed for tensor in term.tensors))
   return found
 

@@ -18,7 +18,8 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class BiasShare:
-  """Division of a bias over workgroups, and what each workgroup walks over to sum its block."""
+  """Division of the gradient of a bias over workgroups: the block that each workgroup owns, and the batches, heads, queries and keys that it walks
+  over to sum this block."""
   p: Problem
   block_m: int
   block_n: int
@@ -29,7 +30,8 @@ class BiasShare:
     return self.p.extras[summed_tensor(self.p).name]
   @property
   def broadcast(self) -> tuple[bool, ...]:
-    """Whether all batches, all heads, all rows and all keys share one bias: True where the bias has size 1 and there are several of them."""
+    """Whether all batches, all heads, all queries and all keys share one bias: four bools. Each is True if the bias has size 1 along this axis and
+    the problem has a larger size."""
     return tuple(size == 1 and n > 1 for size, n in zip(self.tensor[0], (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
   @property
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
@@ -58,7 +60,7 @@ class BiasShare:
   def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether there is nothing to sum, so that each tile of dS is stored unchanged."""
+    """Whether no elements of dS are summed, so that each tile of dS is stored unchanged."""
     return not any(self.broadcast)
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
@@ -94,12 +96,12 @@ class BiasPart:
 
   @property
   def first_place(self) -> Grid:
-    """Grid position of the part's only trip, or of the first of all trips."""
+    """Grid position of the part's only trip. If a part has several trips, the grid position of trip 0."""
     return self.grid_of_trip(self.part if self.one_trip else UOp.const(0))
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """The number of this part's first trip, and how many trips the part has."""
+    """Number of the first trip of this part, and number of trips of this part."""
     trips = self.share.trips
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
     each = ceildiv(trips, self.parts)
@@ -114,14 +116,15 @@ class BiasPart:
 
   def walked(self, group:Workgroup) -> Blocks:
     """Returns the tiles of keys that a trip walks over: the tiles that its queries see. In a loop over `uneven` trips, returns all tiles that may
-    exist, all of them masked."""
+    exist and treats all of them as masked."""
     if self.one_trip or not self.share.uneven: return group.walked
     none = UOp.const(0)
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)
 
   # ***** the stores *****
   def row_start(self, row:Row) -> UOp:
-    """Returns the flat index at which a row of the bias begins, or the one row that all queries share."""
+    """Returns the flat index, in the gradient of the bias, at which a row begins. If all queries share one row, returns the index of this shared
+    row."""
     batches, heads, rows, keys = self.share.tensor[0]
     batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else row.index))*keys

@@ -1,5 +1,5 @@
 """Steps from scores and dP to P and dS. They need three numbers of each query: its lse, its delta, and with wide scores also lse_rest, the part of
-the lse that rounding to fp32 lost."""
+the lse that was lost by rounding to fp32."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Sequence
@@ -26,34 +26,36 @@ PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of pass
 
 @dataclass(frozen=True)
 class Exponent:
-  """Numbers that turn scores into P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) where there is `high`. They are scalars,
-  or vectors of the same length as the scores. With dropout P is as large as forward has it at a kept score: 1/(1 - dropout_p) times the weight.
+  """Numbers that turn scores into P: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a `high`. The numbers are
+  scalars, or vectors of the same length as the scores. With dropout P is 1/(1 - dropout_p) times the weight, which is the P of forward at a kept
+  score.
 
-  For natural scores `high`, the lse, is subtracted first, because that difference is exact where it matters. With wide scores `low` then holds what
-  the lse lost to rounding."""
+  For natural scores `high` is the lse. It is subtracted first, because the difference is exact where score and lse are close. With wide scores `low`
+  then holds the part of the lse that was lost by rounding."""
   low: UOp|None
   high: UOp|None = None
 
   @staticmethod
   def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Exponent:
-    """Makes the exponent from an lse, and with wide scores from `rest`, what the lse lost to rounding. A query that sees no key gets P = 0."""
+    """Makes the exponent from an lse, and with wide scores also from `rest`, the part of the lse that was lost by rounding. A query that sees no key
+    gets P = 0."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
     if rest is not None: return Exponent(low(ops.mul(rest, -LOG2E)), reference(log_sum))
     return Exponent(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Exponent], join:Callable[..., UOp]) -> Exponent:
-    """Joins several exponents into one: `join` takes their `low` numbers, then their `high` numbers."""
+    """Joins several exponents into one: `join` joins their `low` numbers, and then their `high` numbers."""
     return Exponent(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def numbers(self) -> list[UOp]:
-    """Lists those of `high` and `low` that exist."""
+    """Lists `high` and `low`, without a number that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Exponent:
-    """Applies `change` to `low` and to `high`."""
+    """Returns the exponent with `change` applied to `low` and to `high`."""
     return Exponent.joined([self], change)
   def where(self, there:UOp) -> Exponent:
-    """Makes P 0 for a query that does not exist (`there` is false)."""
+    """Returns the exponent, changed so that P is 0 for a query that does not exist (`there` is false)."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
@@ -62,27 +64,29 @@ class Exponent:
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_numbers(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists the numbers of a query that a kernel which owns keys puts into shared memory: `low` of its exponent, `scaled_delta`, and `high` of its
-  exponent if there is one."""
+  """Lists the numbers of a query that a kernel stores in shared memory, if the kernel owns keys: `low` of the exponent, `scaled_delta`, and `high` of
+  the exponent if it is not None."""
   exponent = Exponent.of(p, log_sum, *rest)
   return [x for x in (exponent.low, scaled_delta(delta, p), exponent.high) if x is not None]
 
 def kinds_of_exponents(p:Problem) -> range:
-  """Returns which of the numbers that `shared_numbers` lists make the exponent: all but the second, delta."""
+  """Returns the positions, in the list of `shared_numbers`, of the numbers that belong to the exponent: all positions but the second, which is
+  delta's."""
   return range(0, len(numbers_of_queries(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
-  """Returns -delta. With dropout returns -delta*(1 - dropout_p), because the P that it is multiplied by is 1/(1 - dropout_p) times as large."""
+  """Returns -delta, or with dropout -delta*(1 - dropout_p). With dropout delta is multiplied by a P that is 1/(1 - dropout_p) times as large as the
+  weight."""
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
-  """Returns what the accumulators of dP begin with: -delta; or 0 with dropout, which drops elements of dP but not delta."""
+  """Returns the values with which the accumulators of dP begin: -delta, or with dropout 0. Dropout drops elements of dP, but must not drop delta."""
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 @dataclass(frozen=True)
 class Weights:
-  """P of a lane's scores. P and dS are both multiplied by rows of tensors, so both must be exactly 0 where a query does not see a key, whatever
-  numbers the two rows hold: `visible` clears a vector there."""
+  """P of a lane's scores. P and dS are multiplied by rows of tensors, which may hold any numbers. P and dS must therefore be exactly 0 where a query
+  does not see a key: `visible` sets elements of a vector to 0 there."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   visible: Callable[[list[UOp]], list[UOp]]
@@ -107,21 +111,22 @@ def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]]
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
-  """Returns the reference in P = exp(score - reference) from an lse: inf for a query that sees no key, so that its P is 0."""
+  """Returns the reference in P = exp(score - reference), given an lse. For a query that sees no key the reference is inf, so its P is 0."""
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def exponent_of(group:Workgroup, row:Row) -> Exponent:
-  """Loads the numbers of a query of the workgroup and makes its exponent."""
+  """Loads the lse (and lse_rest) of a query and makes the query's exponent."""
   return Exponent.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
 def exact_exponent(p:Problem, log_sum:UOp, *rest:UOp) -> Exponent:
-  """Makes the exponent for natural scores from an lse, and from `rest` (what the lse lost to rounding) where there is one."""
+  """Makes the exponent for natural scores from an lse and, if it is given, from `rest`, the part of the lse that was lost by rounding."""
   return Exponent.of(p, log_sum, *rest) if rest else Exponent(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P of raw scores, by `natural` scores that are rounded as forward rounds them. Their differences from the lse are then rounded alike,
-  too: where one key dominates a row, its difference is exactly 0. The maximum with LOWEST changes no value. It keeps compilers from a multiply-add,
-  which would not round the scores. With wide scores it is not needed, because the last step is the addition of a bias."""
+  """Computes P from raw scores by way of `natural` scores, which are rounded as forward rounds them. Their differences from the lse are therefore
+  rounded as in forward, too: if one key dominates a row, its difference is exactly 0. The maximum with LOWEST changes no value. It keeps compilers
+  from a multiply-add, which would not round the scores. Wide scores do not need this maximum, because the last step that makes them is the addition
+  of a bias."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Exponent) -> UOp:
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))
@@ -131,34 +136,35 @@ def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Ro
   return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), exponents)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta from a dP that began with `dp_start`. With dropout, first drops the elements of dP whose weights are dropped."""
+  """Returns dP - delta from a dP whose accumulators began with `dp_start`. With dropout, first sets the elements of dP to 0 whose weights are
+  dropped."""
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], added:ScoreTerm|None=None) -> list[UOp]:
-  """Computes dS = P * (dP - delta), the gradient of raw scores without the factor softmax_scale. `dp` is the second factor, dP - delta. With `added`,
-  computes the gradient of what that term adds to the scores."""
+  """Computes dS = P * (dP - delta), the gradient of raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. With a term
+  `added`, computes instead the gradient of the value that this term adds to a score."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if added is None or name in terms_after(added): ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
-  """Multiplies elements of a row of a gradient by a factor. Returns exactly 0 where the row is not `known`, whatever x is there. `known` is None
-  where only known rows are stored."""
+  """Multiplies elements `x` of a row of a gradient by a factor. If the row is not `known`, returns exactly 0, whatever numbers `x` holds. `known` is
+  None if only known rows are stored."""
   if known is None: return ops.mul(x, factor)
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class NumbersOfRows:
-  """The numbers of each query (`numbers_of_queries`) in global memory."""
+  """The numbers of each query in global memory, such as lse and delta: the tensors that `numbers_of_queries` names."""
   each: tuple[GlobalRows, ...]
   in_units = True
   def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class RowNumbers(InLds):
-  """The `shared_numbers` of each query of a tile, in LDS. Their order is the order in which lanes hold the queries as elements of C, so that the
-  numbers of one lane lie side by side."""
+  """The `shared_numbers` of each query of a tile, in LDS. The queries have the order in which lanes hold them as elements of C. The numbers for one
+  lane therefore lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
@@ -173,7 +179,7 @@ class RowNumbers(InLds):
   def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
-    """Lists this as pieces of one item per thread: a thread has only one item."""
+    """Returns a list with only this object. Each thread copies a single item, so nothing is divided."""
     return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:
@@ -188,7 +194,7 @@ class RowNumbers(InLds):
             for i, x in enumerate(shared_numbers(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Exponent], list[UOp]]:
-    """Loads (exponents, `scaled_delta`) for a lane's column of C fragments."""
+    """Loads (exponents, `scaled_delta`) of the queries in a lane's column of C fragments."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units

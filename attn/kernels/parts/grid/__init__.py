@@ -1,1 +1,1 @@
-"""The part of a problem that a workgroup has: its tensors, its heads and its rows."""
+"""The part of a problem that a workgroup computes: its tensors, its heads and its rows."""

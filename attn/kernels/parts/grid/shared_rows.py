@@ -1,4 +1,5 @@
-"""Kernels whose waves share the rows of O: each wave has some columns of O, and computes the scores of some queries and some keys of each trip."""
+"""Parts of kernels whose waves share the rows of O: each wave holds some columns of O, and computes the scores of some queries and some keys of each
+trip."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
@@ -8,7 +9,8 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """A wave's part of the work on `row_tiles` matrix tiles of queries and `block_n` keys, which are divided into `key_parts` parts."""
+  """A wave's part of the scores of a trip. The workgroup has `row_tiles` matrix tiles of queries and `block_n` keys. The keys are divided into
+  `key_parts` parts."""
   wave: UOp
   row_tiles: int
   block_n: int
@@ -26,13 +28,14 @@ class Share:
     """Number of the part of a trip's keys whose scores this wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns this wave's scores from the scores of the workgroup. The wave's tile in trip t has the number `tile_number(t)`."""
+    """Returns the workgroup's scores, restricted to this wave's part of the keys. In trip t, this part is the tile with the number
+    `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Numbers of `rows` rows that waves exchange through LDS, in fp32."""
+  """Numbers in LDS that waves exchange: fp32, with one number of each kind for each of `rows` rows."""
   buffer: UOp       # in units of 16 bytes
   rows: int
   base: UOp|int = 0

@@ -33,11 +33,11 @@ def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, 
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 def of_backward(p:Problem) -> Problem:
-  """Returns the problem whose forward writes all that backward reads: the lse, and with wide scores lse_rest."""
+  """Returns the problem whose forward kernel writes everything that the backward kernels read: the lse, and with wide scores lse_rest."""
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """Selects lse, and lse_rest where there is one, from tensors by name."""
+  """Returns the tensors lse and, if it exists, lse_rest, given a mapping of tensors by name."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
@@ -62,7 +62,7 @@ def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def too_wide(p:Problem) -> str|None:
-  """Says why the rows of a problem are too long for a kernel that holds a row of O in registers. Returns None where they are not."""
+  """Says why the rows of a problem are too long for a kernel that holds a row of O in registers. None: they are short enough."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
 
@@ -85,13 +85,14 @@ def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
     if nbytes > MAX_RECORDS: raise NotImplementedError(f"{name}: {what} reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
 
 def check_problem(p:Problem, tile:BlockTile) -> None:
-  """Raises ValueError where the number of splits is not chosen yet, and NotImplementedError where `check_range` does."""
+  """Raises ValueError if the number of splits is not chosen yet, and NotImplementedError if a tensor is too large (`check_range`)."""
   if p.num_splits == 0: raise ValueError("num_splits=0: a kernel needs a number of splits, at least 1; splits.resolve chooses one")
   check_range(p, tile)
 
 def check_backward(p:Problem, tile:BlockTile) -> None:
-  """Raises NotImplementedError where the backward kernels cannot compute the gradient of a problem: splits, values that are part of the keys, views
-  of a cache, a number of keys that is a Variable, terms without a derivative, and tensors beyond what a buffer descriptor addresses."""
+  """Raises NotImplementedError if the backward kernels cannot compute the gradient of a problem. They support no splits, no values that are part of
+  the keys, no views of a cache, no number of keys that is a Variable, no terms without a derivative, and no tensors that are larger than a buffer
+  descriptor addresses."""
   if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels have keys and values apart")
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the backward kernels take num_splits=1 only, whatever forward has")
   for name in ("k_view", "kv_starts"):

@@ -24,7 +24,7 @@ CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should s
 
 @dataclass(frozen=True)
 class Grid:
-  """Division of the work: heads and blocks of queries over the grid, lanes and waves over a workgroup's threads."""
+  """Division of a problem: heads and blocks of rows over the grid, lanes and waves over a workgroup's threads."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # number of the workgroup's head, or group of heads, among all that are computed
@@ -51,15 +51,16 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the group has as many heads as the
-  cache holds. Where queries come in two pieces, the grid goes over one piece after the other, so that no block with many keys runs last."""
+  cache holds K and V of, else one head. If queries come in two pieces, the grid goes over one piece after the other, so that no block with many keys
+  runs last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the group has as many heads
-  as the cache holds the queries of."""
+  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the group has as many
+  key/value heads as the cache holds the queries of, else one."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
@@ -82,25 +83,25 @@ def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   return dict(zip(names, args))
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Returns a range over `parts` parts in a tuple, or an empty tuple where there is at most one part."""
+  """Returns a tuple with a range over `parts` parts of a sum, or an empty tuple if there is at most one part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the number of the workgroup's part: None where a sum is not left in parts, 0 where it is left in one part."""
+  """Returns the number of the part of a sum that this workgroup computes: None if the sum is not left in parts, 0 if it is left in a single part."""
   return None if not parts else split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:
-  """Rows of a workgroup that owns queries: those of `first` to `last` that lie before `end`. The tensor has some of a sequence's queries only where
-  devices share it: then these rows stand `further` queries later in their sequence than in the tensor."""
+  """Rows of a workgroup that owns queries: the rows from `first` to `last` that lie before `end`. If devices share a sequence, the tensor holds only
+  some of its queries: a row of the tensor lies `further` queries later in the sequence than in the tensor."""
   first: UOp
   last: UOp
   end: int|UOp
   further: int|UOp
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the rows of the block of queries that starts as the `number`-th one. Under a causal mask the blocks with the most keys start first.
-  `buffers` says that the first row becomes a part of the offsets of buffer instructions, which must not be negative."""
+  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start: under a causal mask the blocks with the most
+  keys start first. With `buffers`, the first row becomes part of the offsets of buffer instructions, which must not be negative."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = pieces*blocks - 1 - number if hiding(p).after else number, x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
@@ -115,7 +116,7 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
 
 @dataclass(frozen=True)
 class Workgroup:
-  """A workgroup's part of a problem, as a thread sees it."""
+  """A workgroup's part of a problem, as one of its threads sees it."""
   p: Problem
   arch: Chip
   tile: BlockTile
@@ -136,9 +137,9 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          names:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Returns a workgroup's part of the problem, if the workgroup owns queries, at the place `grid`. `args` are the kernel's placeholders for the
-    tensors `names` (by default those of `arguments`). `at` is the thread's place in a matrix. The keys are divided into `parts` parts where that is
-    above 1."""
+    """Returns the part of the problem that a workgroup computes at the place `grid`, if the workgroup owns queries. `args` are the kernel's
+    placeholders for the tensors `names` (by default the names of `arguments`). `at` is the thread's place in a matrix. If `parts` is above 1, the
+    keys are divided into this number of parts."""
     heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -161,9 +162,9 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
               parts:int=0) -> Workgroup:
-    """Returns a workgroup's part of the problem, if the workgroup owns keys. It owns keys of one key/value head and walks over the queries of the
-    heads that share these keys; `first_head` is the first head that it walks over. The walk is divided into `parts` parts: first by heads, then by
-    queries."""
+    """Returns the part of the problem that a workgroup computes, if the workgroup owns keys. It owns keys of one key/value head and walks over the
+    queries of the heads that share these keys; `first_head` is the first head that it walks over. The queries of all these heads are divided into
+    `parts` parts: first by heads, then by queries."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))
@@ -177,7 +178,7 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns the part of a workgroup that owns queries at another place of the grid, and walks over all keys."""
+    """Returns the part of the problem that belongs to another place of the grid, for a workgroup that owns queries and walks over all keys."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
@@ -190,13 +191,13 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns the row of the block whose number in the block is the sum of `i`."""
+    """Returns a row of the block. The sum of `i` is the row's number, counted from the first row of the block."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
   def rows_of(self, name:str, head:UOp|None=None) -> GlobalRows:
     """Returns the rows of a tensor that the workgroup reads or writes: the rows of its sequence and its head, or of the query head `head`. For q,
-    returns the rows of all its heads."""
+    returns the rows of all heads of the workgroup."""
     p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
     within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that holds these rows, and the length of its rows
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
@@ -233,25 +234,26 @@ class Workgroup:
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def number(self, name:str, row:Row) -> UOp:
-    """Loads the number of a query from lse, delta or a tensor like them. For a query beyond the last one nothing is read."""
+    """Loads the number of a query from the tensor `name`, such as lse or delta. Reads nothing for a query beyond the last one."""
     rows = self.numbers(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
   # ***** O and LSE *****
   @property
   def out_dtype(self) -> str:
-    """Dtype in which O is stored: fp32 where this is the O of one part of the keys only."""
+    """Dtype in which O is stored: fp32 if the keys are divided into parts, because this is then the O of one part."""
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
-    """Returns (the factor that a row's O is multiplied by, the row's LSE) from the row's reference `m` and its sums `totals`: first the sum of P as
-    it is rounded, last the sum of P that the LSE is made of."""
+    """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the row's reference. The first of the sums `totals` is the sum of
+    P after rounding, the last is the sum of P for the LSE."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
-    """Returns the stores of a row's LSE, where the problem wants it, and of the lane's parts of the row's O: `o` lists (first column, values)."""
+    """Returns the stores of a row's LSE, if the problem wants it, and of the lane's parts of the row's O. `o` lists these parts as (first column,
+    values)."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
     stores = []
@@ -276,21 +278,21 @@ class Workgroup:
 
   # ***** gradients *****
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
-    """Returns the stores of the lane's parts of a row of a gradient: `columns` lists (first column, values)."""
+    """Returns the stores of the lane's parts of a row of the gradient `name`. `columns` lists these parts as (first column, values)."""
     to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index at which the workgroup's part of a gradient begins."""
+    """Returns the flat index at which the workgroup's part of the gradient `name` begins."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     return store_row(self.arch, to.buffer, self.p.dtype if self.part is None else "float32", to.width, begin, column, values, there)
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
-    """Returns the kernel of `count` operations that ends in the stores `outputs` to the tensors `names`, and in stores of 0 to the rows that belong
-    to no sequence."""
+    """Returns the kernel that ends in the stores `outputs` to the tensors `names`, and in stores of 0 to the rows of these tensors that belong to no
+    sequence. `count` is the kernel's number of floating-point operations."""
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"
@@ -299,7 +301,7 @@ class Workgroup:
 
   @property
   def is_first_part(self) -> UOp:
-    """Whether this part is the first one, which stores what all parts know."""
+    """Whether this part is the first one. Only the first part stores results that every part computes in full."""
     return UOp.const(True) if self.part is None else self.part.eq(0)
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:

@@ -32,7 +32,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class MmaLane:
-  """A thread's place in mma.sync: `h` says which columns of a tile of C the lane has, `thread` is its number in the workgroup."""
+  """A thread's place in mma.sync: `h` says which columns of a tile of C the lane holds, `thread` is its number in the workgroup."""
   lane: UOp
   wave: UOp
   matrix: Mma
@@ -49,8 +49,8 @@ class MmaLane:
 
 @dataclass(frozen=True)
 class OwnKeys:
-  """Keys of a tile that a thread of `tiled` has, described with the fields of a matrix instruction. The keys come in quads of neighbouring keys,
-  dealt to the threads in turn."""
+  """Keys of a tile whose scores one thread of the kernel `tiled` computes, described with the fields of a matrix instruction. The keys come in quads
+  of neighbouring keys, dealt to the threads in turn."""
   groups: int     # threads that share the keys of a tile
   keys: int       # keys of each of these threads
   @property
@@ -63,7 +63,7 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class ThreadPlace:
-  """A thread's place among the threads of `tiled`: `h` is its number over keys (down), `x` its number over queries (across)."""
+  """A thread's place among the threads of the kernel `tiled`: `h` is its number along the keys (down), `x` its number along the queries (across)."""
   h: UOp
   x: UOp
   across: int
@@ -89,7 +89,8 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
 # A contraction is read in units of 16 bytes. Lane group h owns every groups-th unit. Where lanes are duplicated, each lane reads all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
-  """Lists the units that a lane reads of a contraction of `length` elements, in the order of the matrix instructions that use them."""
+  """Lists the 16-byte units of a row that a lane reads for a matrix product, in the order of the matrix instructions that use them. The product sums
+  over `length` elements of the row."""
   if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
@@ -101,9 +102,9 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of a product that contracts over the rows of C, in the order of
-  `staging.key_rows`. For a matrix with `duplicated` operands, `renewed` makes the kernel compute again here whether a lane is one of lanes 0-15 (see
-  `amd.low_lanes`)."""
+  """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of a product that sums over the rows of C, in the order of
+  `staging.key_rows`. For a matrix with `duplicated` operands, the kernel needs to know whether a lane is one of lanes 0-15: with `renewed` it
+  computes this here once more (see `amd.low_lanes`)."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

@@ -16,7 +16,7 @@ WAVE_UNITS = 64       # units that a wave loads straight to LDS with one instruc
 
 @dataclass(frozen=True)
 class SharedLayout:
-  """A tile of `rows` rows of `units` units each, from place `base` on."""
+  """Layout of a tile of `rows` rows, each `units` units long. The tile begins at place `base`."""
   rows: int
   units: int
   base: UOp|int = field(default=0, kw_only=True)
@@ -33,8 +33,8 @@ class SharedLayout:
 
 @dataclass(frozen=True)
 class PaddedRows(SharedLayout):
-  """A layout of rows one after another. By default the stride is an odd number of units, so that eight neighbouring rows lie in different banks.
-  After every `together` rows there may be a gap of `skew` units."""
+  """Layout with rows one after another. By default a row takes an odd number of units with its padding, so that eight neighbouring rows lie in
+  different banks. After every `together` rows there may be a gap of `skew` units."""
   skew: int = 0
   together: int = 16
   padded: int = 0     # units of a row with its padding; 0: the next odd number of units
@@ -43,20 +43,21 @@ class PaddedRows(SharedLayout):
   @property
   def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%self.together else 0)
   def begin(self, row:Int) -> Int:
-    """Returns the units from the beginning of the tile to a row."""
+    """Returns the number of units from the beginning of the tile to a row."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the place of a unit, counted in `pieces` pieces of a unit. A constant that is added to a row must be a multiple of `together`, or must
-    stay within the `together` rows of that row. Constants are added last: tinygrad then computes the common part of many places only once."""
+    """Returns the place of a unit. With `pieces` above 1, `unit` and the place count pieces of a unit instead of units. If `row` is a sum with a
+    constant, this constant must be a multiple of `together`, or the sum must stay in the same group of `together` rows. Constants are added last, so
+    that tinygrad computes the common part of many places only once."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """A layout for direct loads to LDS. One direct load of a wave fills a chunk of rows: 64 units without a gap. There is padding between chunks, and
-  row r of a chunk has its unit u at place u ^ r*exchange. Few different exchanges need few address registers: the rest goes into the instructions'
-  offsets."""
+  """Layout for direct loads to LDS. One direct load of a wave fills a chunk of rows: 64 units without a gap. There is padding between chunks. In row
+  r of a chunk, unit u lies at place u ^ r*exchange of the row. This xor takes few different values, so few registers hold addresses. The rest of an
+  address is a constant offset in an instruction."""
   exchange: int = 1
   @property
   def chunk(self) -> int:
@@ -69,7 +70,7 @@ class ExchangedChunks(SharedLayout):
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the place of a unit in row `row` of a chunk. Given a place, returns the unit that lies there."""
+    """Returns the place, within row `row` of a chunk, at which a unit lies. Given a place instead of a unit, returns the unit that lies there."""
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
     in_chunk = row%self.chunk
@@ -77,24 +78,24 @@ class ExchangedChunks(SharedLayout):
 
 @dataclass(frozen=True)
 class CopiedLayout(SharedLayout):
-  """A layout to which threads copy by cp.async, one unit each."""
+  """Layout for rows that threads copy by cp.async, one unit with each copy."""
   @property
   def across(self) -> int:
     """Number of threads that copy one row."""
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of times that these threads copy a part of a row, each time LINE units further on."""
+    """Number of parts in which the threads copy a row. Each part begins LINE units after the part before it."""
     return 1
   @property
   def pitch(self) -> int:
-    """Units from a row to the row eight further on, divided by eight."""
+    """One eighth of the number of units from a row to the row eight rows further on."""
     raise NotImplementedError
 
 @dataclass(frozen=True)
 class SwizzledRows(CopiedLayout):
-  """A layout of rows in whole lines of 128 bytes. The units of a line are permuted by xor with the row's number. Then neither the eight rows of an
-  8x8 matrix that ldmatrix reads nor the eight units of a line that is copied share a bank."""
+  """Layout of rows in whole lines of 128 bytes. The units of a line are permuted by xor with the row's number. As a result, the eight rows of an 8x8
+  matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that is copied."""
   @property
   def stride(self) -> int: return round_up(self.units, LINE)
   @property
@@ -106,14 +107,14 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the place of the unit that is `rows` rows (a multiple of 8) and `units` units (even) beyond unit `unit` (0 or 1) of row `row`. The
-    place is the sum of two parts: one for a register, which takes few different values, and a constant."""
+    """Returns the place of a unit in two summands: the first one, for a register, takes few different values, and the second one is a constant. The
+    unit lies `rows` rows (a multiple of 8) and `units` units (an even number) beyond unit `unit` (0 or 1) of row `row`."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """A `SwizzledRows` layout for rows of many lines, which few threads copy line by line. All units that one thread copies lie at constant distances
-  from its first unit."""
+  """Layout like `SwizzledRows` for rows of many lines, which few threads copy line by line. All units that one thread copies lie at constant
+  distances from the first unit that it copies."""
   @property
   def across(self) -> int: return LINE
   @property
@@ -121,8 +122,8 @@ class LongRows(SwizzledRows):
 
 @dataclass(frozen=True)
 class SwizzledPanels(CopiedLayout):
-  """A layout that wgmma reads (attn/ops/hopper.py): panels one after another, each with 128 bytes of every row. The number of rows is a multiple
-  of 8."""
+  """Layout that wgmma reads (attn/ops/hopper.py): panels one after another, each with 128 bytes of every row. The number of rows is a multiple of
+  8."""
   @property
   def across(self) -> int: return 1 << (self.units - 1).bit_length()
   @property
@@ -150,7 +151,7 @@ class LdsTile(InLds):
   def nth(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.moved_to(i*self.layout.size))
   @property
   def halves(self) -> UOp:
-    """The buffer as pieces of 8 bytes, two per unit."""
+    """The buffer as an array of 8-byte pieces, two for each unit."""
     return self.buffer.bitcast(ops.u32(2))
   def from_row(self, row:UOp) -> LdsTile:
     """Returns the part of the tile that begins at row `row`, a multiple of 16."""
@@ -158,6 +159,6 @@ class LdsTile(InLds):
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
-    """Stores 8 bytes at the `half`-th half unit of a row. The layout must have the units of a row side by side."""
+    """Stores 8 bytes to a row, at the half unit with the number `half`. In the layout, the units of a row must lie side by side."""
     assert isinstance(self.layout, PaddedRows)
     return self.halves[self.layout.place(row, half, 2).valid(gate)].store(value)

@@ -37,12 +37,12 @@ class GlobalRows:
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
 
   def after(self, *deps:UOp) -> Self:
-    """Returns these rows such that they are loaded after `deps`."""
+    """Returns these rows, with loads that wait for `deps`."""
     return replace(self, buffer=self.buffer.after(*deps))
 
   @property
   def regular(self) -> bool:
-    """Whether neighbouring rows are `stride` apart."""
+    """Whether every two neighbouring rows are `stride` elements apart."""
     return True
   def origin(self, first:UOp) -> UOp:
     """Returns the flat index at which row `first`, the first row of a tile, begins."""
@@ -100,8 +100,9 @@ class GlobalRows:
 
 @dataclass(frozen=True)
 class Table:
-  """The block table of a sequence whose rows lie in pages. Its entries begin at `first`. Each entry is the number of a page of `size` rows. There are
-  `count` pages, `apart` elements from one to the next. `whole`: no tile of rows that begins at a multiple of its length reaches over two pages."""
+  """Block table of a sequence whose rows lie in pages. Its entries begin at index `first`. Each entry is the number of a page of `size` rows. There
+  are `count` pages, and each begins `apart` elements after the page before it. `whole` says that a tile never reaches over two pages if its first row
+  is a multiple of its number of rows."""
   entries: UOp
   first: UOp
   size: int
@@ -110,13 +111,14 @@ class Table:
   whole: bool
   checked: bool = True
   def page(self, row:UOp, there:UOp) -> UOp:
-    """Returns the page of a row. Where the row does not exist (`there` is false) its table entry is not read. For an entry that is not the number of
-    a page, the emulator stops. On a device the entry is clamped to the pages that exist."""
+    """Returns the number of the page in which a row lies. If the row does not exist (`there` is false), its table entry is not read. If an entry is
+    not the number of a page, the emulator stops; on a device the entry is clamped to the pages that exist."""
     entry = self.entries[(self.first + row//self.size).valid(left_alone(there))].load()
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def start(self, row:UOp, stride:int, there:UOp) -> UOp:
-    """Returns the index at which a row begins, counted from row 0 of page 0. In a page a row begins `stride` elements after the row before it."""
+    """Returns the index at which a row begins, counted from row 0 of page 0. Within a page each row begins `stride` elements after the row before
+    it."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns the elements from the beginning of the list's first row to the beginning of a row."""
+    """Returns the number of elements from the beginning of the list's first row to the beginning of row `packed` of the list."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -174,7 +176,7 @@ class PackedRows(GlobalRows):
 
 @dataclass(frozen=True)
 class ConvertedRows:
-  """Rows in global memory, converted when they are loaded from `dtype` to the 16-bit dtype `to`."""
+  """Rows in global memory that are converted from `dtype` to the 16-bit dtype `to` when they are loaded."""
   given: GlobalRows
   dtype: str
   to: str
@@ -185,7 +187,7 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads the `unit`-th 16 bytes of converted row `first` + `row`. It ignores `gate`: where the gate is false, the caller never stores the
+    """Loads the `unit`-th 16 bytes of row `first` + `row`, after conversion. Ignores `gate`: where the gate is false, the caller does not store the
     result."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:

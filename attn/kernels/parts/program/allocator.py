@@ -1,4 +1,5 @@
-"""Numbers by which tinygrad identifies a kernel's ranges, registers and LDS. They are all handed out here. None is written by hand."""
+"""Numbers by which tinygrad identifies a kernel's ranges, registers and LDS. An `Allocator` gives out all these numbers. No kernel contains one that
+is written by hand."""
 from __future__ import annotations
 import itertools
 from typing import Self
@@ -12,12 +13,12 @@ class InLds:
   def after(self, *deps:UOp) -> Self: raise NotImplementedError
 
 class Allocator:
-  """Gives each range of one kernel its id and each placeholder its slot, in the order of the requests. tinygrad nests ranges by their ids, and orders
-  by slots what nothing else orders."""
+  """Gives each range of one kernel its id and each placeholder its slot, in the order of the requests. tinygrad nests ranges by their ids. Where
+  nothing else orders placeholders, tinygrad orders them by their slots."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType) -> UOp:
-    """Makes a range over 0..n-1. Its bound is simplified here, because tinygrad would otherwise simplify it later, inside the expressions that use
-    the range. A range with another bound is a different range, which no loop ends."""
+    """Makes a range over 0..n-1. The bound n is simplified here. Otherwise tinygrad would simplify it later, inside the expressions that use the
+    range. A range with another bound is a different range, and no loop would end that range."""
     return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
     """Allocates registers for n values per thread."""

@@ -19,9 +19,10 @@ def run_time(x:UOp, low:int, high:int) -> UOp:
 FEW, MANY = 3, 1000    # numbers of trips
 
 def trip_count(n:UOp) -> UOp|None:
-  """Returns how often a loop runs, None where it never runs. A number that is known to be at most FEW is hidden from tinygrad and from the compiler.
-  tinygrad moves values from before a loop that runs at most once into the loop, and they are then unknown after it. For a loop that runs at most
-  three times clang keeps more in registers than there are (dual_wave spilled 106 with 200 keys and a mask, 52 with 250 queries and 515 keys)."""
+  """Returns the number of trips of a loop, None if the loop never runs. A number that is known to be at most FEW is hidden from tinygrad and from the
+  compiler. If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not
+  use these values. If clang knew that a loop runs at most three times, it would keep more values in registers than fit (dual_wave spilled 106 with
+  200 keys and a mask, 52 with 250 queries and 515 keys)."""
   if (n := n.simplify()).vmax <= 0: return None
   return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
@@ -68,19 +69,20 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of no sequence that the workgroups of one packed sequence write: the rows from its end to the next sequence, or to the end of the tensor.
-  For the first sequence, also the rows before it. Where cu_seqlens are valid, every row belongs either to a sequence or to one `Outside`."""
+  """Rows of a tensor that belong to no sequence, and that the workgroups of one packed sequence write: the rows from the end of this sequence to the
+  next sequence, or to the end of the tensor. For the first sequence, also the rows before it. If cu_seqlens are valid, every row of the tensor
+  belongs either to a sequence or to exactly one `Outside`."""
   count: UOp
   before: UOp
   after: UOp
   total: int      # all rows of the tensor: of all sequences, and between them
   def row(self, i:UOp) -> UOp:
-    """Returns the number of the i-th of these rows."""
+    """Returns the number, in the tensor, of the i-th row that these workgroups write."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
-  """Returns the rows of no sequence: of q, o and their gradients, or with `keys` of k, v and theirs. Where devices share a sequence, these rows are
-  the padding behind the rows that a device holds."""
+  """Returns the rows that belong to no sequence: rows of q, o and their gradients, or with `keys` rows of k, v and their gradients. If devices share
+  a sequence, these rows are the padding after the rows that a device holds."""
   if p.dealt is not None:
     there = p.dealt.queries
     return Outside(UOp.const(p.Sq - there), UOp.const(0), UOp.const(there), p.Sq)
@@ -92,8 +94,8 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """Tiles `begin`..`end` that a workgroup walks over. No mask touches the tiles `full_begin`..`full_end`. `masked_first` says that masks may touch
-  tiles before `full_begin`."""
+  """Range of tiles `begin`..`end` that a workgroup walks over. No mask hides scores of the tiles `full_begin`..`full_end`. `masked_first` says
+  whether a mask may hide scores of the tiles before `full_begin`."""
   begin: UOp
   full_begin: UOp
   full_end: UOp
@@ -101,12 +103,13 @@ class Blocks:
   masked_first: bool
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Returns the `index`-th of `of` parts of the tiles. The parts are as equal as possible. The last parts may be empty."""
+    """Divides the tiles into `of` parts, and returns the part with the number `index`. The parts are as equal as possible. The last parts may be
+    empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Returns the tiles that lie in the `index`-th range of `tiles` tiles, counted from tile 0."""
+    """Returns those of the tiles that lie in a range of `tiles` tiles: the range with the number `index`, counted from tile 0 of the sequence."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -114,8 +117,8 @@ class Blocks:
     return Blocks(first, full_begin, full_end, last, self.masked_first)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """Returns the tiles that rows `first`..`last` see. No row of these sees a column before the columns of row `first`, or after the columns of row
-  `last`."""
+  """Returns the tiles of the columns that the rows `first`..`last` see. None of these rows sees a column before the first column that row `first`
+  sees, or after the last column that row `last` sees."""
   masked_first = first_seen(walk, first) is not None
   def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)

@@ -6,16 +6,17 @@ def ceildiv(a:int, b:int) -> int: return -(-a//b)
 def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
 
 def bounded(x:UOp, low:int, high:int) -> UOp:
-  """Makes an index from a number of which tinygrad knows nothing, such as a loaded one, and clamps it to `low`..`high`. tinygrad computes an index in
-  32 or in 64 bits, depending on the bounds of the numbers in it. Where an int32 is added to the index, it becomes an int32, whatever its bounds."""
+  """Makes an index from a number whose bounds tinygrad does not know, such as a loaded number, and clamps the index to `low`..`high`. tinygrad
+  computes an index in 32 or in 64 bits, depending on the bounds of the numbers in it. If an int32 is added to an index, the sum is an int32, whatever
+  its bounds."""
   return x.cast(dtypes.weakint).maximum(low).minimum(high)
 
 def below(x:UOp, limit:int|UOp) -> UOp:
-  """Returns the gate x < limit of an access."""
+  """Returns the condition x < limit, as the gate of a load or a store."""
   return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)
 
 def left_alone(gate:UOp) -> UOp:
-  """Returns a gate that tinygrad does not use to simplify the addresses which the gate guards. In three passes tinygrad would simplify each address
-  by what the gate says about the numbers in it. That takes up to a third of the time for lowering. From a number that is 1 or 0 it derives
-  nothing."""
+  """Rewrites a gate so that tinygrad does not simplify the addresses behind the gate. In three passes tinygrad would simplify each address by what
+  the gate says about the numbers in it. These passes take up to a third of the lowering time. The rewritten gate compares a number that is 1 or 0,
+  and tinygrad derives nothing from this number."""
   return gate if gate.op is Ops.CONST else gate.where(UOp.const(1, dtypes.int), UOp.const(0, dtypes.int)).ne(0)

@@ -7,17 +7,18 @@ from attn.kernels.parts.program.allocator import Allocator
 from attn.tinygrad_compat import Ops, UOp, dtypes, new_uop
 
 class Carried:
-  """Base of dataclasses that hold what a kernel carries from one step to the next. Every field has a method `after`."""
+  """Base class of dataclasses that hold the values which a kernel passes from one step to the next. Every field has a method `after`, which makes its
+  value wait for given operations."""
   def after(self, *deps:UOp) -> Self:
     self_: Any = self
     return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])
 
 @dataclass(frozen=True)
 class Statements:
-  """Statements: operations that are executed for their effect, not for a value. tinygrad keeps only operations whose value is stored. The value of a
-  statement, 0, is therefore stored to a register that serves nothing else. Only values order statements: a statement comes after all that its
-  operands need, and whatever is `after` its store comes after it. A statement that takes `done` as an operand comes after the statements before
-  it."""
+  """Statements that a kernel has executed: operations that are executed for their effect, not for a value. tinygrad keeps only operations whose value
+  is stored. The value of a statement, 0, is therefore stored to a register that serves nothing else. Only values order statements: a statement comes
+  after all operations that compute its operands, and every value that is `after` the statement's store comes after the statement. A statement that
+  has `done` as an operand comes after the statements before it."""
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that something must still wait for, at the latest the end of the loop around them
   latest: UOp|None = None        # the register, after what `done` waits for; None before the first statement
@@ -25,22 +26,25 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Executes a statement after `after` are done, and returns the store of its value."""
+    """Executes a statement after the operations `after`, and returns the store of the statement's value."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """Store of a statement that does nothing. Without it `done` has no value before the first statement."""
+    """Executes a statement that does nothing, and returns the store of its value. `done` loads this value where no other statement has been executed
+    before."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Executes a statement that takes `done` as an operand. Only further statements come after it."""
+    """Executes a statement that has `done` as an operand, and returns the statements including this one. Later statements wait for it; other values
+    of the kernel do not."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Adds a statement that is already in the program, given the store that `do` returned. Later statements come after it."""
+    """Adds a statement that is already in the program, given the store that `do` returned for it. Later statements wait for the added statement."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A value that exists once everything that these statements are `after` is done. A statement that takes it as an operand comes later."""
+    """Value that is loaded once everything has been executed that these statements are `after`. A statement that has this value as an operand is
+    executed later."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
@@ -48,32 +52,33 @@ class Statements:
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
-  """State of a kernel whose steps follow one another: each statement comes after the statements before it."""
+  """Base class of a kernel's state if the kernel's steps follow one another: each statement comes after all statements before it."""
   statements: Statements
   @property
   def done(self) -> UOp: return self.statements.done
   def do(self, *statements:UOp) -> Self:
-    """Returns the state after these statements, which have no order among themselves."""
+    """Executes statements, which have no order among themselves. Returns the state after all of them."""
     return self.after(UOp.group(*map(self.statements.do, statements)))
   def store(self, *stores:Iterable[UOp]) -> Self:
-    """Returns the state after these stores."""
+    """Executes stores. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state after `deps`. Where `deps` already come after everything that a value waits for, the value waits for `deps` alone: fewer UOps
-    to lower."""
+    """Returns the state in which every value waits for `deps`. If `deps` already wait for everything that a value waits for, the value waits for
+    `deps` alone. This leaves fewer UOps to lower."""
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
     said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Removes what a carried value waits for. Returns anything but a UOp unchanged. `Statements` stay unchanged because tinygrad would drop their
-  register, and the loop that it ends, if the stores to it were only implied."""
+  """Removes the AFTER operations around a carried value, so that the value waits for nothing. Returns anything but a UOp unchanged. `Statements`
+  therefore stay unchanged: if nothing waited directly for the stores to their register, tinygrad would drop this register, and with it the loop that
+  the stores end."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
 def awaited_by(x:Any) -> frozenset[UOp]:
-  """Returns everything that a carried value is `after`."""
+  """Returns all operations that a carried value waits for (is `after`)."""
   found, u = set[UOp](), x
   while isinstance(u, UOp) and u.op is Ops.AFTER:
     found.update(u.src[1:])
@@ -81,8 +86,8 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Says whether something that one of `xs` is made of is `after` all of `deps`. The search through the sources of `xs` does not go beyond a UOp that
-  is `after` anything."""
+  """Says whether `xs` already wait for all of `deps`: whether a UOp from which one of `xs` is computed is `after` all of `deps`. The search through
+  the sources of `xs` stops at each UOp that is `after` another one."""
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue
@@ -92,9 +97,9 @@ def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
   return not deps
 
 def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
-  """Returns the stores of values to a placeholder, element by element."""
+  """Stores values to a placeholder, one value to each element. Returns the stores."""
   return [to[i].store(x) for i, x in enumerate(values)]
 
 def workgroup_barrier(after:UOp) -> UOp:
-  """Returns a workgroup barrier after `after`. tinygrad places its own barriers only where it sees LOCAL stores."""
+  """Makes a workgroup barrier that comes after the operation `after`. tinygrad inserts its own barriers only where it sees stores to LOCAL memory."""
   return new_uop(Ops.BARRIER, (after,), dtypes.void)

@@ -13,29 +13,30 @@ from attn.tinygrad_compat import AxisType, UOp
 Crossing = TypeVar("Crossing", bound=Carried)
 
 class TileLoop(Generic[Crossing]):
-  """A loop over neighbouring tiles. `masked` says whether masks may touch these tiles."""
+  """A loop over neighbouring tiles, one tile in each trip. `masked` says whether a mask may hide scores of these tiles."""
   before: Crossing
   trip: UOp
 
   def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins a trip. Returns the state in the trip, and the number of its tile."""
+    """Begins a trip, given the state before the loop. Returns the state inside the trip, and the number of the trip's tile."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:
-    """Ends the loop. Each trip ends in `done`. Returns the state after the loop."""
+    """Ends the loop, given the last operation of a trip, `done`. Returns the state after the loop."""
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Lists the loops over tiles: one over the tiles that no mask touches, and one each over the tiles before and after those, where there are any."""
+  """Yields the loops over tiles: a loop over the tiles before those that no mask touches, a loop over the tiles that no mask touches, and a loop over
+  the tiles after them. A loop that never runs is left out."""
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Runs `trip(state, tile, masked)` on one tile after another. `trip` returns what the trip ends with. For tiles that no mask touches `masked` is
-  False. Returns the state after all tiles."""
+  """Calls `trip(state, tile, masked)` for a trip on each tile; `trip` returns the last operation of the trip. `masked` is False for tiles that no
+  mask touches. Returns the state after all tiles."""
   loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
   for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
@@ -43,7 +44,8 @@ def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing,
 class TripState(Carried):
   """State that a kernel carries from trip to trip: tiles in LDS, and registers."""
   def lds_after(self, *deps:UOp) -> Self:
-    """Makes only the tiles in LDS come after `deps`. tinygrad adds a barrier where `deps` store to these tiles."""
+    """Returns the state in which the tiles in LDS wait for `deps`, and all other values are unchanged. If `deps` store to these tiles, tinygrad adds
+    a barrier."""
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
     return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, InLds)})
@@ -54,19 +56,20 @@ TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given 
 class StagedTripsTile(Protocol):
   """Fields of a kernel's tile that describe its trips."""
   @property
-  def prefetch(self) -> int: """When tiles are loaded. 0: in their own trip; 1: in the trip before; 2: as 1, and stored to a second buffer in LDS."""
+  def prefetch(self) -> int:
+    """When tiles are loaded. 0: in the trip that uses them; 1: in the trip before; 2: in the trip before, and stored to a second LDS buffer."""
   @property
   def buffers(self) -> int: """Number of LDS buffers for each tensor's tile."""
   @property
-  def in_turn(self) -> bool: """Whether a trip that loads its own tile loads one tensor after another."""
+  def in_turn(self) -> bool: """Whether a trip that loads its own tile loads one tensor (such as K or V) after another."""
   @property
-  def by_item(self) -> bool: """Whether a trip that loads its own tile also loads one item of a thread after another."""
+  def by_item(self) -> bool: """Whether a trip that loads its own tile loads one item of a thread after another, in each tensor."""
   @property
-  def anew(self) -> bool: """Whether each trip computes the addresses of rows that come in pieces anew."""
+  def anew(self) -> bool: """Whether each trip computes the addresses of pieces of rows, instead of keeping these addresses in registers."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """Trips of a kernel whose tiles come through registers to LDS: where a tile comes from, and when it is loaded."""
+  """Trips of a kernel whose tiles are loaded to registers and stored from there to LDS: where a tile comes from, and when it is loaded."""
   tile: StagedTripsTile
   new: Allocator
   statements: Statements
@@ -74,17 +77,18 @@ class StagedTrips(Generic[S]):
   loaded: Mapping[str, Any]     # rows in global memory that each trip brings to LDS, by the name of their tile in the state
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
-    """Loads this thread's parts of tile t to registers."""
+    """Loads this thread's parts of tile t from global memory to registers. Returns one list of parts for each tensor."""
     return [getattr(self.start, name).fetch(rows, t) for name, rows in self.loaded.items()]
 
   def to_lds(self, s:S, t:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores the parts of tile t to LDS."""
+    """Stores `parts`, this thread's parts of tile t, to LDS."""
     tiles = [self.in_lds(s, t, name) for name in self.loaded]
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
   def in_turn(self, s:S, t:UOp) -> UOp:
-    """Brings tile t to LDS, one tensor after another. That takes registers for the largest tensor only, or with `by_item` for one item of a thread.
-    Where rows come in pieces, each piece has an address of its own: with `anew` each trip computes these addresses anew."""
+    """Loads tile t and stores it to LDS, one tensor after another. This takes registers for only the largest tensor, or with `by_item` for only one
+    item of a thread. If rows come in pieces, each piece has its own address. With `anew` each trip computes these addresses, so that no register
+    holds them from trip to trip."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
@@ -94,42 +98,42 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns the buffer in LDS for the tile `name` of tile t."""
+    """Returns the LDS buffer that holds tile t of the tensor whose field in the state is `name`."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
-    """Brings the first tile to LDS, where a tile is loaded before its own trip."""
+    """Brings the first tile to LDS before the first trip. Without prefetch, does nothing: each trip then loads its own tile. Returns the state."""
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
-    """Waits until tile t is in LDS, and starts loading the next tile to registers. Returns the state, and this thread's parts of the next tile.
-    Without prefetch brings tile t itself to LDS, and returns no parts."""
+    """Waits until tile t is in LDS, and starts to load the next tile to registers. Returns the state, and this thread's parts of the next tile.
+    Without prefetch, loads tile t itself and stores it to LDS, and returns no parts."""
     if not self.tile.prefetch: return s.lds_after(self.in_turn(s, t) if self.tile.in_turn else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
     return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # else the compiler delays the loads
 
   def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores the parts of the next tile to LDS when the work on tile t is done. With two buffers no wave has to wait for others before it stores: the
-    only barrier is the one at the end of the trip."""
+    """Stores the parts of the next tile to LDS after `worked`, the work on tile t. With a single buffer, a barrier before the stores waits until all
+    waves have finished this work. With two buffers, the only barrier is the one at the end of the trip."""
     if not self.tile.prefetch: return worked
     free = worked if self.tile.prefetch > 1 else workgroup_barrier(worked)
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
 
   def walk(self, s:S, tiles:Blocks, work:TileWork[S]) -> S:
-    """Goes over the tiles and does the work on each."""
+    """Does `work` on one tile after another. Returns the state after all tiles."""
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
-    """Does the work on tile t while the next tile is being loaded."""
+    """Does `work` on tile t while the next tile is being loaded. Returns the last operation of the trip."""
     there, parts = self.arrive(s, t)
     return self.leave(s, t, work(there, t, masked), parts)
 
   def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
-    """Lists the loops over tiles. In each the next tile is being loaded during the work on one tile."""
+    """Yields the loops over tiles. In each trip, the next tile is being loaded during the work on the trip's own tile."""
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):
-  """A loop over tiles that come through registers to LDS."""
+  """A loop over tiles that are loaded to registers and stored from there to LDS."""
   def __init__(self, trips:StagedTrips[S], first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     super().__init__(first, count, masked, new)
     self.trips = trips

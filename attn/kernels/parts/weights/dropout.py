@@ -1,9 +1,8 @@
-"""Dropout of a lane's scores: which scores are kept, and zeros for the others.
+"""Dropout of a lane's scores: which scores are kept, and zeros for the scores that are dropped.
 
-attn/ops/dropout.py makes the bits: one call makes those of an octet, eight keys of a query. Lanes that share a row divide its octets among them, so
-that no octet is computed twice in a wave. Where a lane owns a key, eight lanes share an octet: each of them computes it for different queries, and
-then they exchange rows of bits for columns.
-"""
+attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight keys of a query). Lanes that share a row
+divide its octets among them, so that no octet is computed twice in a wave. If a lane owns a key, eight lanes share an octet. Each of these lanes
+computes the octet for different queries, and then the lanes transpose the bits among them."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from attn.tinygrad_compat import UOp, dtypes
 OCTETS = WORD//OCTET     # octets whose bits fill a dword
 
 def bit_of(row:int) -> int:
-  """Returns the position of the bit of one of the 32 rows whose bits a dword has: see attn/ops/dropout.py."""
+  """Returns the position of a row's bit in a dword that holds the bits of 32 rows: see attn/ops/dropout.py."""
   return row//OCTET*4 + row % OCTET//2 + row % 2*16
 
 @dataclass(frozen=True)
 class Kept:
-  """Bits that say which of a lane's scores of a tile are kept. For each of the lane's own rows there is a dword for every 32 walked rows.
-  Without dropout there are none."""
+  """Bits that say which of a lane's scores of a tile are kept: for each of the lane's own rows, a dword for every 32 walked rows. Without dropout,
+  `words` is empty."""
   at: Lane|MmaLane|ThreadPlace
   words: tuple[tuple[UOp, ...], ...] = ()
 
@@ -33,20 +32,20 @@ class Kept:
     """Number of pairs of neighbouring scores of a row in a vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
-    """Returns (which dword has the bit of a lane's n-th score of a row, the position of the bit)."""
+    """Returns (number of the dword that holds the bit of the n-th score of a row, position of the bit in this dword)."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Returns the dwords that hold the bits of some scores, side by side in a vector, and the (dword, position) of each score's bit. `at` lists the
-    scores: (row, n)."""
+    """Returns a vector of the dwords that hold the bits of some scores, and the (dword, position) of each score's bit. `at` lists these scores as
+    (row, n)."""
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Replaces dropped elements of packed P by 0. `x` holds vectors of scores from the lane's `first`-th vector on, for each vector the lane's rows
-    one after another."""
+    """Replaces dropped elements of packed P by 0. `x` holds the lane's vectors of P, from the vector with the number `first` on. Each vector has the
+    elements of the lane's rows, one row after another."""
     if not self.words: return x
     rows, pairs = range(len(self.words)), range(self.pairs)
     vectors = ops.length(x)//(len(rows)*len(pairs))
@@ -63,7 +62,7 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Says whether neighbouring scores of a lane are two rows apart."""
+  """Says whether neighbouring scores of a lane belong to walked rows that are two rows apart."""
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
@@ -74,14 +73,14 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
-  """Returns (seed, batch, head) of a row as dropout counts them."""
+  """Returns the (seed, batch, head) from which dropout makes the bits of a row."""
   seed, start = scores.given["dropout_seed"], scores.given.get("dropout_start")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
   batch, head = (x if start is None else x.cast(dtypes.uint) + flat(start)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns the bits of a lane's scores among 8*`count` walked rows, from octet `first` on."""
+  """Returns a dword with the bits of a lane's scores among 8*`count` walked rows. `first` is the octet of the first of these rows."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
@@ -99,8 +98,8 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Bits that say which scores of a row are kept, in a thread that exchanges nothing with others. For each of its vectors of scores there is a vector
-  of dwords. `places` are the (dword, position) of the bits."""
+  """Bits that say which scores of a row are kept, in a thread that exchanges no values with other threads. For each of the row's vectors of scores
+  there is a vector of dwords. `places` holds the (dword, position) of the bit of each element."""
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
   def numbers(self, tiles:list[UOp]) -> list[UOp]:
@@ -108,8 +107,8 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores are kept for each of four neighbouring own rows, and for the quads of walked rows that begin with `firsts`. Whichever of the
-  two kinds are keys, four of them are half an octet."""
+  """Returns which scores are kept for each of four neighbouring own rows, and for the walked rows in groups of four that begin at `firsts`. Either
+  the own rows or the walked rows are keys. Four neighbouring keys are half an octet."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]

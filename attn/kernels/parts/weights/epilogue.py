@@ -21,8 +21,8 @@ OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence
 
 @dataclass(frozen=True)
 class LogSum:
-  """An LSE, reference + ln(total), rounded to fp32, and the rest that the rounding lost. Where the reference is large, the rest is all of ln(total).
-  Where the total is 0, the LSE is -inf and the rest is 0."""
+  """LSE of a row, reference + ln(total), in two numbers: `rounded` to fp32, and `rest`, the part that the rounding lost. If the reference is large,
+  `rest` is all of ln(total). If the total is 0, the LSE is -inf and `rest` is 0."""
   rounded: UOp
   rest: UOp
 
@@ -33,8 +33,9 @@ class LogSum:
     return LogSum(total.eq(0.0).where(NEG_INF, found), total.eq(0.0).where(0.0, ops.sub(more, ops.sub(found, reference))))
 
 def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, LogSum]:
-  """Returns (factor that O^T is multiplied by, LSE) of a row with the reference `m`. `totals` are sums of P relative to `m`: the first is the sum of
-  P as it is rounded, by which O is divided, and the last is the sum for the LSE. A sink adds one more term to both sums."""
+  """Returns (the factor by which O^T is multiplied, the LSE) of a row with the reference `m`. `totals` are sums of P relative to `m`. The first one
+  sums P after rounding to 16 bits, and O is divided by it. The last one is the sum for the LSE. A sink adds a further term to each of these two
+  sums."""
   m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]
   if sink is None:
     return rounded.eq(0.0).where(0.0, ops.rcp(rounded)), LogSum.of(m, exact)
@@ -45,8 +46,8 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns the number of a row in lse and the flat index at which it begins in o. With `split`, the number of a key range, returns them for
-  lse_partial and o_partial."""
+  """Returns (the row's number in lse, the flat index at which the row begins in o). With `split`, the number of a key range, returns the number in
+  lse_partial and the index in o_partial."""
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
@@ -55,9 +56,9 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   return number - p.rows_before, begin if p.layout == "bshd" else begin - p.rows_before*p.Dv
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-  """Stores consecutive elements of a row of O, from `column` on. The row has `length` elements and begins at index `begin`. `values` are fp32
-  numbers, which are converted to `dtype`, or dwords with pairs of elements of `dtype`. A store takes 16 (or 8) bytes where rows are aligned to
-  that."""
+  """Stores consecutive elements of a row of O, from `column` on. The row has `length` elements and begins at index `begin`. `values` are either fp32
+  numbers, which are converted to `dtype`, or dwords with pairs of elements of `dtype`. Each store writes 16 or 8 bytes if the alignment of rows
+  allows it."""
   size, packed = BYTES[dtype], values.dtype == ops.u32(ops.length(values))
   n = ops.length(values)*(2 if packed else 1)
   column, constant = column.pop_const()      # the common part of all columns of a lane is then computed only once
@@ -79,9 +80,10 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   new:Allocator, *split:UOp) -> list[UOp]:
-  """Returns a loop that stores o = 0 and lse = -inf to the rows of no sequence (`blocks.outside`), where sequences are packed or where devices share
-  a sequence. It does so for `heads`. The work is divided over blocks and threads: `block` and `thread` are (number, of how many). In the result of a
-  key range the lse of these rows is OF_NO_SEQUENCE instead. `combine` then tells them from rows that see no key: a sink adds to those only."""
+  """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence (`blocks.outside`), for each of `heads`. Such rows exist
+  if sequences are packed or if devices share a sequence. The stores are divided over blocks and threads: `block` is (number of the block, number of
+  blocks), `thread` is (number of the thread, number of threads). In the result of a key range these rows have the lse OF_NO_SEQUENCE instead:
+  `combine` adds a sink to rows that see no key, but not to rows with this lse."""
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
   o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)
@@ -97,8 +99,9 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
-  """Returns the loop over rows of no sequence. Each row has `columns` pieces of `vec` elements. The pieces are divided over blocks and threads:
-  `block` and `thread` are (number, of how many). `stores` makes the stores for (row, first element, whether there is such a row)."""
+  """Returns the loop over the rows that belong to no sequence. Each row has `columns` pieces of `vec` elements. The pieces are divided over blocks
+  and threads: `block` is (number of the block, number of blocks), `thread` is (number of the thread, number of threads). `stores` makes the stores of
+  a piece from (row, first element, whether the piece exists)."""
   together = block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = new.range(count, AxisType.LOOP)

@@ -1,10 +1,9 @@
-"""Parts that the kernels share which merge partial results. Each partial result is normalised attention of the same queries over some of the keys,
-with its natural-log LSE:
+"""Steps shared by the kernels that merge partial results. Each partial result is normalised attention of the same queries over some of the keys, with
+its natural-log LSE:
 
   o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))      (FlashAttention-2, arXiv 2307.08691, section 2.3.1)
 
-The largest exponent is factored out. A result of no keys has o_g = 0 and lse_g = -inf, so its weight is 0.
-"""
+The largest exponent is factored out. A partial result of no keys has o_g = 0 and lse_g = -inf, so its weight is 0."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -23,14 +22,14 @@ from attn.tinygrad_compat import AxisType, UOp
 COMBINE_THREADS = 256       # the most threads of a workgroup
 
 def rows_together(p:Problem, arch:Chip, columns:int) -> int:
-  """Returns how many rows a workgroup merges. Each row takes `columns` threads. Where the problem has few rows, a workgroup merges few, so that all
-  compute units have work, but at least as many as fill a wave."""
+  """Returns the number of rows that a workgroup merges, with `columns` threads for each row. If the problem has few rows, each workgroup merges fewer
+  rows, so that every compute unit has work. A workgroup always merges enough rows to fill a wave."""
   return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, max(1, arch.cus)), arch.wave//columns)))
 
 @dataclass(frozen=True)
 class MergedRow:
-  """The row of the output that a thread merges, and the thread's `vec` elements of it, from `column` on. `index` is the row's number over batches and
-  heads, clamped to the last row. `there` says whether the thread's row exists."""
+  """The output row that a thread merges, and the `vec` elements of this row that the thread computes, from element `column` on. `index` is the row's
+  number, counted over batches and heads and clamped to the last row. `there` says whether the thread has a row at all."""
   p: Problem
   arch: Chip
   block: UOp
@@ -69,13 +68,14 @@ def reference_of(largest:UOp) -> UOp:
   return largest.eq(NEG_INF).where(0.0, largest)
 
 def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
-  """Returns exp(lse - reference). The difference is taken first, because it is exact where it matters. `rest` is what the lse lost to rounding."""
+  """Returns the weight of a partial result, exp(lse - reference). The difference is computed first, because it is exact where lse and reference are
+  close. `rest` is the part of the lse that rounding to fp32 lost."""
   found = ops.mul(ops.sub(lse, reference), LOG2E)
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """Returns the stores of o, from the weighted sum `values` and the sum of weights `weights`, and the stores of lse and lse_rest where they are among
-  the tensors `given`."""
+  """Divides `values`, the weighted sum of partial results, by `weights`, the sum of the weights, and returns the stores of the quotient to o. Also
+  returns the stores of lse and lse_rest, if they are among the tensors `given`."""
   p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)

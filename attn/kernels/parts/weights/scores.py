@@ -1,10 +1,9 @@
 """Steps from raw scores Q K^T to the input of the softmax: first the problem's terms (attn/score), then the masks.
 
-Without a term the scores stay raw: the softmax first takes differences, and multiplies by softmax_scale * log2(e) in its fma. With a term the scores
-become base-2 logarithms in fp32, and the softmax uses a factor of 1. For float32 inputs that is not exact enough: there the scores become `natural`
-logarithms, rounded as the textbook's are, alike in forward and backward. Wide scores (Problem.wide_scores) become natural logarithms, too: among them
-is the least number of float32, whose base-2 logarithm fp32 cannot hold.
-"""
+Without a term the scores stay raw. The softmax multiplies raw scores by softmax_scale * log2(e) in the fma that subtracts the reference. With a term
+the scores become base-2 logarithms in fp32, and the softmax multiplies them by 1. For float32 inputs base-2 logarithms are not exact enough. The
+scores then become `natural` logarithms, rounded as the textbook rounds them, and forward and backward round them in the same way. Wide scores
+(Problem.wide_scores) become natural logarithms, too: they may include the least number of float32, whose base-2 logarithm fp32 cannot hold."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
@@ -22,8 +21,8 @@ NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """Scores of one own row in one trip, as a lane holds them: a list of vectors. The own row is a query and the walked rows are keys, or the reverse.
-  Element n, counted over all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`."""
+  """Scores of one own row in one trip, as a lane holds them: a list of vectors. A workgroup owns queries and walks over keys, or owns keys and walks
+  over queries. Element n, counted over all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`."""
   p: Problem
   at: Lane|MmaLane|ThreadPlace
   block_n: int
@@ -38,7 +37,7 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> Unit:
-    """Unit of the scores after the terms."""
+    """Unit of the scores after all terms are applied."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2
@@ -50,7 +49,8 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Numbers, in a tile, of each vector's walked rows in lane group 0. In lane group h each number is h*matrix.block larger."""
+    """Numbers of the walked rows whose scores each vector holds in lane group 0, counted from the first row of the tile. In lane group h, each number
+    is larger by h*matrix.block."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
@@ -59,21 +59,21 @@ class Scores:
   def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns where the scores of a row in a tile lie, as the terms need it."""
+    """Returns the positions of a row's scores in a tile, which the terms need."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk.over, self.walk.diagonal(row.index), tile, self.block_n, self.at.h, mat.block,
                     self.walked, mat.tile_keys, self.unit_of_terms)
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies the terms to raw scores. Without terms, converts `natural` scores to their unit."""
+    """Applies the terms to raw scores. A problem without terms only has its scores converted to natural logarithms, if `natural` is set."""
     return self.left(self.steps(x, row, tile))
 
   def left(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax takes, before masks, from what `steps` returned."""
+    """Returns the scores that the softmax uses, before masks are applied, given the lists that the method `steps` returned."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
-    """Returns the raw scores `x`, and the scores after each term."""
+    """Returns a list with the raw scores `x`, and then the scores after each term."""
     found, at, unit = [x], self.fragment(row, tile), raw_unit(self.p)
     for term in self.terms:
       found.append(term.value(found[-1], at, unit))
@@ -81,7 +81,8 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns the derivative of each term, by the term's name, at the scores of `steps`. A term whose derivative is 1 everywhere is left out."""
+    """Returns the derivative of each term, by the term's name, given the scores that the method `steps` returned. Leaves out terms whose derivative
+    is 1 everywhere."""
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
       assert term.derivative is not None
@@ -97,8 +98,8 @@ class Scores:
     return self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key, or a query where rows
-    are keys. The first is None where no mask hides columns before it."""
+    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key, or a query if rows
+    are keys. The first column is None if no mask hides columns before it."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
@@ -108,13 +109,14 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements, in any order, that mask two rows' raw scores in place, in their registers."""
+    """Returns statements that mask the raw scores of two rows, in the registers that hold the scores. The statements need no order among them."""
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Returns what the softmax takes from the raw scores of `rows`. In each vector the elements lie one row after another."""
+    """Turns the raw scores of `rows` into the input of the softmax: applies the terms, and if `masked` the masks. In each vector the elements of one
+    row lie before those of the next row."""
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]

@@ -1,12 +1,12 @@
 """Online softmax over the lanes that share a query: the steps of the forward kernels between their two matrix products.
 
-A trip does not look for a maximum. It computes weights P = exp2(scores - m) with the current reference m. The sums of the weights, which are needed
-anyway, show whether m is still good: see attn/ops/softmax.py. A row begins with the lowest possible m, from which every score overflows.
+A trip does not look for a maximum. It computes weights P = exp2(scores - m) with the current reference m. The kernel needs the sums of these weights
+anyway, and the sums show whether m is still high enough: see attn/ops/softmax.py. Each row begins with the lowest possible m. With this m the
+exponent of every score overflows, so the first trip raises m.
 
-O is divided by the sum of the P that the product with V takes: P rounded to 16 bits. So O is a mean of rows of V, whatever the rounding did. Where
-one key outweighs all others, O is exactly its row of V. The LSE is made of the sum of P before the rounding, which is computed only where an LSE is
-written.
-"""
+O is divided by the sum of the P that is multiplied by V: P rounded to 16 bits. O is therefore a weighted mean of rows of V, whatever errors the
+rounding makes. If one key outweighs all other keys, O is exactly this key's row of V. The LSE is computed from the sum of P before the rounding. This
+second sum is computed only if an LSE is written."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """Sums of P that a kernel computes, as a list of kinds (attn/ops/softmax.py). The first is the sum of P as it is rounded. Where an LSE is written,
-  the second is the sum of P before the rounding. `matrix` is the matrix instruction that begins the first sum, None where no matrix instruction does.
+  """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If an LSE is written, a
+  second kind sums P before rounding. `matrix` is the matrix instruction with which the first sum begins, or None if it needs no matrix instruction.
   `dual` says that two dot products issue at once."""
   dtype: str
   kinds: tuple[str, ...]
@@ -39,9 +39,9 @@ class Sums:
     return Sums(dtype, (kind, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns for each query tile the sum of its rounded, packed P, a column of S^T tiles. Dot products that issue at once belong to two sums side by
-    side: the sums of two query tiles, or of the even and the odd S^T tiles of one query tile. The second sum begins with another dword of each
-    vector, because the first dwords of both sums are in the same register bank."""
+    """Returns the sum of the rounded P of each query tile. `packed` has a column of S^T tiles, as packed P, for each query tile. Dot products that
+    issue at once add to two different sums: the sums of two query tiles, or the sums of the even and of the odd S^T tiles of one query tile. The
+    second sum begins with another dword of each vector, because the first dwords of the vectors of both sums are in the same register bank."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
@@ -52,9 +52,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """State of the online softmax in registers. `acc` are the accumulators of O^T. Each query tile has the reference `m` of its exponents, `addend` =
-  -m*to_log2 (NaN where that has too large a rounding error), and in `l` the lane's part of the row sum, for each kind of sum. Of the current trip
-  there are the packed weights `p`, the `scores`, and the trip's part of l, `l_of_trip`."""
+  """State of the online softmax in registers. `acc` holds the accumulators of O^T. Each query tile has the reference `m` of its exponents, and
+  `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the row sum, for each kind of sum. For
+  the current trip, `p` holds the packed weights, `scores` the scores, and `l_of_trip` the trip's part of `l`."""
   acc: UOp
   m: UOp
   addend: UOp
@@ -76,9 +76,9 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Loads the addend of each query tile (see `Softmax`) in the form that `weights` takes. Returns the state and the addends. With `dual`, for
-    instructions that issue together, the addends of two query tiles are put into neighbouring registers. A single addend becomes a vector of two
-    copies."""
+    """Loads the addend of each query tile (see `Softmax`) in the form in which the method `weights` expects it. Returns the state and the addends.
+    With `dual`, for instructions that issue together, the addends of two query tiles are put into neighbouring registers, and the addend of a single
+    query tile becomes a vector of two copies."""
     found = [self.addend[i].load() for i in range(self.addend.max_numel())]
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
@@ -86,8 +86,8 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Computes P of a query tile with the current reference. If `addend` is a vector of two copies, each copy is added to one half of each vector of
-    scores."""
+    """Computes P of a query tile from its scores with the current reference. If `addend` is a vector of two copies, one copy is added to the first
+    half of each vector of scores, and the other copy to the second half."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
@@ -96,8 +96,9 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
-    """Adds the weights of each query tile, a column of S^T tiles, to the state. Where a sum shows that scores have outgrown the reference by 2^above,
-    corrects the weights and the whole state. `do` executes a statement, after `before`."""
+    """Adds the weights of each query tile, a column of S^T tiles, to the state. If a sum shows that a reference is too low (`above`: see
+    attn/ops/softmax.py), raises the reference, and corrects the weights and the whole state accordingly. `do` executes a statement, after the
+    operations `before`."""
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
     parts = sums.rounded(packed)
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
@@ -114,13 +115,13 @@ class Softmax(Carried):
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns the weights of a query tile, a column of P^T, as the B operands of O^T = V^T P^T, with 0 for those that dropout drops. `renewed`: see
-    `fragment_operands`."""
+    """Returns the weights of a query tile, a column of P^T, as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. `renewed` is
+    explained at `fragment_operands`."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
-  """Sums all elements of a list of vectors as a tree: first the whole vectors, then the elements of the result. With `pairs` (the chip adds two
-  numbers at a time) the elements are added as pairs, too."""
+  """Sums all elements of a list of vectors as a tree: first adds whole vectors, then the elements of the resulting vector. With `pairs` (the chip
+  adds two numbers at a time) the elements are first added two by two."""
   def tree(x:list[UOp]) -> UOp:
     while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
     return x[0]
