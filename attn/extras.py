@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needs(extra:str, program:str, module:str) -> Iterator[None]:
-  """Context manager around imports that need the packages of an extra, such as "bench". If a package is missing, it reports in one sentence what to
-  install: as SystemExit if `module` runs as a program ("__main__"), else as ModuleNotFoundError."""
+  """Context manager around imports that need the packages of an extra, such as "bench". If a package is missing, it raises an error that says in one
+  sentence what to install: SystemExit if `module` runs as a program ("__main__"), else ModuleNotFoundError."""
   try: yield
   except ModuleNotFoundError as e:
     package = (e.name or "").partition(".")[0]

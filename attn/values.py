@@ -13,7 +13,7 @@ DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "i
 SHOWN_MOST = 60                                              # characters of a value that an error shows
 FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the smallest and the largest positive normal number of fp32
 
-MOST_KERNELS = 512      # the latest problems whose kernels a process keeps: one kernel, with everything made for it, takes about 1 MB
+MOST_KERNELS = 512      # number of problems whose kernels a process keeps, the latest problems; a kernel and its data take about 1 MB
 cache_of_kernels = functools.lru_cache(MOST_KERNELS)      # for functions of a problem: tinygrad's caches look up their results by identity
 
 Check = Callable[[str, Any], Any]

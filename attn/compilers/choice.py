@@ -1,8 +1,8 @@
 """Choice of the compiler for attn's kernels: the first compiler that can compile them, among those that ATTN_COMPILER allows.
 
-The clang of the extra `isa` comes first, because the tiles were chosen and checked for spills with it; then ROCm's comgr; then any clang on PATH. A
-compiler is tested and not judged by its version: once for each version and chip it compiles `probe_source`, a few lines with all compiler features
-that the kernels need.
+The clang of the extra `isa` comes first, because the tiles were chosen and checked for spills with it; then ROCm's comgr; then any clang on PATH.
+attn does not judge a compiler by its version but tests it: the compiler compiles `probe_source`, a few lines with all compiler features that the
+kernels need. One test for each compiler version and chip is enough.
 """
 from __future__ import annotations
 import functools, os, re
@@ -53,7 +53,8 @@ extern "C" __attribute__((global)) void __attribute__((amdgpu_flat_work_group_si
 """
 
 def refusal(found:Found, arch:str) -> str|None:
-  """Returns the compiler's message if it can't compile the kernels for `arch`, else None. A success is kept in the user's cache directory."""
+  """Returns the compiler's message if it can't compile the kernels for `arch`, else None. Records a success in the user's cache directory, so that
+  the test is not repeated."""
   source = probe_source(arch)
   def tried() -> bytes:
     found.compile(source, arch)
@@ -111,13 +112,13 @@ def _search(arch:str, name:str) -> Found:
 def _oldest(arch:str) -> str: return f"LLVM {oldest_for(arch)} or later"
 
 def in_use(arch:str) -> str:
-  """Version of the compiler of attn's kernels for `arch`, or a sentence that tells why there is none."""
+  """Version of the compiler of attn's kernels for `arch`, or a sentence that says why no compiler can be used."""
   try: return compiler_for(arch).version
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """Returns `chip` with the LLVM release of the compiler for `device`. On an AMD GPU it is the release of `compiler_for`, if that is known. Without a
-  compiler the chip is returned unchanged, and `renderer.require` raises before anything runs."""
+  """Returns `chip` with the LLVM release of the compiler for `device`. On an AMD GPU this is the release of the compiler that `compiler_for` returns,
+  if the release is known. Without a compiler the chip is returned unchanged, and `renderer.require` raises before anything runs."""
   if device.split(":")[0] != "AMD": return chip
   try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
   except (NoCompiler, ValueError): return chip

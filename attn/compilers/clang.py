@@ -4,8 +4,9 @@ hipcc.
     assembly(source, "gfx942")      returns text that `python -m attn.isa FILE.s` can report on
     code_object(source, "gfx942")   returns a linked ELF that tinygrad's AMDProgram can load
 
-The compiler is the one named by ATTN_CLANG (a path or a name on PATH), else the clang of `ziglang`, else a `clang` or `hipcc` that knows AMD GPUs.
-Results are kept in the user's cache directory; the key has the source, the options, the architecture and the compiler version.
+The compiler is the program that ATTN_CLANG names (a path or a name on PATH), else the clang of `ziglang`, else a `clang` or `hipcc` that can compile
+for AMD GPUs. Assembly texts and code objects are stored in the user's cache directory. The key consists of the source, the options, the architecture
+and the compiler version.
 """
 from __future__ import annotations
 import functools, importlib.metadata, importlib.util, os, re, shutil, subprocess, tempfile
@@ -24,8 +25,8 @@ OPTIONS = ("-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", "-nostdi
            "-fuse-cuid=none", "-D__HIPCC_RTC__", "-Wno-gnu-line-marker", "-Wno-missing-prototypes", "-Wno-unused-command-line-argument")
 
 # Definitions of the functions of ROCm's device library that tinygrad's HIP source declares. The workgroup's size comes from the dispatch packet,
-# where tinygrad's runtime writes it (it fills no implicit kernel arguments). `sin`, and exp2 and log2 of doubles, are missing on purpose:
-# AMDClangRenderer makes tinygrad expand them, because the hardware's sine is not accurate and it has no exponential of doubles.
+# where tinygrad's runtime writes it (it fills no implicit kernel arguments). `sin`, and exp2 and log2 of doubles, are left undefined on purpose:
+# AMDClangRenderer makes tinygrad expand them, because the hardware's sine is not accurate and the hardware has no exponential of doubles.
 _FUNCTIONS = [("const", "unsigned long", f"__ockl_get_{name}", "unsigned d", f"d == 0 ? {x} : d == 1 ? {y} : {z}") for name, (x, y, z) in {
   "local_id": [f"__builtin_amdgcn_workitem_id_{c}()" for c in "xyz"],
   "group_id": [f"__builtin_amdgcn_workgroup_id_{c}()" for c in "xyz"],
@@ -95,7 +96,7 @@ def named() -> Toolchain|None:
 
 @functools.cache
 def packaged() -> Toolchain|str:
-  """clang of the extra `isa`, or a text that tells why there is none."""
+  """clang of the extra `isa`, or a text that says why it can't be used."""
   if (zig := _zig()) is None: return "the extra isa is not installed"
   where = f"ziglang {importlib.metadata.version('ziglang')}"
   found = inspected((zig, "clang"), where)
@@ -103,7 +104,7 @@ def packaged() -> Toolchain|str:
 
 @functools.cache
 def on_path() -> Toolchain|str:
-  """clang or hipcc that knows AMD's chips, on PATH or in ROCm, or a text that tells why there is none."""
+  """clang or hipcc that can compile for AMD's chips, on PATH or in ROCm, or a text that says why none can be used."""
   rocm, reasons = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "llvm", "bin", "clang"), []
   for path in dict.fromkeys(path for name in ("clang", rocm, "hipcc") if (path := shutil.which(name)) is not None):
     if isinstance(found := inspected((path,), path), Toolchain): return found
@@ -120,22 +121,24 @@ def toolchain() -> Toolchain:
   raise NoCompiler(f"no clang of LLVM {OLDEST} or later for AMD's chips: {'; '.join(reasons)}; {INSTALL}")
 
 def found(tools:Toolchain) -> Found:
-  """Wraps a toolchain as one of the compilers to choose from."""
+  """Makes a `Found` from a toolchain: a compiler that choice.py can choose."""
   return Found("clang", tools.version, lambda source, arch: code_object(source, arch, tools=tools))
 
 # ***** compilation *****
 
 def _fail(arch:str, stderr:str) -> CompileError:
-  """Makes an error of clang's diagnostics and the source lines that they quote, without the counts of errors and warnings."""
+  """Makes a CompileError from clang's diagnostics. It contains the source lines that clang quotes, but not clang's counts of errors and warnings."""
   text = "\n".join(x for x in stderr.splitlines() if not re.match(r"\d+ (warning|error)s? ", x)).strip()
   return CompileError(f"clang cannot compile this for {arch}:\n{text}")
 
 def _undefined(text:str) -> list[str]:
-  """Functions of ROCm's device library that an assembly text calls. Names in debug information don't count: those functions were inlined."""
+  """Functions of ROCm's device library that an assembly text calls. A function that only the debug information names is left out: the compiler has
+  inlined it."""
   return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", re.sub(r"(?m)^\s*\.asciz\s.*$", "", text))))
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:
-  """Compiles a HIP source to assembly text; `options` are added to clang's command line. CompileError has clang's message and the source line."""
+  """Compiles a HIP source to assembly text; `options` are added to clang's command line. Raises CompileError with clang's message and the source
+  line."""
   clang, arch = tools or toolchain(), base_arch(arch)
   flags = (*OPTIONS, f"--offload-arch={arch}", *options)
   def compiled() -> bytes:

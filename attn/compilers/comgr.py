@@ -1,5 +1,5 @@
-"""ROCm's compiler library comgr, as tinygrad loads it: its version, and machine code compiled with it. The machine code is kept in the user's
-cache, for each version of comgr."""
+"""ROCm's compiler library comgr, as tinygrad loads it: its version, and machine code compiled with it. The machine code is stored in the user's cache
+directory, separately for each version of comgr."""
 from __future__ import annotations
 import contextlib, functools, io, re
 from attn.compilers.found import Found, base_arch
@@ -10,7 +10,7 @@ from attn.cache.user_cache import kept
 EMPTY_KERNEL, ANY_ARCH = 'extern "C" __attribute__((global)) void attn_empty(float* x) { *x = 0.0f; }', "gfx900"
 
 def _compile(compiler:Compiler, source:str) -> bytes:
-  """Compiles a source by comgr. tinygrad prints the diagnostics; this function puts them into the error instead."""
+  """Compiles a source by comgr. tinygrad's own function prints comgr's diagnostics; this function puts them into the error."""
   printed = io.StringIO()
   try:
     with contextlib.redirect_stdout(printed): return compiler.compile(source)
@@ -26,7 +26,7 @@ def _version() -> str:
   return f"{name} with {clang[0].decode()}" if clang is not None else name
 
 def compile_hip(source:str, arch:str) -> bytes:
-  """Compiles a HIP source to a linked code object. CompileError has comgr's message."""
+  """Compiles a HIP source to a linked code object. Raises CompileError with comgr's message."""
   arch = base_arch(arch)
   return kept("co", ("comgr", _version(), arch, source), lambda: _compile(comgr_compiler(arch), source))
 

@@ -1,7 +1,7 @@
 """Disassembler of code objects (ELF) in Python, for kernels of other projects, or kernels whose assembly text is lost.
 
-tinygrad's tables of AMD's instruction sets decode the instructions. The text has the form of `llvm-objdump -d`, which `parse.parse` reads, with the
-metadata of the ELF's note before it. Operands are written in tinygrad's form, which an assembler does not accept.
+tinygrad's tables of AMD's instruction sets decode the instructions. The text begins with the metadata of the ELF's note. The code follows in the form
+that `llvm-objdump -d` prints and `parse.parse` reads. Operands are written in tinygrad's form, which an assembler does not accept.
 """
 from __future__ import annotations
 import struct
@@ -24,8 +24,8 @@ def elf_chip(lib:bytes) -> Chip:
 # ***** metadata *****
 
 def _decode(data:bytes, at:int) -> tuple[Any, int]:
-  """Decodes one MessagePack value (github.com/msgpack/msgpack/blob/master/spec.md) of a kind that AMDGPU metadata has. Returns the value and the
-  position of the next one."""
+  """Decodes one MessagePack value (github.com/msgpack/msgpack/blob/master/spec.md) of a kind that AMDGPU metadata contains. Returns the value and the
+  position of the next value."""
   tag = data[at]
   at += 1
   def number(fmt:str) -> tuple[int, int]: return struct.unpack_from(fmt, data, at)[0], at + struct.calcsize(fmt)

@@ -14,7 +14,7 @@ ZIGLANG = {19: "0.14.1", 20: "0.15.2", 21: "0.16.0", 22: "0.17.1"}    # release 
 OLDER = tuple(release for release in ZIGLANG if release < max(ZIGLANG))
 
 def _get(version:str) -> Path:
-  """Directory of this version of `ziglang`, which pip installs if it is missing. Raises NoCompiler, with pip's message, if that fails."""
+  """Directory of this version of `ziglang`, which pip installs if it is missing. Raises NoCompiler, with pip's message, if the installation fails."""
   place = user_cache.directory()/"clangs"/f"ziglang-{version}"
   if place.is_dir(): return place
   try:

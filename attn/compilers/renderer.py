@@ -1,8 +1,8 @@
 """Renderers of tinygrad's device AMD. The source of one of attn's kernels goes to the compiler that choice.py finds; any other source goes to
 tinygrad's compiler, as before.
 
-The first line of a source marks attn's kernels (ops/renderers.py). A compile worker of tinygrad gets a renderer by its class; so it imports this
-module and chooses the same compiler as its parent process.
+The first line of a source marks attn's kernels (ops/renderers.py). tinygrad passes a renderer to its compile workers by its class. A worker therefore
+imports this module, and chooses the same compiler as its parent process.
 """
 from __future__ import annotations
 import functools
@@ -14,7 +14,8 @@ from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer
                                   opened_devices)
 
 class ClangCompiler(Compiler):
-  """Adapter from clang.py to tinygrad's Compiler interface. clang.py keeps results by the compiler's version, so tinygrad gets no cache key."""
+  """Adapter from clang.py to tinygrad's Compiler interface. clang.py has its own cache, whose key contains the compiler's version, so tinygrad gets
+  no cache key."""
   def __init__(self, arch:str):
     self.arch, self.tools = arch, clang.toolchain()
     super().__init__(None)
@@ -24,8 +25,8 @@ class ClangCompiler(Compiler):
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):
-  """Compiler that compiles attn's kernels by `compiler_for`, which keeps them by the compiler's version, and other kernels by `others`, with
-  tinygrad's own cache."""
+  """Compiler that compiles a source according to its mark. The compiler from `compiler_for` compiles attn's kernels; its cache has the compiler's
+  version in the key. The compiler `others` compiles other kernels, with tinygrad's own cache."""
   def __init__(self, arch:str, others:Compiler):
     self.arch, self.others = arch, others
     super().__init__(None)
@@ -35,20 +36,21 @@ class CompilerByMark(Compiler):
 
 # tinygrad selects these classes by their names, for DEV=AMD:HIP, DEV=AMD:CLANG and DEV=AMD:HIPCC.
 class AMDHIPRenderer(OperationsHIPRenderer):
-  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and comgr for others."""
+  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and comgr for other kernels."""
   def __init__(self, target:Target):
     super().__init__(target)
     self.compiler = CompilerByMark(target.arch, self.compiler)
 
 class AMDHIPCCRenderer(OperationsHIPCCRenderer):
-  """tinygrad's HIPCCRenderer, with attn's compiler for attn's kernels and ROCm's hipcc for others."""
+  """tinygrad's HIPCCRenderer, with attn's compiler for attn's kernels and ROCm's hipcc for other kernels."""
   def __init__(self, target:Target):
     super().__init__(target)
     self.compiler = CompilerByMark(target.arch, self.compiler)
 
 class AMDClangRenderer(OperationsHIPRenderer):
-  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and the clang of clang.py for others. DEV=AMD uses it if comgr can't be loaded.
-  It prints the same text as tinygrad's, except for the sine, and exp2 and log2 of doubles, which tinygrad expands."""
+  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and the clang of clang.py for other kernels. DEV=AMD uses this renderer if comgr
+  can't be loaded. It prints the same text as tinygrad's HIPRenderer, except for the sine, and exp2 and log2 of doubles: tinygrad expands these
+  functions."""
   def __init__(self, target:Target):
     super().__init__(target, use_hipcc=True)   # with HIPCC the constructor needs nothing installed
     self.compiler = CompilerByMark(target.arch, ClangCompiler(target.arch))
@@ -62,8 +64,8 @@ def _offer(device:Any) -> None:
 
 @functools.cache
 def register_renderers() -> None:
-  """Replaces tinygrad's renderers by attn's in the list of the AMD device. The device takes the first that can be constructed, or one by name. This
-  function neither looks for a compiler nor opens a device."""
+  """Replaces tinygrad's renderers by attn's in the list of the AMD device. The device uses the first renderer that can be constructed, or the
+  renderer that DEV names. This function neither looks for a compiler nor opens a device."""
   init = Compiled.__init__
   @functools.wraps(init)
   def with_ours(self:Compiled, *args:Any, **kwargs:Any) -> None:
@@ -73,8 +75,8 @@ def register_renderers() -> None:
   for device in opened_devices("AMD"): _offer(device)
 
 def require(devices:str|tuple[str, ...]|None) -> None:
-  """Raises if one of `devices` is an AMD GPU and attn's kernels can't be compiled for it: NoCompiler or ValueError as `compiler_for` does, or
-  NotImplementedError for a renderer that doesn't print HIP (DEV=AMD:LLVM)."""
+  """Raises an error if one of `devices` is an AMD GPU and attn's kernels can't be compiled for it: the NoCompiler or ValueError of `compiler_for`, or
+  NotImplementedError if the device's renderer doesn't print HIP (DEV=AMD:LLVM)."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "AMD": continue
     renderer = device_of(name).renderer

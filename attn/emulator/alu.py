@@ -1,7 +1,8 @@
 """Meaning of tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
 
-The last axis of a value is the thread: length T, or 1 or absent if the value is equal in all threads. A vector has its elements on the first axis.
-A bfloat16 is kept as its 16 bits in uint16, like HIPRenderer's `unsigned short`. Arithmetic on it (only CUDARenderer emits any) goes through fp32.
+The last axis of a value is the thread: length T, or 1 or absent if the value is equal in all threads. A vector has its elements on the first axis. A
+bfloat16 is kept as its 16 bits in uint16, like HIPRenderer's `unsigned short`. Arithmetic on bfloat16, which only CUDARenderer emits, is done in fp32
+and rounded.
 """
 from __future__ import annotations
 from typing import Any, Callable
@@ -21,14 +22,14 @@ def numpy_dtype(dt:DType) -> np.dtype[Any]:
 def elements(dt:DType) -> int: return VECTORS[dt][1] if dt in VECTORS else 1
 
 def literal(value:Any, dt:DType) -> Array:
-  """Value of a constant; for a vector type every element has it."""
+  """Value of a constant. A constant of a vector type has this value in every element."""
   to = numpy_dtype(dt)
   if dt == dtypes.bfloat16: return float_to_bf16(np.asarray(value, np.float32))[()]
   if dtypes.is_int(dt): value = (int(value) - dt.min) % 2**(8*to.itemsize) + dt.min
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 
 def stack(*xs:Array) -> Array:
-  """Stacks scalars (T,) to one vector (n, T), or (n, 1) if all are equal in all threads."""
+  """Stacks scalars (T,) to one vector (n, T), or (n, 1) if each scalar is equal in all threads."""
   out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
   for i, x in enumerate(xs): out[i] = x
   return out
@@ -86,7 +87,7 @@ ALU: dict[Ops, Callable[..., Array]] = {
 }
 
 def alu(op:Ops, dt:DType, operand:DType) -> Callable[..., Array]:
-  """numpy function of an arithmetic UOp with result type `dt` and (last) operand type `operand`."""
+  """Returns the numpy function that computes an arithmetic UOp. `dt` is the type of the result, `operand` the type of the last operand."""
   if op not in ALU: raise NotImplementedError(f"the emulator does not know the operation {op}: HIPRenderer and CUDARenderer do not print it")
   fn = ALU[op]
   if operand != dtypes.bfloat16 or op is Ops.WHERE: return fn

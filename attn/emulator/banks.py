@@ -17,7 +17,8 @@ Array = NDArray[Any]
 
 @dataclass
 class BankUse:
-  """Count of all accesses of one width to one buffer: phases with work, and cycles that they took. The difference is lost to conflicts."""
+  """Count of all accesses of one width to one buffer: the number of phases with an active lane, and the number of cycles that these phases took. The
+  difference is the number of cycles lost to bank conflicts."""
   buffer: str
   verb: str
   nbytes: int
@@ -37,7 +38,7 @@ _READ_B128: dict[str, tuple[list[int], ...]] = {   # family with waves of 64 lan
 
 @functools.cache
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
-  """Number of banks, and lanes of each phase, for an access of `nbytes` per lane."""
+  """Returns the number of banks, and the lanes of each phase, for an access of `nbytes` per lane."""
   banks = 64 if family == "cdna4" and read else 32
   if read and nbytes == 16 and wave == 64:
     groups = _READ_B128.get(family, _READ_B128["cdna3"])

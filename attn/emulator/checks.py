@@ -13,15 +13,15 @@ Each kind of error is a class. An indented class is a subclass of the one above 
   - `UninitialisedRead`: a read of LDS, of a register or of global memory that was never written. For global memory this counts from the allocation
     on, and only after the first write to the buffer: a buffer without any write (`Tensor.empty`, the buffers that BEAM times with) reads as bytes
     0xff (NaN).
-  - `UnwrittenOutput`: the host copies a buffer that a kernel stores to, but some of its elements were never written; all of them, if every store to
-    it was simplified away. A host may copy a buffer that no kernel stores to.
+  - `UnwrittenOutput`: the host copies a buffer that a kernel stores to, but some of its elements were never written. The reason may be that every
+    store to the buffer was simplified away. A host may copy a buffer that no kernel stores to.
 - `Race`: two accesses whose order is not defined.
   - `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of
     one wave run in lockstep, so accesses of one wave are ordered. Several waves may read the same location.
   - `NotWaitedFor`: an access to data that an asynchronous operation still writes, in LDS (a copy) or in an accumulator (a wgmma), or a store to data
-    that it still reads. Its thread has started the operation and not waited for it.
+    that such an operation still reads. The thread that started the operation has not waited for it.
   - `SharedSlot`: one launch appends two rows to the same slot of a cache.
-- `Divergence`: threads that have to act together do not.
+- `Divergence`: threads that must execute an operation together do not.
   - `DivergentBarrier`: some threads of a workgroup reach a barrier and others do not, or threads wait for a phase of an mbarrier before any arrival.
   - `DivergentMatrix`: some lanes of a wave execute a matrix instruction and others do not.
 - `LimitExceeded`: a limit of the chip is exceeded.
@@ -71,8 +71,9 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """Error found in an access: its kind, the threads, and for each thread the other access to the same location. `other` is the number of a wave, or
-  for NotWaitedFor the number of an operation; `verb` tells what it did there, such as "written"."""
+  """Error found in an access: its kind, the threads, and for each thread the other access to the same location. `other` is the number of the wave
+  that made the other access, or for NotWaitedFor the number of the asynchronous operation. `verb` says what this wave or operation did at the
+  location, such as "written"."""
   error: type[EmulatorError]
   threads: Array
   other: Array|None = None

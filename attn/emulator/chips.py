@@ -1,12 +1,12 @@
-"""Targets of the emulator: their properties, and their matrix instructions with the layout of each tile over (element, lane). They are taken from the
-documents and not from attn/chips; a test checks that the two agree.
+"""Targets of the emulator: their properties, and their matrix instructions with the layout of each tile over (element, lane). The data come from the
+documents and not from attn/chips; a test checks that they agree with attn/chips.
 
 Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
 chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16), AMD Matrix Instruction Calculator.
 
-A layout is data. The element index of a lane and the lane index are each split into named factors, the major one first. The row and the column of the
-matrix are concatenations of such factors. For example, the layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b of lane 32h+n is row 8a+4h+b,
-column n.
+A layout is data. The index of an element in a lane, and the index of a lane in the wave, are each split into named factors, the major factor first.
+The row and the column of the matrix are concatenations of such factors. For example, the layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b
+of lane 32h+n is row 8a+4h+b, column n.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -91,7 +91,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class MatrixInstruction:
-  """Matrix instruction D = A B + C of one wave. The layout a is M x K, and b is transposed (N x K), so that both have the contraction last."""
+  """Matrix instruction D = A B + C of one wave. The layout `a` is M x K. The layout `b` is transposed, N x K, so that the contraction is the last
+  axis of `a` and of `b`."""
   a: Layout
   b: Layout
   c: Layout
@@ -102,14 +103,15 @@ class MatrixInstruction:
     return self.c.columns, self.c.rows, self.a.columns
 
 def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
-  """MFMA: lane (h, i) holds row i of A at k = E*h + e. Blocks of 4 rows of D go to the groups of lanes in turn."""
+  """MFMA: lane (h, i) holds row i of A at k = E*h + e. Rows 0 to 3 of D are in the first group of lanes, rows 4 to 7 in the second group, and so on
+  in turn."""
   groups = 64//M
   ab = Layout("e hi -> i he", e=E, h=groups, i=M)
   return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
 
 def _blocks(dtype:str, *families:str) -> MatrixInstruction:
-  """MFMA 4x4x4 of 16 blocks. Block b lies in lanes 4b to 4b + 3 and is treated like a wave of its own. Lane i of a block has row i of A at all four
-  k, and column i of B and D."""
+  """MFMA 4x4x4 of 16 blocks. Block b lies in lanes 4b to 4b + 3 and is treated like a wave of its own. Lane i of a block holds row i of A at all four
+  k, and column i of B and of D."""
   ab = Layout("k i -> i k", k=4, i=4)
   return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
 

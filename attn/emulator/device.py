@@ -1,8 +1,8 @@
 """tinygrad device `EMU`: with `DEV=EMU::gfx942` the emulator runs kernels as lowered for that chip.
 
 The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and printed as for hardware. The "binary" is the pickled list
-of the printed UOps. It has to hold everything that a run needs, because tinygrad lowers several kernels at the same time in worker processes. fp8 is
-not a supported type: tinygrad emulates it with integers, as on hardware without it.
+of the printed UOps. The list has to contain everything that a run needs, because tinygrad lowers several kernels at the same time in worker
+processes. fp8 is not a supported type: tinygrad emulates fp8 with integers, as on hardware without fp8.
 """
 from __future__ import annotations
 from typing import Any, ClassVar
@@ -20,7 +20,8 @@ from attn.emulator.plan import Plan
 DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
-  """Compiler from source text to the emulator's binary. The renderer of this process has noted the UOps of each text."""
+  """Compiler from source text to the emulator's binary. The renderer in this process has recorded the UOps of each source text, and the compiler
+  looks them up."""
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
   @classmethod
@@ -97,7 +98,8 @@ class EMUDevice(Compiled):
     return self.cached_renderer[target]
 
 def register() -> None:
-  """Registers the device `EMU` in tinygrad, which finds a device by the module tinygrad.runtime.ops_emu, and starts to remember its kernels."""
+  """Registers the device `EMU` in tinygrad, which finds a device by the module tinygrad.runtime.ops_emu, and starts to remember the kernels that are
+  made for `EMU` (attn/emulator/listing.py)."""
   if "tinygrad.runtime.ops_emu" in sys.modules: return
   watch_kernels("EMU", remember)
   sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

@@ -1,8 +1,9 @@
 """Origin of each operation of a program: the line of Python that emitted it, and its statement in the source that the renderer prints.
 
-The UOps of a program contain neither, and nothing is recorded while a kernel is made and run. The device only remembers, for the latest kernels of
-`Tensor.custom_kernel`, a function that makes their ASTs again. When a kernel fails, its AST is made and lowered again, and the place of each UOp is
-recorded. If the result equals the failing program, UOp by UOp, the places are valid. This takes about as long as making and lowering the kernel did.
+The UOps of a program contain neither the line nor the statement, and nothing is recorded while a kernel is made and run. The device only remembers,
+for the latest kernels of `Tensor.custom_kernel`, a function that makes their ASTs again. When a kernel fails, its AST is made and lowered again, and
+the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. This takes about as long as making and
+lowering the kernel did.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ REMEMBERED = 64         # number of kernels that are remembered
 _built: dict[UOp, Callable[[], Any]] = {}    # AST -> function that makes it again, the newest last
 
 def remember(ast:UOp, again:Callable[[], Any]) -> None:
-  """Remembers a kernel's AST and the function `again` that makes it again."""
+  """Remembers a kernel's AST and the function `again` that makes this AST a second time."""
   _built.pop(ast, None)
   _built[ast] = again
   while len(_built) > REMEMBERED: del _built[next(iter(_built))]
@@ -105,7 +106,8 @@ class Listing:
     return Place(self._from(u), None if line is None else line + 1, statement)
 
   def _from(self, u:UOp) -> tuple[str, int]|None:
-    """Line of Python that `u` comes from. For a UOp that a pass of tinygrad inserted, the line of the nearest source that has one."""
+    """Line of Python that `u` comes from. For a UOp that a pass of tinygrad inserted, this is the line of the nearest source UOp whose line is
+    known."""
     seen, level = {u}, [u]
     while level:
       if (found := next((self.python[x] for x in level if self.python.get(x) is not None), None)) is not None: return found

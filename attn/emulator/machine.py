@@ -1,4 +1,4 @@
-"""Interpreter of the emulator: a `Frame` has the threads of a run with their values and memory, and executes a program's steps."""
+"""Interpreter of the emulator: a `Frame` holds the threads of a run, their values and their memory, and executes a program's steps."""
 from __future__ import annotations
 from typing import Any, Callable
 from dataclasses import dataclass, field
@@ -116,7 +116,7 @@ class Frame(Threads):
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Sets a loop's variable to i and masks out threads that are done. Returns False if no thread has that iteration."""
+    """Sets a loop's variable to i and masks out threads that are done. Returns False if no thread executes iteration i."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -124,8 +124,8 @@ class Frame(Threads):
     return self.mask is None or bool(self.mask.any())
 
   def barrier(self, gate:Array|None=None) -> Array:
-    """Executes a barrier of the active threads, which must be whole workgroups. With `gate`, the waves for which it is true execute the barrier,
-    which must be whole waves: from then on they are one interval ahead."""
+    """Executes a barrier. Without `gate`, the active threads execute it; they must form whole workgroups. With `gate`, the threads where `gate` is
+    true execute the barrier; they must form whole waves. These waves are then one barrier interval ahead of the other waves."""
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
     if mask is not None:
@@ -140,8 +140,8 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def arrive(self) -> Array:
-    """Makes the active workgroups, which must be whole, arrive at the next phase of their mbarrier once their copies are complete. Other waves may
-    access the copied data after they have waited for the phase; the shadow of LDS checks this."""
+    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier once their copies are complete. All threads of such a
+    workgroup must be active. Other waves may access the copied data after they have waited for the phase; the shadow of LDS checks this."""
     self.under_way.commit()
     self.under_way.wait_copies(0)
     here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")
@@ -153,7 +153,8 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes the active workgroups wait for the next phase that they have not waited for, which must have this parity."""
+    """Makes the workgroups of the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be
+    the parity of that phase's number."""
     here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
     def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
     if (bad := each(self.waited >= self.arrived)).any():
@@ -167,7 +168,7 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def _whole(self, unit:int, kind:type[EmulatorError], text:str) -> Array:
-    """Mask of the active units of `unit` threads. Raises `kind` if only some threads of a unit are active."""
+    """Mask of the active units; a unit is `unit` consecutive threads, such as a wave. Raises `kind` if only some threads of a unit are active."""
     here = self.active.reshape(-1, unit)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))
@@ -220,7 +221,7 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_part(self, slot:int, taken:bool) -> None:
-    """Raises NegativePart if this term of a buffer instruction's offset is negative; `taken` tells that the term is subtracted."""
+    """Raises NegativePart if this term of a buffer instruction's offset is negative. `taken` is true if the term is subtracted."""
     part = self.full(-self.v[slot] if taken else self.v[slot])
     if self.checks and (bad := self.active & (part < 0)).any():
       raise self.error(NegativePart, bad, lambda t: f"a part of the offset of a {self.plan.uops[self.pc].arg.name} is {part[t]}: no document says "

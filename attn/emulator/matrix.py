@@ -102,8 +102,8 @@ def flushed(x:Array, dtype:str) -> Array:
 
 @dataclass
 class MatrixUnit:
-  """Matrix unit of one architecture family. An operand that is used repeatedly (Q in a loop over keys, P for each slice of V) is widened only
-  once."""
+  """Matrix unit of one architecture family. An operand that is used repeatedly (Q in a loop over keys, P for each slice of V) is converted to fp32
+  only once."""
   family: str
   arch: str
   _recent: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
@@ -126,7 +126,8 @@ class MatrixUnit:
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Executes the instruction with this builtin's stem on packed register images: a and b are uint32 (registers, T), c is fp32 (registers, T)."""
+    """Executes the matrix instruction `name` (the stem of its compiler builtin) on packed register images: a and b are uint32 (registers, T), c is
+    fp32 (registers, T)."""
     i = INSTRUCTIONS.get(name)
     if i is None or self.family not in i.families:
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)

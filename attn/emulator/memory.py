@@ -46,7 +46,7 @@ class Allocation:
     self.outputs: dict[tuple[int, int], tuple[str, str, int, str]] = {}
 
 class View:
-  """View of `size` bytes of an allocation from `offset` on. tinygrad holds it as its opaque buffer."""
+  """View of `size` bytes of an allocation from `offset` on. tinygrad's Buffer stores a View in place of a device address."""
   def __init__(self, base:Allocation, offset:int, size:int): self.base, self.offset, self.size = base, offset, size
   def sub(self, offset:int, size:int) -> View: return View(self.base, self.offset + offset, size)
   @property
@@ -55,7 +55,7 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Notes a write: drops the flags if all of the allocation is written."""
+    """Records a write to the allocation. Drops the flags if every byte of the allocation is written now."""
     self.base.touched = True
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
@@ -66,7 +66,7 @@ class View:
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
-    """Copies data into the memory; `written` has the flags of the source, if it has flags."""
+    """Copies data into the memory. `written` holds the flags of the source's bytes; None means that all of them were written."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
     self.settle()
@@ -173,11 +173,12 @@ class Space:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
-  """Pointer that an operation's meaning gets for an INDEX: a buffer and a byte offset per thread."""
+  """Pointer that the numpy meaning of an operation gets for an INDEX: a buffer and a byte offset per thread."""
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """Addresses of an access and their unit in bytes. The unit is the whole access if all addresses are aligned to it, else at most a dword."""
+    """Returns the addresses of an access, counted in units, and the size of a unit in bytes. The unit is the whole access if all addresses are
+    multiples of its size, else at most a dword."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     index, beyond = divided(at, nbytes)
     if not beyond.any(): return index, nbytes
@@ -203,8 +204,8 @@ class Pointer:
     for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
 
 class Registers:
-  """REG buffer. Each element is a separate value, so a store by all threads only rebinds it. `written` tells, for each element, which threads have
-  written it: all (True), none (False), or a mask."""
+  """REG buffer. Each element is a separate value, so a store by all threads replaces this value and copies nothing. `written` tells, for each
+  element, which threads have written it: all (True), none (False), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
@@ -273,7 +274,7 @@ class Registers:
 
 @dataclass(frozen=True)
 class RegisterPointer:
-  """Pointer to an element of a REG buffer, as an operation's meaning gets it."""
+  """Pointer to an element of a REG buffer, as the numpy meaning of an operation gets it."""
   array: Registers
   first: int
 

@@ -2,7 +2,7 @@
 
 A buffer instruction adds a register and an immediate number, and checks the sum against the range of the buffer. If an offset is a sum, the compiler
 makes a positive constant the immediate and leaves the other terms in the register. If the register is then negative, no document says whether the
-memory unit uses the whole sum, or treats the address as out of range and loads zeros. (LLVM calls that illegal: splitBufferOffsets in
+memory unit uses the whole sum, or treats the address as out of range and loads zeros. (LLVM calls a negative register illegal: splitBufferOffsets in
 SIISelLowering.cpp.) An LDS address may have negative terms: from Sea Islands on the hardware uses the whole sum (LLVM,
 GCNSubtarget::hasUsableDSOffset)."""
 from __future__ import annotations
@@ -16,13 +16,13 @@ OPERANDS = {"buffer_load": 2, "load_to_lds": 2}     # buffer instruction -> numb
 
 @dataclass(frozen=True)
 class Part:
-  """Term of an offset; `taken` tells that it is subtracted."""
+  """Term of an offset. `taken` is true if the term is subtracted."""
   number: UOp
   taken: bool = False
 
 def parts_of(offset:UOp) -> Iterator[Part]:
-  """Yields an offset and all its terms, as the printed text adds them. In a product it looks at the factors too, because a compiler distributes
-  it."""
+  """Yields an offset and all its terms, as the printed text adds them. For a product it also yields the terms of the factors, because a compiler may
+  multiply out the product."""
   if offset.op in (Ops.CAST, Ops.WHERE):
     for x in offset.src[offset.op is Ops.WHERE:]: yield from parts_of(x)
   elif offset.op is not Ops.CONST:

@@ -20,7 +20,8 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """Program compiled for the interpreter. `renderer` makes the renderer that lowered and printed it; errors use it to find an operation's place."""
+  """Program compiled for the interpreter. `renderer` is a function that makes the renderer which lowered and printed the program; errors use this
+  renderer to find the place of an operation in the source."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
@@ -127,7 +128,7 @@ class Plan(EmulatedProgram):
     self._value(u, stack, *u.src)
 
   def lane(self, u:UOp) -> None:
-    """Adds a step for the INDEX of a value, which is one element of a vector."""
+    """Adds a step for an INDEX of a value, which selects one element of a vector."""
     def step(x:Array, i:Array) -> Array:
       if not np.shape(i): return x[int(i)]
       return np.take_along_axis(np.broadcast_to(x, (x.shape[0], len(i))), np.asarray(i, np.int64)[None], 0)[0]
@@ -267,7 +268,7 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Slots to drop after each step, and the most bytes per thread that are alive together."""
+    """Returns the slots whose values are dropped after each step, and the largest number of bytes per thread that values occupy at the same time."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

@@ -24,8 +24,8 @@ instruction("probe", lambda lanes, x, name: lanes.probe(name, x), _seen, _seen)
 
 def probe(name:str, x:UOp) -> UOp:
   """Returns x, a number or a fragment, and makes the emulator collect its values under `name` (letters, digits and "_ . -") or print them. The result
-  has to be used: a value that nothing depends on is not part of the kernel. Raises ValueError for another name, and if x is a buffer or an
-  address."""
+  has to be used: a value that nothing depends on is not part of the kernel. Raises ValueError for a name with other characters, and if x is a buffer
+  or an address."""
   if not isinstance(name, str) or not re.fullmatch(r"[\w.\-]+", name):
     raise ValueError(f"name={name!r}: must consist of letters, digits, '_', '.' and '-'")
   if x.addrspace is not None and x.addrspace is not AddrSpace.ALU: raise ValueError(f"probe {name!r} is given an address: .load() the value")

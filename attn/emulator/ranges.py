@@ -72,8 +72,8 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """Ranges of a program's integers. `of` has the range of each. `beyond` has the exact ranges of the integers that are not proven to fit their
-  type."""
+  """Ranges of a program's integers. `of` maps each integer to its range. `beyond` maps each integer that is not proven to fit its type to the range
+  of its exact result."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
     # number of uses of each number, without the uses where a choice or the gate of an access excludes values that do not fit
@@ -144,7 +144,7 @@ class Ranges:
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Ranges of numbers if a condition is true, and ranges if it is false."""
+    """Returns the ranges of the numbers that a condition compares: first their ranges if the condition is true, then if it is false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -154,7 +154,7 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Range of a branch when it is taken; its value in the other case does not matter."""
+    """Range of a branch's value if the condition selects this branch. The value in the other case does not matter."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -163,13 +163,13 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """Indexed places of accesses under a gate. tinygrad uses a 32-bit index for such a place in a buffer of up to 2^31 elements: either the index is in
-  the buffer, or the gate prevents the access."""
+  """Addresses (INDEX or SHRINK) of accesses that a gate may prevent. tinygrad uses a 32-bit index for such an address in a buffer of up to 2^31
+  elements: either the index lies in the buffer, or the gate prevents the access."""
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """Intersects two sets of bounds that are both true."""
+  """Combines two sets of bounds that hold at the same time. A number in both sets gets the intersection of its two ranges."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:

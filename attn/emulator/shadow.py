@@ -28,13 +28,13 @@ class LdsShadow:
 
   `writer` holds interval * stride + wave of the last write (0: never written). `reader` has one plane per wave, with the interval of its last read.
   Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves only. A wave that is one interval ahead
-  reaches a place in the program later than the others, so its accesses in interval n happen at the same time as theirs in interval n. For any order
-  in the program, an access is safe only after a barrier, which means in a later interval.
+  reaches a place in the program later than the others, so its accesses in interval n happen at the same time as the other waves' accesses in interval
+  n. For any order in the program, an access is safe only after a barrier, which means in a later interval.
 
   The tag of a write that is under way has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
 
-  Locations are checked only if it may matter: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads never get
-  to the planes of `reader`: they wait in a list, in order, until a write overlaps one; reads from before the last barrier are dropped."""
+  Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads
+  never get to the planes of `reader`: they wait in a list, in order, until a write overlaps one; reads from before the last barrier are dropped."""
   def __init__(self, f:Threads, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
@@ -73,14 +73,15 @@ class LdsShadow:
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Mask of the accesses whose last write is by another wave with no barrier since, so that it may not be done."""
+    """Mask of the accesses to locations that another wave wrote last, with no barrier since: this write may not be complete."""
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 
   # ***** operations that are under way *****
 
   def send(self, at:Array, by:Array, operation:int) -> None:
-    """Marks the locations `at` of a store that threads `by` have started. No wave may access them until the store arrives, not even its own."""
+    """Marks the locations `at` of a store that threads `by` have started. No wave may access them until the store arrives, not even the wave that
+    started the store."""
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
   def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]

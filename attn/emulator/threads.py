@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class Product:
-  """Product that warpgroups have started."""
+  """Matrix product (wgmma) that warpgroups have started."""
   number: int
   results: dict[int, Array]      # element of the accumulators -> its value when the product is done
   threads: Array                 # mask of the threads that have started it and not waited for it
@@ -29,7 +29,7 @@ class Operand:
   def hold(self, product:Product) -> None: raise NotImplementedError
   def release(self, product:Product) -> None: raise NotImplementedError
   def read_until_now(self, threads:Array) -> None:
-    """Notes that the product has read the operand until now, for threads that have just waited for it."""
+    """Records that the product has read the operand until now. `threads` have just waited for the product."""
 
 class Threads:
   """Threads of a range of workgroups."""
@@ -80,7 +80,7 @@ class Threads:
   # ***** divergence *****
 
   def also(self, condition:Array) -> Array|None:
-    """Intersects the current mask with `condition`; None stands for all threads."""
+    """Returns the threads of the current mask where `condition` is true; None stands for all threads."""
     m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
     return None if m.all() else m
   def push(self, mask:Array|None) -> None:
@@ -101,8 +101,8 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Updates everything that depends on the intervals. For each wave, `interval` counts the barriers and arrivals that it has reached. `seen`
-    is the first interval of the other waves that it has not waited for."""
+    """Updates everything that depends on the intervals. For each wave, `interval` counts the barriers and arrivals that the wave has reached. `seen`
+    is the first interval of the other waves that this wave has not waited for."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

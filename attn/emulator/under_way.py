@@ -1,9 +1,9 @@
 """Asynchronous operations that a run has started and not waited for: copies to LDS, and products of a warpgroup. Only the emulator keeps their state;
 the meaning of an operation starts, commits and waits through `Lanes`.
 
-Both kinds are checked as strictly as the documents allow. From the start of an operation until its own thread has waited for it, nothing may access
-what it writes, and nothing may write what it reads. The shadow of LDS and the register arrays record the number of the operation, so that an error
-can name it.
+Copies and products are checked as strictly as the documents allow. From the start of an operation until the thread that started it has waited for it,
+no thread may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays record the number
+of the operation, so that an error can name it.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class Copy:
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """Splits the copy into the threads for which it has arrived and the others."""
+    """Splits the copy in two: the part of the threads for which the copy has arrived, and the part of all other threads."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)
 class Running:
-  """Product that warpgroups have started, with the registers that it writes and the operands that it reads."""
+  """Product (wgmma) that warpgroups have started, with the registers that it writes and the operands that it reads."""
   product: Product
   accumulators: Registers
   operands: list[Operand]

@@ -34,7 +34,7 @@ def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
 instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)", _byte_perm_cuda)
 
 def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
-  """Picks four bytes out of the eight of (hi, lo): a byte of `selector` takes from lo if it is 0-3, from hi if it is 4-7 (v_perm_b32)."""
+  """Selects four bytes of (hi, lo): each byte of `selector` selects a byte of lo by 0 to 3, or a byte of hi by 4 to 7 (v_perm_b32)."""
   return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
 
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
@@ -55,9 +55,9 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Pair of x of this lane and x of the lane `step` lanes away, in either order. It serves reductions that commute, over all `matrix.group_steps`.
-  `matrix.exchange` selects the instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or
-  ds_bpermute_b32."""
+  """Returns x of this lane and x of the lane `step` lanes away, as a pair in either order. Reductions by a commutative operation call it for every
+  step in `matrix.group_steps`. `matrix.exchange` selects the instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12),
+  v_permlanex16_b32 or ds_bpermute_b32."""
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 
 def _share_halves(lanes:Any, x:Array, low:Array) -> Array:
@@ -116,8 +116,8 @@ instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\n
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
 def barrier(*done:UOp) -> UOp:
-  """Workgroup barrier, after the values `done` are computed. The compiler moves no access to LDS across it. (tinygrad does not insert this one: the
-  kernel places it.) Returns a statement."""
+  """Workgroup barrier, after the values `done` are computed. The compiler moves no access to LDS across it. (The kernel places this barrier; tinygrad
+  does not insert it.) Returns a statement."""
   return statement("barrier", *done)
 def barrier_of(waves:UOp, *done:UOp) -> UOp:
   """Barrier that only the waves with a nonzero `waves` execute: from then on the other waves are one barrier behind. Returns a statement."""
@@ -136,16 +136,16 @@ def sched_barrier(*done:UOp) -> UOp:
   Returns a statement."""
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x and hides its value from the compiler. A load from an address made of it is repeated in every `trip` instead of being kept
-  in registers."""
+  """Returns the integer x and hides its value from the compiler. A load from an address that depends on the result is repeated for every new value of
+  `trip`, instead of being kept in registers."""
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """Makes the compiler compute the vectors `values` here. Otherwise it may delay the work into a later branch, beyond a barrier. Returns a
-  statement."""
+  """Makes the compiler compute the vectors `values` here. Otherwise the compiler may move their computation into a later branch, beyond a barrier.
+  Returns a statement."""
   return statement("made_here", *values, n=len(values))
 
 # ***** memory *****
@@ -218,7 +218,7 @@ def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
   """Computes acc + A B by one matrix instruction; a and b are register images.
 
   This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0), with the shape in the value's type and not in the UOp's. An `Ops.WMMA` needs operands of one
-  dimension. The devectorizer (do_stack_wmma) takes operands of n numbers apart. Operands of one element, a vector, work, but the RESHAPE, STACK and
-  INDEX around each operand make lowering 25 to 60 % slower (gfx942, D=64: 0.39 to 0.54 s). And HIPRenderer's `#define` names builtins that do not
-  exist for the 32x32 shapes."""
+  dimension. The devectorizer (do_stack_wmma) splits operands of n numbers into single numbers. Operands of one element, a vector, work, but the
+  RESHAPE, STACK and INDEX around each operand make lowering 25 to 60 % slower (gfx942, D=64: 0.39 to 0.54 s). And HIPRenderer's `#define` names
+  builtins that do not exist for the 32x32 shapes."""
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

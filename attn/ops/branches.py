@@ -3,8 +3,9 @@
 A store under a condition becomes a branch that only the storing lanes take. clang may move the computation of the value into that branch. But an
 operation across lanes needs all lanes, and LLVM does not know this for every such instruction: for v_permlane16_swap_b32, v_permlane32_swap_b32 and
 v_permlanex16_b32 it knows it from release 21 on, for matrix instructions not yet in 22. So the renderer (ops.renderers) prints an empty assembly text
-before the branch that reads every value that depends on such an operation. Any other value, such as a tile on its way from memory to LDS, may be
-computed in the branch: a wave that has nothing to store then skips it. `python -m attn.isa check` finds operations that this analysis misses.
+before the branch. The assembly text reads every stored value that depends on such an operation, so clang must compute the value before the branch.
+Any other value, such as a tile on its way from memory to LDS, may be computed in the branch: a wave that has nothing to store then skips it.
+`python -m attn.isa check` finds operations that this analysis misses.
 """
 from __future__ import annotations
 from collections.abc import Iterator
@@ -15,12 +16,13 @@ ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:
-  """Operands that a value depends on. A loaded value depends on the array; only register arrays are ever looked up."""
+  """Operands that a value depends on. A loaded value depends on the array that it is loaded from. (Of all arrays, `from_all_lanes` only follows
+  register arrays.)"""
   if u.op in (Ops.LOAD, Ops.INDEX, Ops.AFTER): return u.src[:1]
   return () if isinstance(u.arg, Call) and u.arg.name in FROM_MEMORY else u.src
 
 def _written(u:UOp) -> Iterator[UOp]:
-  """Register arrays that a store writes, or that an operation may write: it may write any array that it is given."""
+  """Register arrays that a store writes, or that an operation may write. An operation may write every array among its operands."""
   for s in u.src[:1] if u.op is Ops.STORE else u.src if isinstance(u.arg, Call) else ():
     if s.op is Ops.INDEX and s.addrspace is AddrSpace.REG: yield s.buf_uop
 
@@ -35,8 +37,8 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Maps the IF of a branch to the stored values that must be computed before it. In a row of branches the first IF gets the values of all: clang
-  merges branches that have the same condition and nothing between them."""
+  """Maps the IF of a branch to the stored values that must be computed before it. In a row of branches the first IF gets the values of all these
+  branches: clang merges branches that have the same condition and nothing between them."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

@@ -155,7 +155,8 @@ def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
   """Sets the scores whose offset is "above" or "below" the limit of their row to -inf, as one statement. `scores` is a placeholder of registers. Each
-  of its vectors holds the elements of one row, then those of another. The elements of a row in vector i have the offsets `offsets` + i*apart."""
+  of its vectors holds the elements of one row, then the elements of the next row. The elements of a row in vector i have the offsets `offsets` +
+  i*apart."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
@@ -165,7 +166,8 @@ def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """Sets the elements whose offset is outside `first` to `last` (both included) to 0, even if they are NaN or infinite."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Distances of the offsets from the first one. Most vectors have the same distances, so that one printed function serves them all."""
+  """Returns the distance of each offset from the first offset. Most vectors have equal distances, so one printed function is enough for all of
+  them."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
   """P = exp2(scores*scale + addend). The vector of scores holds its rows one after another; `addend` has one number for each row."""
@@ -207,7 +209,7 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffe
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
   """Loads `width` (1, 2, 4, 8 or 16) bytes from `base` (a wave-uniform INDEX) + `offset` bytes; zeros if offset + width exceeds `records`. The memory
-  unit checks the range, so a masked lane costs no branch. One or two bytes come in the low end of a dword."""
+  unit checks the range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a dword."""
   return emit("buffer_load", u32(max(1, width//4)), base, integer(records), offset.cast(dtypes.uint), width=width)
 
 def _load_where_text(printer:Any, out:str, width:int) -> Body:
@@ -220,8 +222,8 @@ def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
 instruction("load_where", _load_where, _load_where_text, _load_where_text)
 
 def load_where(at:UOp, gate:UOp, width:int) -> UOp:
-  """Loads `width` (1, 2, 4, 8 or 16) bytes from `at`, an INDEX that may differ from lane to lane; zeros in lanes where `gate` is false. One or two
-  bytes come in the low end of a dword."""
+  """Loads `width` (1, 2, 4, 8 or 16) bytes from `at`, an INDEX that may differ from lane to lane; zeros in lanes where `gate` is false. If one or two
+  bytes are loaded, they are in the low end of a dword."""
   return emit("load_where", u32(max(1, width//4)), at, gate, width=width)
 
 # ***** numbers that the caller wrote: the emulator checks them *****

@@ -1,9 +1,9 @@
-"""Dropout's choice of the elements of P that it keeps. It comes from a counter-based generator: the same on every chip, in every pass, for every
-tile.
+"""Dropout's choice of the elements of P that it keeps. The choice comes from a counter-based random number generator: it is equal on every chip, in
+every pass and for tiles of every size.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3") gives 128 bits for a counter (query, keys, head,
-batch) and a key, which is the seed. One call serves an octet, which is eight neighbouring keys of a query, with 16 bits for each key. Key 2*i + h of
-the octet has half h of word i, and is kept if that number is at least p * 2^16. So p has steps of 2^-16.
+batch) and a key, which is the seed. One call serves an octet, which is eight neighbouring keys of a query, with 16 bits for each key. Half h of word
+i is the 16-bit number for key 2*i + h of the octet. The key's element is kept if this number is at least p * 2^16. So p has steps of 2^-16.
 
 A lane needs the bits of the scores in its registers. Lanes that share a query, or eight lanes whose keys form an octet, divide the calls among
 themselves and exchange the results. The bits of 32 rows that a kernel walks over form one dword: row 8*j + 2*i + h is bit 4*j + i + 16*h. So two
@@ -33,7 +33,7 @@ def threshold(p:float) -> int:
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
-  """Computes the four words of Philox4x32-10. `c` is any interpreter that has `word` and `wide_product`."""
+  """Computes the four words of Philox4x32-10. `c` is an interpreter (attn/ops/language.py); the methods `word` and `wide_product` are enough."""
   x0, x1, x2, x3 = counter
   k0, k1 = key
   for i in range(PHILOX_ROUNDS):
@@ -64,7 +64,7 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Joins the bits of several lanes in one dword that all of them get; a lane's bits go to bit `place` and above."""
+  """Joins the bits of several lanes in one dword that all of them get; the bits of this lane begin at bit `place`."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits that swap with the bits that much higher}
@@ -80,8 +80,9 @@ def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:s
   return x
 
 def turned(x:UOp, own:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes: lane number `own` of the eight has row `own` and gets column `own`. Each distance in
-  `steps` stands for one bit of `own`. The lanes exchange blocks of bits, each time half as large (Warren, Hacker's Delight, 7-3)."""
+  """Transposes four 8 x 8 matrices of bits across eight lanes: lane number `own` of the eight has row `own` and gets column `own`. `steps` has one
+  distance for each bit of `own`: lanes at that distance differ in that bit. The lanes exchange blocks of bits, each time half as large (Warren,
+  Hacker's Delight, 7-3)."""
   return emit("turned", dtypes.uint, x, own.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 @compound("lane_bits")
@@ -92,8 +93,8 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """Bits of a lane's own rows, of which the first is bit `place` of x. If the lane has `alternate` rows, two of its rows that follow each other have
-  neighbouring bits: the second bit is moved to the upper half."""
+  """Returns the bits of a lane's own rows. Bit `place` of x is the bit of the first row. With `alternate`, two consecutive rows of the lane have
+  neighbouring bits in x: the bit of the second row is moved to the upper half."""
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
 # ***** dropping elements *****
@@ -110,13 +111,13 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
-  """Sets dropped elements of pairs of 16-bit numbers to 0. For each pair, `places` names the word of `words` that has its two bits, and their
-  position in both halves. `first` is the number of this vector among the lane's vectors: another vector has other places, and so a function of its
-  own."""
+  """Sets dropped elements of pairs of 16-bit numbers to 0. For each pair, `places` holds the index of the dword in `words` that contains the pair's
+  two bits, and the position of these bits in the two halves of the dword. `first` is the number of this vector among the lane's vectors. Each vector
+  has other places, so a separate function is printed for each `first`."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
-  """Sets dropped elements of a vector of fp32 numbers to 0. For each number, `places` names the word of `words` that has its bit, and the bit.
-  `first` is the same as in `drop_packed`."""
+  """Sets dropped elements of a vector of fp32 numbers to 0. For each number, `places` holds the index of the dword in `words` that contains the
+  number's bit, and the position of the bit. `first` is the number of this vector, as in `drop_packed`."""
   return emit("drop_numbers", f32(length(x)), x, words, places=places, first=first)
 
 # ***** dropout in tensor operations *****

@@ -1,14 +1,14 @@
 """Instructions of Hopper's warpgroup kernels: CUDA text and numpy meaning side by side.
 
 Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together: it multiplies 64 rows of A, from
-registers or shared memory, by up to 256 columns of B, from shared memory. For each 8 columns a thread has the same part of the result as in
-mma.m16n8k16, and warp w of the group has the rows from 16*w on. The same holds for A in registers.
+registers or shared memory, by up to 256 columns of B, from shared memory. For each 8 columns a thread holds the elements of the result that it holds
+in mma.m16n8k16, and warp w of the group holds the rows from 16*w on. If A is in registers, its elements also lie as in mma.m16n8k16.
 
 A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes; the 16-byte units of a row are permuted by xor with the row
 number modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
 
-The emulator is strict about asynchronous products: from `scores` or `output` on, until `wait_products` has waited for it, no thread may access its
-accumulators, or write what it reads in shared memory or registers.
+The emulator is strict about asynchronous products. `scores` and `output` start them. Until `wait_products` has waited for a product, no thread may
+access its accumulators, or write its operands in shared memory or registers.
 """
 from __future__ import annotations
 from typing import Any, Callable
@@ -29,8 +29,8 @@ EVERYWHERE = UOp.const(True)
 # ***** the meaning *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int) -> Array:
-  """Reads an operand of each warpgroup from shared memory: `lines` times `units` neighbouring units of 16 bytes, as uint16 (groups, lines, 8*units).
-  `line` maps the number of a line to its first byte, counted from the start of the tile, before the swizzle."""
+  """Reads an operand of each warpgroup from shared memory: `lines` lines, each of `units` neighbouring units of 16 bytes, as uint16 (groups, lines,
+  8*units). `line` maps the number of a line to its first byte, counted from the start of the tile, before the swizzle."""
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
@@ -85,8 +85,8 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Inline assembly of one group of instructions, with the registers and predicates that they need. It is skipped if operand number `there` is 0.
-  (The branch is inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
+  """Inline assembly of one group of instructions, with the registers and predicates that they need. A thread skips the group if operand number
+  `there` is 0. (The branch is inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "wgmma.commit_group.sync.aligned; over: }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
@@ -136,8 +136,8 @@ instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(bu
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
-  """Makes 8 bytes of shared memory, `barrier` (an INDEX), an mbarrier for `threads` threads. The thread for which `first` is true does it. Returns
-  a statement, after which a block barrier must follow."""
+  """Initialises an mbarrier for `threads` threads in the 8 bytes of shared memory at `barrier` (an INDEX). Only the thread where `first` is true does
+  this. Returns a statement, after which a block barrier must follow."""
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, order:UOp) -> UOp:
   """Makes this thread arrive at the mbarrier's next phase once the copies that it has started are complete. Returns a statement."""

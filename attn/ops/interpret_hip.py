@@ -27,7 +27,8 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Prints one comparison of vectors. From separate comparisons clang would keep all results in scalar registers, of which there are too few."""
+    """Prints one comparison of vectors. If the elements were compared separately, clang would keep all results in scalar registers, and there are too
+    few scalar registers for that."""
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
@@ -98,8 +99,8 @@ class Hip(Printer):
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
     """Prints the rounding of P to 16 bits. On a chip without a conversion instruction for bf16, it subtracts x*2^16 - x, which is rounded to 24 bits,
-    from x*2^16: the difference is x rounded to nearest even with 8 bits. These are two operations; CDNA does them for two elements at a time and RDNA
-    issues two together. x*2^16 has to be finite."""
+    from x*2^16: the difference is x rounded to nearest even with 8 bits. The rounding takes two operations. CDNA executes each operation for two
+    elements at a time, and RDNA issues two operations together. x*2^16 has to be finite."""
     if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
@@ -170,11 +171,12 @@ class Hip(Printer):
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # controls of v_mov_b32_dpp, by the bit in which the lane numbers differ, within four lanes
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """Text for the dword of the lane whose number differs in the bit `step` (1, 2 or 4): v_mov_b32_dpp, or ds_swizzle_b32 in its mask mode."""
+  """Text that reads the dword of the lane whose number differs from this lane's number in the bit `step` (1, 2 or 4): v_mov_b32_dpp, or
+  ds_swizzle_b32 in its mask mode."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """Text for the dword of the lane whose number differs by 16 (v_permlanex16_b32). The instruction may read inactive lanes; there are none, but with
-  this permission clang needs no copy of the register that the result replaces."""
+  """Text that reads the dword of the lane whose number differs by 16 from this lane's number (v_permlanex16_b32). The text permits reads of inactive
+  lanes. No lane is inactive here, but with this permission clang needs no copy of the register that the result replaces."""
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

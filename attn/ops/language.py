@@ -1,9 +1,9 @@
 """Small language in which compound operations are defined. A definition has four interpretations: HIP text, CUDA text, numpy and plain UOps.
 
 A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, the operands are its values. Values have Python's operators: + - * for
-numbers, < > <= == between them, & | ~ for conditions. `c` has the rest: `c.fma(x, y, z)`, `c.select(condition, x, y)`, registers, branches, exchanges
-between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n numbers is one value. An operation on a vector and a scalar
-applies the scalar to every element.
+numbers, < > <= == between them, & | ~ for conditions. `c` provides everything else: `c.fma(x, y, z)`, `c.select(condition, x, y)`, registers,
+branches, exchanges between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n numbers is one value. An operation on a
+vector and a scalar applies the scalar to every element.
 
 attn/ops/interpret_numpy.py computes numbers. interpret_hip.py and interpret_cuda.py print text; printer.py is their common base. interpret_uops.py
 makes UOps, for devices whose renderer does not know attn's operations (attn/ops/plain.py).
@@ -23,7 +23,7 @@ LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
 @dataclass
 class KernelText:
-  """Text of one kernel's operation calls, with the functions that they need."""
+  """Text of one kernel's operation calls, with the functions that the calls need."""
   language: str
   arch: str
   functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after those that it calls
@@ -69,7 +69,8 @@ def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:S
   return bare(printer.term(operation.definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
 
 def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
-  """Declares the function of a compound operation for operands of these types. Returns its name and its operands, which record the registers used."""
+  """Declares the function of a compound operation for operands of these types. Returns the function's name and its operands, which record the
+  registers that the function uses."""
   static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
   operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]

@@ -1,7 +1,7 @@
 """Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side.
 
-Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. Numbers that a row has once, such as its maximum,
-are a float2: one for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
+Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. A number per row, such as the row's maximum, is a
+float2: one element for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
 
 The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for it, no thread may access its destination.
 """
@@ -69,16 +69,18 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
-  """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true; the rest of the 16 bytes becomes zero. Both
-  are INDEXes; `step` has the bytes to add to `to` and to `source`, so that many addresses need only one register, as in `ldmatrix`. With
-  `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`. Returns a statement."""
+  """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true; the rest of the 16 bytes becomes zero.
+  `source` and `to` are INDEXes. `step` holds two numbers of bytes, one to add to `to` and one to add to `source`. So many addresses need only one
+  register, as in `ldmatrix`. With `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`.
+  Returns a statement."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Copies 4 bytes from `source` to `to`, both INDEXes, asynchronously, if `gate` is true. If `there` is false, it writes 0. Returns a statement."""
+  """Copies 4 bytes from `source` to `to`, both INDEXes, asynchronously, if `gate` is true. If `there` is false, it writes 0 instead. Returns a
+  statement."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
-  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (For a store of its own tinygrad would add a barrier.)
-  Returns a statement."""
+  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (After a STORE to shared memory tinygrad would add a
+  barrier.) Returns a statement."""
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(order:UOp) -> UOp:
   """Makes one group of the copies started since the last `commit`. Returns a statement."""

@@ -27,13 +27,14 @@ class Variable:
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
-  """Interface of the emulator for an operation's meaning in numpy. T is the number of threads. A method that only has an effect returns zeros
-  (T,)."""
+  """Interface through which the numpy meaning of an operation uses the emulator. T is the number of threads. A method that only has an effect returns
+  zeros (T,)."""
   wave: int                 # lanes of a wave
   @property
   def active(self) -> Array: """Threads that execute this operation: bool (T,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
-    """Loads uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread. Checks bounds where `gate` is true; gives zeros where it is false."""
+    """Loads uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread. Checks bounds where `gate` is true; returns zeros where `gate` is
+    false."""
   def store_bytes(self, pointer:Any, offset:Array, data:Array, gate:Array) -> None:
     """Stores uint8 (nbytes, T) to `pointer` + `offset` bytes, per thread, where `gate` is true. Checks bounds."""
   def load_register(self, pointer:Any, i:int) -> Array:
@@ -51,21 +52,22 @@ class Lanes(Protocol):
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
     """Starts an asynchronous `store_bytes` to LDS. Until the thread has waited for it, no thread may access the bytes that it writes."""
   def commit_stores(self) -> Array:
-    """Makes one group of the stores that each active thread has started since its last call of this."""
+    """Makes one group of the stores that each active thread has started since its last `commit_stores`."""
   def wait_stores(self, but:int) -> Array:
     """Makes the active threads wait for their groups of stores, except the last `but` groups."""
   def arrive(self) -> Array:
     """Makes the workgroups of the active threads arrive at the next phase of their mbarrier, with the stores that they have started."""
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes the active threads wait for the next phase that they have not waited for, which must have this parity."""
+    """Makes the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be the parity of that
+    phase's number."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which only the active threads where `gate` is true are active."""
   def warpgroup_operand(self, a:Array) -> Array:
     """Converts the A fragments of a warpgroup's wgmma, uint32 (registers, T), to a matrix of bits (warpgroups, 64, k)."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
-    """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on; with `more` it adds to them. `a` and `b` read the operands, as
-    bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for it, no thread may access the fragments or write what
-    the product reads."""
+    """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on; with `more` the product is added to the fragments. `a` and `b`
+    are functions that read the operands, as bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for it, no
+    thread may access the fragments or write what the product reads."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
@@ -79,7 +81,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Body:
-  """C++ function: its statements, one per line, of which the last is a return."""
+  """Body of a C++ function: its statements, one per line. The last statement is a return."""
   statements: str
   parameters: str                            # names of the parameters, separated by spaces
   template: tuple[tuple[str, int], ...] = () # template parameters (name, value): numbers that must be compile-time constants

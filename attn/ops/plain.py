@@ -2,7 +2,7 @@
 
 `plain` takes a kernel that uses operations (attn/ops/operation.py) and runs the definition of each operation again, with an interpreter whose values
 are UOps. A vector becomes the UOps of its elements, a buffer of vectors becomes a buffer of elements, and an instruction becomes the UOps given by
-`MEANINGS`. So the parts of kernels work on every device that tinygrad renders for, and an operation is still written once.
+`MEANINGS`. So the parts of kernels work on every device that tinygrad renders for, and each operation is still written only once.
 """
 from __future__ import annotations
 import functools, itertools, operator
@@ -39,7 +39,7 @@ NUMBER_CHECKS = ("page_number",)     # instructions that return a number unchang
 # ***** a kernel *****
 
 def as_value(x:Elements) -> UOp|Elements:
-  """Returns the plain value of a UOp: the element itself if there is only one."""
+  """Returns the value that stands for a UOp in the plain kernel: the element if x has only one element, else x."""
   return x if len(x.each) > 1 else x.each[0]
 
 VECTOR_ELEMENT = {"float32": dtypes.float, "uint32": dtypes.uint}
@@ -68,7 +68,7 @@ class Plain:
     return u.replace(src=tuple(srcs), dtype=srcs[0].dtype if vector else u.dtype)
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Converts an INDEX into a buffer of vectors of dwords to INDEXes of the vector's numbers, in the buffer of numbers."""
+    """Converts an INDEX into a buffer of vectors to one INDEX for each number of the vector, into the buffer of single numbers."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
     def place(i:int) -> UOp:
@@ -83,7 +83,7 @@ class Plain:
     return UOp.group(*[place.store(x) for place, x in zip(to, values, strict=True)])
 
   def operation(self, u:UOp, srcs:list[Any]) -> Any:
-    """Converts the value of an operation, through its definition or through MEANINGS."""
+    """Converts an operation to plain UOps, by its definition or by its entry in MEANINGS."""
     call = u.arg
     if call.name in self.kept: return u.replace(src=tuple(srcs))
     if call.name == "opaque_uniform":     # tinygrad does not know the value of a number that is loaded from a register
@@ -98,8 +98,8 @@ class Plain:
 ARITHMETIC = {Ops.ADD: operator.add, Ops.SUB: operator.sub, Ops.MUL: operator.mul}
 
 def plain(sink:UOp, checked:bool=False) -> UOp:
-  """Converts a kernel to plain UOps. With `checked`, it keeps the operations that the emulator checks, which only attn's renderers can print. Raises
-  NotImplementedError for an instruction that works across threads."""
+  """Converts a kernel to plain UOps. With `checked`, it keeps the operations whose operands the emulator checks; only attn's renderers can print
+  these operations. Raises NotImplementedError for an instruction that works across threads."""
   work = Plain(sink, checked)
   for u in sink.toposort(): work.found[u] = work.of(u)
   return work.found[sink]

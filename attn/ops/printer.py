@@ -88,7 +88,7 @@ class RegisterArray:
 
 @dataclass(frozen=True)
 class Signature:
-  """Signature by which a function takes register arrays and returns them."""
+  """Signature of a printed function with register arrays: how the function gets them and returns them."""
   parameters: Sequence[str]
   declaration: str = ""  # declaration of a struct that the function takes and returns
   type: str = ""         # type of the result, if not the operation's own
@@ -142,7 +142,7 @@ class Printer:
     """Declares this operator on these types, if the language does not have it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """Applies a scalar expression, with {0} and {1} for its operands, to each element of vectors, by a function of that name."""
+    """Applies a scalar expression, with {0} and {1} for its operands, to each element of vectors, in a printed function called `name`."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")

@@ -96,15 +96,15 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Text of a maximum whose bound is hidden from clang. If the maximum stands for a minimum, its text is that minimum."""
+    """Text of a maximum whose bound is hidden from clang. If the maximum is max(~x, ~n), the form of a minimum, the text is ~ of min(x, n)."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
     self.operations.functions.setdefault(name, HELD[name])
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Text of a branch's first line, after assembly texts that read the values which must be computed before it. clang treats an assembly text of HIP
-    as an operation across lanes, and so moves neither it nor the computation of its operand into the branch."""
+    """Text of a branch's first line. Before it stand assembly texts that read the values which must be computed before the branch. clang treats an
+    assembly text in HIP as an operation across lanes. So clang moves neither the assembly text nor the computation of its operand into the branch."""
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     text = super().render_kernel(function_name, kernel, bufs, uops, prefix)

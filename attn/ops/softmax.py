@@ -50,8 +50,8 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the references of one tile's rows to their maxima so far. Returns the new m, the new addend, the factors that rescale the accumulators,
-  and the function that computes P from scores with the new references."""
+  """Raises the references of one tile's rows to the largest scores of the rows so far. Returns the new m, the new addend, the factors that rescale
+  the accumulators, and the function that computes P from scores with the new references."""
   split, tops, addends, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
@@ -76,7 +76,7 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
 # Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P as rounded to 16 bits:
 # DOT by dot products of a lane's pairs with ones (the first term may be a product with a matrix of ones),
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
-# UNPACKED by unpacking a lane's own elements again.
+# UNPACKED by converting a lane's own elements back from 16 bits to fp32.
 LANE, DOT, ONES, UNPACKED = "lane", "dot", "ones", "unpacked"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
@@ -88,11 +88,11 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
-  """Sums of `lane_sums`, one number per row."""
+  """Converts the sums that `lane_sums` keeps to one number per row."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> Variable:
-  """Adds packed P to the sums of rounded P; `total` None begins the sums."""
+  """Adds packed P to the sums of rounded P. If `total` is None, it begins new sums."""
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
   words = range(0, c.length(packed), n)
@@ -108,7 +108,7 @@ def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, 
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Sums of `add_rounded`, one number per row."""
+  """Converts the sums that `add_rounded` keeps to one number per row."""
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 @compound("weigh", suffix="_{count}")
@@ -145,7 +145,7 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
              rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
              scale:float, above:float) -> Value:
   def grown(t:int) -> Value:
-    """Tells whether a reference of tile t no longer holds."""
+    """Tells whether a reference of tile t must be raised."""
     total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
@@ -166,7 +166,7 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
   """Computes P of one trip and its sums from the rows' references, as one statement. If no row of the wave has seen a key yet, there is no reference:
-  the sums are then inf, and `correct` computes P. The operands are the same as in `correct`."""
+  the sums are then inf, and `correct` computes P. `correct` describes the operands."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
@@ -242,7 +242,7 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Sums of packed P as it is rounded, one number per row. `zero` is the value that they begin with, if it has to stand in the order of
+  """Sums of rounded P, computed from packed P, one number per row. `zero` is the initial value of the sums, if it must have a place in the order of
   statements."""
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]

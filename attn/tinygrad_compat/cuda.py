@@ -14,12 +14,12 @@ from attn.tinygrad_compat.devices import device_of
 from attn.tinygrad_compat.patches import input_of, resolved
 
 # A kernel with more than 48 KB of shared memory needs dynamic shared memory: declared `extern`, and requested by the function's attribute and at each
-# launch. tinygrad's CUDAProgram does the last two if it gets `smem`, but nothing in tinygrad passes it: so the kernel's name carries the number. With
-# DEBUG=5 CUDAProgram would print the machine code that it loads, because it expects PTX text.
+# launch. tinygrad's CUDAProgram does the last two if it gets `smem`, but nothing in tinygrad passes it: so attn writes the number into the kernel's
+# name. With DEBUG=5 CUDAProgram would print the machine code that it loads, because it expects PTX text.
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """Name of a kernel that has `nbytes` of shared memory in one buffer. The name of a kernel with dynamic shared memory carries the number."""
+  """Name of a kernel that has `nbytes` of shared memory in one buffer. The name of a kernel with dynamic shared memory contains `nbytes`."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
@@ -34,8 +34,9 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
 
 # **** graphs under TinyJit ****
 def copied_anew(graph:Any, moved:list[int]) -> None:
-  """Updates the copies of these nodes of a CUDA graph to their current parameters. The graph is instantiated again, because a copy that is changed in
-  an instance moves from the copy engine to multiprocessors, and waits until a kernel leaves some free (measured on H200s, driver 580)."""
+  """Gives the copy nodes `moved` of a CUDA graph their current parameters. The graph is instantiated again, because a copy that is changed in an
+  instance no longer runs on the copy engine but on multiprocessors, and waits until a kernel leaves some multiprocessors free (measured on H200s,
+  driver 580)."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
   for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
@@ -45,9 +46,9 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
 @functools.cache
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
   """Makes a class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does this for an input that a
-  kernel or a copy takes whole. For one device's part of an input, or for a region, it keeps the buffers of the first call. If an input has the same
-  address as in the call before, its nodes stay unchanged: finding a region takes the host a tenth of a millisecond, and changing the graph takes time
-  too. `copy_anew` updates copies of inputs that have moved."""
+  kernel or a copy uses as a whole. If a kernel or a copy uses one device's part of an input, or a region of it, tinygrad keeps the buffers of the
+  first call. If an input has the same address as in the call before, its nodes stay unchanged: finding a region takes the host a tenth of a
+  millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs that have moved."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       super().__init__(linear, input_uops)
@@ -64,8 +65,9 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Dependencies of a node, computed from the regions that it uses; tinygrad itself would use whole allocations, and only two buffers of a copy.
-      A node may also get the whole buffer of a region that it writes, so that the memory planner treats it as used; the node does not read it."""
+      """Dependencies of a node, computed from the regions that it uses; tinygrad itself would compute them from whole allocations, and from only two
+      buffers of a copy. A node may also get the whole buffer of a region that it writes, so that the memory planner treats it as used; the node does
+      not read it."""
       call = self.calls[len(self.nodes)]
       regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)

@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 def device_of(name:str) -> Compiled:
   """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because a function must not run
-  anything. This function only looks up a device, such as that of the arguments, and runs nothing."""
+  anything. This function only looks up a device, such as the arguments' device, and runs nothing."""
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def opened_devices(name:str) -> list[Compiled]:
@@ -25,7 +25,8 @@ def opened_devices(name:str) -> list[Compiled]:
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class Means:
-  """Bytes of local memory that a workgroup may use, 0 if threads are faster without it. `serial` tells that the device has no workgroups."""
+  """Means of a device for kernels of plain UOps: the bytes of local memory that a workgroup may use, and whether the device is `serial`, without
+  workgroups. The bytes are 0 if threads are faster without local memory."""
   local_memory: int
   serial: bool = False
 

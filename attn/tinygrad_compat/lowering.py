@@ -13,8 +13,8 @@ from attn.tinygrad_compat.devices import device_of
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-  """Context manager in which Python does not look for cycles of objects. UOps form no cycles, and walking over all of them took a sixth of a kernel's
-  lowering."""
+  """Context manager that turns off Python's search for cycles of objects. UOps form no cycles, and the search among all UOps took a sixth of the time
+  of a kernel's lowering."""
   enabled = gc.isenabled()
   gc.disable()
   try: yield
@@ -46,7 +46,8 @@ def _changed(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """Calls `make` and returns its result, and for each UOp made by it the innermost line of Python in a file that is not `internal`."""
+  """Calls `make`. Returns its result and the place of each UOp that it made: the innermost line on Python's call stack whose file is not
+  `internal`."""
   places, create = Places(), UOpMetaClass.__call__
   def here() -> tuple[str, int]|None:
     frame: Any = sys._getframe(2)
@@ -58,7 +59,7 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with _changed(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does, and adds the places of new UOps: a UOp that replaces another one gets its place."""
+  """Lowers a kernel as `lower` does, and adds the places of new UOps to `places`: a UOp that replaces another UOp gets the place of that UOp."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   def inherit(new:UOp, old:UOp) -> UOp:
     if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place
@@ -74,8 +75,8 @@ def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]
     return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
-  """Source that `renderer` prints for a program, and for each UOp its line (from 0) there: the line of its own statement, or of the statement of the
-  first UOp that uses it in an expression."""
+  """Returns the source that `renderer` prints for a program, and for each UOp its line (from 0) in this source: the line of the UOp's own statement,
+  or of the statement of the first UOp that uses it in an expression."""
   printed: list[tuple[UOp, str]] = []
   rules = renderer.string_rewrite
   class Noted:

@@ -15,8 +15,8 @@ from attn.tinygrad_compat.uops import with_outputs
 ToProgram = Callable[[UOp, Renderer], UOp]   # (AST, or PROGRAM with a source; renderer) -> PROGRAM with machine code
 
 def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
-  """Makes tinygrad call `through` for a kernel's PROGRAM, for the rest of the process. `through` gets tinygrad's own function as its first
-  argument."""
+  """Makes tinygrad call `through` to compile a kernel to its PROGRAM, for the rest of the process. `through` gets tinygrad's own function as its
+  first argument."""
   own = codegen.do_to_program
   @functools.wraps(own)
   def asked(ast:UOp, renderer:Renderer) -> UOp:
@@ -54,7 +54,8 @@ def levels_to_caller() -> int:
   return level
 
 class Rerouted:
-  """Redirects every call of a function to `to`, also calls through names bound before, until `end`. `before` is a copy of the original function."""
+  """Redirects every call of a function to the function `to`, until `end` is called. Calls through names that were bound earlier are redirected too.
+  `before` is a copy of the original function."""
   def __init__(self, function:FunctionType, to:Callable[..., Any]) -> None:
     self.function, self.before = function, FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     self.before.__kwdefaults__ = function.__kwdefaults__
@@ -90,8 +91,9 @@ def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractCo
   return taken
 
 def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
-  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on; `again()` makes the AST again. The
-  outputs of such a kernel become sources of its SINK, so that an output whose stores are all simplified away stays a parameter of the program."""
+  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on. `again()` makes the AST a second
+  time. The outputs of such a kernel become sources of its SINK, so that an output whose stores are all simplified away stays a parameter of the
+  program."""
   making: list[Callable[[], Any]] = []
   custom_kernel, call = UOp.custom_kernel, UOp.call
   @functools.wraps(custom_kernel)

@@ -74,14 +74,14 @@ def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def also_after(u:UOp, *calls:UOp) -> UOp:
-  """A buffer after these CALLs and those that it comes after already. Of AFTERs one in another tinygrad 0.14.0 waits for the calls of the outermost
-  alone: where these don't read what the inner ones have left, nothing waits for it."""
+  """Orders a buffer after these CALLs and after the CALLs that it already follows, by a single AFTER. For nested AFTERs tinygrad 0.14.0 waits only
+  for the CALLs of the outermost AFTER. If those CALLs don't read what the inner CALLs have written, nothing waits for the inner CALLs."""
   return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
 
 def remembered(u:UOp) -> UOp:
-  """Tags a buffer-after-a-kernel, so that it stays this value in every expression. When a value that depends on it is computed, tinygrad 0.14.0
-  replaces it by the bare buffer in all expressions; a later write by another kernel would then be mistaken for this kernel's. tinygrad does not
-  replace a UOp that has a tag, even an empty one."""
+  """Tags an AFTER, the value of a buffer after a kernel, so that the AFTER stays in every expression. When a value that depends on the AFTER is
+  computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions; a later write by another kernel would then be mistaken for the
+  write of this kernel. tinygrad does not replace a UOp that has a tag, even an empty one."""
   return u.rtag(())
 
 # **** the parameters of a kernel ****
@@ -95,8 +95,7 @@ def with_outputs(sink:UOp) -> UOp:
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def begins_at(u:UOp) -> int:
-  """Byte at which a kernel's argument begins in the buffer of each of its devices. tinygrad passes a slice without gaps as it lies, without a
-  copy."""
+  """Byte at which a kernel's argument begins in the buffer on each of its devices. tinygrad passes a slice without gaps in place, without a copy."""
   while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
   under = u.base
   while under.op in (Ops.BITCAST, Ops.UNSHARD): under = under.src[0].base
@@ -107,7 +106,7 @@ def begins_at(u:UOp) -> int:
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
   """Adds all these tensors to the parameters of a kernel's AST, used or not. Under TinyJit, tinygrad's CUDA graph passes every tensor of a call to
-  its program, even those that the program does not take."""
+  its program, even tensors that the program does not use."""
   placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)]
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))
