@@ -1,1 +1,2 @@
-"""The UOp programs of attention: one algorithm in each file, and the steps for each matrix unit in the folders."""
+"""The kernels of attention, written as UOp programs. Each file holds one algorithm. The folders amd, mma, wgmma and plain each hold the steps of the
+algorithms for one kind of matrix unit. The folders nvidia, tiles and parts hold what several kernels share."""

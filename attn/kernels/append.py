@@ -1,4 +1,5 @@
-"""Appends rows to the key/value cache in place: row i of batch b goes to row lengths[b] + i, unless that lies outside the cache."""
+"""Appends rows to the key/value cache in place: new row i of batch b becomes row lengths[b] + i of the cache. A row that would lie outside the cache
+is not stored."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -15,8 +16,9 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Append:
-  """The shapes of an append: `new` rows of `width` elements, in `layout`, go to each of H heads of each of B batches. The cache has `capacity` rows
-  for each head, and `places` says where they lie. With `pages`, the batches of `places` are pages."""
+  """The shapes of an append: `new` rows of `width` elements, in `layout`, for each of H heads of each of B batches. The cache has `capacity` rows for
+  each head. `places` holds the start of the cache and the strides between its batches, heads and rows. With `pages`, the cache consists of pages, and
+  the stride between batches is the stride between pages."""
   B: int
   H: int
   new: int
@@ -26,12 +28,12 @@ class Append:
   places: Strided
   pages: Pages|None = None
   threads: bool = True   # False on a device without threads: one loop does everything
-  checked: bool = True   # emits the operation by which the emulator checks; False on a device that can't print attn's own operations
+  checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't print this operation
 
 @cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
-  """Returns the kernel (cache, rows, lengths, [block_table]). `cache` is the buffer that holds the cache. `rows` (B, H, new, width) has the layout
-  `a.layout` and the dtype of the cache. `lengths` is int32 (B), `block_table` int32 (B, a.pages.most)."""
+  """Returns the kernel, a function of the placeholders (cache, rows, lengths, [block_table]). `cache` is the buffer that holds the cache. `rows` (B,
+  H, new, width) has the layout `a.layout` and the dtype of the cache. `lengths` is int32 (B), `block_table` int32 (B, a.pages.most)."""
   def kernel(cache:UOp, rows:UOp, lengths:UOp, *table:UOp) -> UOp:
     numbers = Allocator()
     row = numbers.range(a.B*a.H*a.new, AxisType.GLOBAL if a.threads else AxisType.LOOP)
@@ -49,7 +51,8 @@ def append(a:Append) -> Callable[..., UOp]:
   return kernel
 
 def place_of(a:Append, batch:UOp, head:UOp, to:UOp, inside:UOp, once:UOp, table:list[UOp]) -> UOp:
-  """Returns where row `to` of a head begins. `once` is true in exactly one of the threads that carry the row."""
+  """Returns the index of the first element of row `to` in the cache's buffer, for one head of one batch. `inside` is true if the cache has this row.
+  `once` is true in exactly one of the threads that copy the row."""
   at = a.places
   if a.pages is None: return at.start + batch*at.batch + head*at.head + to*at.row
   in_page = to%a.pages.size

@@ -1,6 +1,6 @@
-"""Split-KV: merges the partial results of the workgroups that each took one key range of a head.
+"""Merges the partial results of split-KV, where several workgroups each compute one key range of a head.
 
-attn/kernels/parts/weights/merging.py has the formula. These are the steps:
+attn/kernels/parts/weights/merging.py holds the formula. Attention with split-KV takes three steps:
 
   p = splits.resolve(p, arch, tile)                                 # chooses p.num_splits, G
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
@@ -23,7 +23,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes
 
 MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", "sinks")
-PARTS_AT_ONCE = 16          # parts whose loads run at the same time: a thread has no other work while it waits
+PARTS_AT_ONCE = 16          # partial results whose loads run at the same time: a thread has no other work while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
   """Returns (shape, dtype) of the tensors that `combine` takes, by name and in order."""
@@ -36,15 +36,17 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
 
   The kernel subtracts the largest exponent before it takes exponentials. o has the layout and dtype of the problem. A row without keys gives o = 0
-  and lse = -inf. A row of no sequence gives the same, whatever the sinks are. Raises ValueError if `splits` is not p.num_splits, or is less than 2.
+  and lse = -inf. A row that belongs to no sequence also gives o = 0 and lse = -inf, for any sinks. Raises ValueError if `splits` is not p.num_splits,
+  or is less than 2.
   """
   if splits != p.num_splits or splits < 2:
     raise ValueError(f"splits={splits}: must be the problem's num_splits, {p.num_splits}, and at least 2")
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Returns groups of parts, each with the ranges of its loop. The loads of a group run at the same time. The first group is in a loop if there are
-  many parts; the last one has the parts that are left over."""
+  """Divides the numbers of the partial results into groups. Returns (ranges of the group's loop, numbers) for each group. The loads of a group run at
+  the same time. If there are many partial results, the first group stands in a loop over PARTS_AT_ONCE numbers at a time, and the last group holds
+  the rest."""
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
     g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)
@@ -76,7 +78,7 @@ def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
   largest = top.after(before)[0].load()
   reference = reference_of(largest)
 
-  # ***** sums, in the order of the parts *****
+  # ***** sums, in the order of the partial results *****
   before = start
   for g, numbers in loads(splits, new):
     acc_now, total_now = acc.after(before, *g), total.after(before, *g)

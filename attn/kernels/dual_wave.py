@@ -1,17 +1,17 @@
-"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns, one computes while the other reads LDS.
+"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns: while one group computes, the other group reads LDS.
 
-The algorithm and its orientation are those of attn/kernels/amd/forward.py: S and O here are S^T and O^T. A workgroup has eight waves of 32 queries.
-The second four waves run one barrier behind the first four. So of the two waves on a SIMD one is in a compute cluster while the other is in a memory
-cluster. A tile t of keys takes four clusters, with a barrier after each:
+The algorithm comes from attn/kernels/amd/forward.py. In this file S, P and O name the transposed matrices S^T, P^T and O^T. A workgroup has eight
+waves of 32 queries. The second four waves run one barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in a
+compute cluster, the other wave is in a memory cluster. A tile t of keys takes four clusters, with a barrier after each cluster:
 
   C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
   M1  V(t) from LDS, transposed on the way; K(t+3) starts on its way to LDS
   C2  O += V(t) P(t)
   M2  K(t+2) from LDS; V(t+2) starts on its way to LDS
 
-K and V tiles go from global memory straight to LDS, to two buffers each. So a trip is two tiles, and the buffer of each is known at compile time. A
-wave waits for a load one cluster earlier than it needs to for itself: the barrier after that wait is the one that the other group has passed when it
-reads.
+K and V tiles are loaded from global memory straight to LDS, which has two buffers for K and two for V. A trip computes two tiles, so that the buffer
+of each tile is known at compile time. A wave waits for its load one cluster before it reads the tile itself. The other group passes the barrier after
+that wait before it reads the tile.
 """
 from __future__ import annotations
 import functools, itertools
@@ -38,7 +38,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 HEAD, BLOCK_N, WAVES = 128, 64, 8
 TRIP_KEYS = 2*BLOCK_N                            # two tiles
-ROW_UNITS = 2*HEAD//UNIT_BYTES                   # units of a row of K or V, the same for both input types
+ROW_UNITS = 2*HEAD//UNIT_BYTES                   # units of a row of K or V: equal for float16 and bfloat16
 LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # loads of a wave, straight to LDS, for each tile
 BEHIND = 2*LOADS                                 # loads that may still run when a wait ends: those issued after the load that it waits for
 
@@ -47,8 +47,8 @@ K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows 
 V_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 4)   # a transposing load reads four rows of four units
 
 def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). The problem must be
-  one that `dispatch.dual_wave_refuses` does not refuse."""
+  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v).
+  `dispatch.dual_wave_refuses` says which problems the kernel can't compute."""
   return lambda *args: DualWave.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
@@ -65,26 +65,26 @@ class DualWaveState(InOrder):
   def k_lds(self, i:int) -> LdsTile: return (self.k0, self.k1)[i%2]
   def v_lds(self, i:int) -> LdsTile: return (self.v0, self.v1)[i%2]
 
-  # Statements keep their own order. They wait for no values but those that they are given.
+  # Statements keep their order. A statement waits only for the values that it is given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """Adds a statement after the statements so far. Other work may be scheduled before or after it."""
+    """Adds a statement after the earlier statements. Other operations may be scheduled before or after this statement."""
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
     """Adds stores to registers. The stored values can be read from the next `settled` on."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """Adds a statement after which all later work comes."""
+    """Adds a statement. All later work on the state runs after this statement."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """Adds a statement. All later work comes after it, and after all statements and stores that were added before."""
+    """Adds a statement. All later work on the state runs after this statement and after all statements and stores that were added before it."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
 @dataclass(frozen=True)
 class DualWave:
-  """The kernel of one problem, as one thread sees it: what stays the same for all tiles."""
+  """The kernel of one problem, as one thread sees it: the values that are equal for all tiles, and the steps."""
   group: Workgroup
   tile: Tile
   at: Lane
@@ -135,14 +135,15 @@ class DualWave:
     return self.group.named(name, self.outputs(s))
 
   def started(self) -> DualWaveState:
-    """Returns the state before the first key. If no trip has a mask, fp32 operations are not packed: packed ones would stop the matrix unit, for the
-    products of the other group, too. If a trip has a mask, they stay packed: the mask needs the registers that unpacked operations take."""
+    """Returns the state before the first key. If no trip has a mask, fp32 operations are not packed: packed operations would stop the matrix unit,
+    and with it the products of the other group. If a trip has a mask, fp32 operations stay packed: unpacked operations would take the registers that
+    the mask needs."""
     s = self.state if hides_some(self.group.scores.walk, TRIP_KEYS) else self.state.begin(amd.fp32_apart())
     start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
 
   def first_tiles(self, s:DualWaveState, begin:UOp) -> DualWaveState:
-    """Brings S(0) and K(1) to registers, and starts the loads of K(2) and V(1)."""
+    """Computes S(0) and reads K(1), both to registers. Starts the loads of K(2) and V(1)."""
     s = self.load_k(s, s.k0, begin)
     s = self.load_v(s, s.v0, begin)
     s = self.load_k(s, s.k1, begin + 1)
@@ -155,7 +156,7 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Does `count` trips of two tiles from tile `first` on. `masked` is the row whose mask applies, or None if no mask does."""
+    """Does `count` trips of two tiles from tile `first` on. `masked` is the query whose mask is applied, or None if no mask is applied."""
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
     inside = replace(s, statements=replace(s.statements, effects=())).after(r)
@@ -168,7 +169,7 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Computes the lane and its query again where they are needed, so that the loops before keep no registers for them."""
+    """Computes the lane's number and query a second time, after a loop. The loop then keeps no registers for them."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
@@ -190,9 +191,9 @@ class DualWave:
     for kt in range(self.k_tiles):
       following += self.products([s.k[j].load() for j in range(kt*units, (kt + 1)*units)])
       exps += s.softmax.weights([x[kt]], s.softmax.addend[0].load(), scores.to_log2)
-      # Packed P takes half the registers. A mask takes more of them, and finds them only if the scheduler is free: no fence then.
+      # Packed P takes half the registers. A mask takes more: they suffice only if the compiler may reorder, so no fence then.
       if masked is None and kt < self.k_tiles - 1: s = s.sync(amd.sched_barrier(following[-1], ops.pack_weights(exps[-1], self.sums.dtype), s.done))
-    # the row sum runs beside the last products, and the branch on it comes after them
+    # the row sum is computed during the last products; the branch on the row sum comes after these products
     s, weights = self.weigh(s, x, exps, scores, *(following[-1:] if masked is None else []))
     s = s.keep(*store_all(s.s, following)).begin(amd.priority(0, *weights, *following, s.done))
     return s.settled(amd.barrier(s.done)), weights
@@ -222,8 +223,8 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *before:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Computes P of the scores `x` as operands, relative to a reference that P does not outgrow. The check of that comes after the values in
-    `before`."""
+    """Computes P of the scores `x` as operands, relative to the row's reference. A branch checks the reference, and raises it if needed; this branch
+    comes after the values in `before`."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
@@ -234,8 +235,8 @@ class DualWave:
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
-    """Starts the load of this wave's part of tile t to LDS. The load puts the units of all lanes into LDS in the order of the lanes, so each lane
-    fetches the unit that belongs at its place (`layout.exchanged`)."""
+    """Starts the load of this wave's part of tile t to LDS. The load instruction stores the units of all lanes to LDS in the order of the lanes. So
+    each lane loads the unit that belongs at the lane's place in LDS (`layout.exchanged`)."""
     lane, rows = self.at.lane, layout.chunk
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
     offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size
@@ -250,9 +251,10 @@ class DualWave:
   def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
 
   def read_v(self, tile:LdsTile) -> list[list[UOp]]:
-    """Reads the A operands of O^T: two transposing loads, of four keys each, for each tile of d and each unit of P."""
+    """Reads V from LDS as the A operands of O^T = V^T P^T: two transposing loads, of four keys each, for each matrix tile of columns and each unit of
+    P."""
     mat, member = self.mat, self.at.lane%16
-    m = self.at.lane//16%2*16 + member%4*4                                 # the row of V^T that the lane's first element goes to; then its d
+    m = self.at.lane//16%2*16 + member%4*4                                 # m: row of V^T in the operand; d: column of V of that row
     d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
     def load(dt:int, n:int) -> UOp:
       key, at_d = mat.key_of(self.at.h, n) + member//4, dt*mat.M + d
@@ -260,7 +262,7 @@ class DualWave:
     return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, mat.unit)] for dt in range(self.d_tiles)]
 
   def products(self, k_operands:list[UOp]) -> list[UOp]:
-    """Computes S = K Q^T, a C fragment for each tile of keys."""
+    """Computes S^T = K Q^T: a C fragment for each matrix tile of keys."""
     tiles, units = [], len(self.units)
     for first in range(0, len(k_operands), units):
       x = ops.splat(0.0, self.mat.accumulator)

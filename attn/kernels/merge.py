@@ -1,9 +1,11 @@
-"""Merges results over different keys: of one device that saw its keys in several steps, or of several devices that have keys of their own.
+"""Merges results of attention over different keys: results of one device that reads the keys in several steps, or results of several devices that
+hold different keys.
 
   merge(p, arch, parts)(o, [lse, [lse_rest,]] part_0, part_1, ..., [sinks])
 
-A part is one float32 buffer, so that one copy brings it to another device. It holds o of some of the rows, normalised, in the layout of the problem;
-then the natural-log LSE of the same rows; and for wide scores what fp32 has lost of that LSE. attn/kernels/parts/weights/merging.py has the formula.
+A part is one float32 buffer, so that one copy brings it to another device. A part holds, for some of the rows: first o, normalised, in the layout of
+the problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE, which fp32 rounding removed.
+attn/kernels/parts/weights/merging.py holds the formula.
 """
 from __future__ import annotations
 import functools
@@ -28,12 +30,12 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_size(p:Problem, rows:int) -> int:
-  """Number of float32 numbers in a part that holds `rows` rows of each head."""
+  """Returns the number of float32 elements of a part that holds `rows` rows of each head."""
   return p.B*p.H*rows*(p.Dv + 1 + p.wide_scores)
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
-  """Returns (elements of o, LSE, what fp32 has lost of the LSE) of a thread's row in a part. A row that the part does not hold gives 0 and -inf. The
-  last number is None unless scores are wide."""
+  """Loads a thread's row from a part. Returns (elements of o, LSE, rest of the LSE that fp32 rounding removed). The rest is None unless
+  p.wide_scores. If the part does not hold the row, o is 0 and LSE is -inf."""
   p, (batch, head, query) = at.p, at.coordinates
   inside, own = rows.has(query) & at.there, query - rows.first
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
@@ -43,11 +45,11 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(0), NEG_INF), number(1) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges parts into the outputs of `p`, for all rows. It has one argument for each part, and `parts` says which rows each
-  part holds.
+  """Returns the kernel that merges parts into the outputs of `p`, for all rows. `parts` lists the rows of each part; the kernel has one argument for
+  each part.
 
-  A row in no part gives 0 and -inf. With p.sinks, the sinks count for the rows in `there`; all other rows are padding. Raises ValueError for rows
-  that `p` does not have.
+  A row that no part holds gives o = 0 and lse = -inf. With p.sinks, the sinks are added only to the rows in `there`; all other rows are padding.
+  Raises ValueError if `parts` or `there` names rows that `p` does not have.
   """
   for rows in (*parts, *there):
     if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: must lie within the problem's {p.Sq} rows")

@@ -1,14 +1,15 @@
-"""Flash attention forward for CDNA whose waves take turns: one half of them multiplies while the other half computes weights.
+"""Flash attention forward for CDNA whose waves take turns: one half of the waves multiplies while the other half computes weights.
 
-The steps are those of attn/kernels/amd/forward.py, in another order. A workgroup has eight waves of 32 queries. The second four waves run one barrier
-behind the first four. So of the two waves on a SIMD one is in the first half of its trip while the other is in the second half:
+This kernel does the steps of attn/kernels/amd/forward.py in another order. A workgroup has eight waves of 32 queries. The second four waves run one
+barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in the first half of its trip, the other wave is in the second
+half:
 
   weigh     turns S(t) into P(t) on the vector unit; stores K(t+2) and V(t+1) from registers to LDS; starts the loads of K(t+3) and V(t+2)
   multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
 
-A barrier ends each half. LDS has three tiles of K and three of V. What a half stores is read one barrier later at the earliest, by either group. What
-lay there before was read one barrier earlier at the latest. Packed fp32 instructions stop the matrix unit, which the other half of the waves uses, so
-the kernel has none (docs/tried.md).
+A barrier ends each half. LDS holds three tiles of K and three of V. Both groups read a stored tile at least one barrier after its store. A store
+overwrites a tile at least one barrier after the last read of that tile. The kernel has no packed fp32 instructions: they would stop the matrix unit
+while the other half of the waves uses it (docs/tried.md).
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -25,25 +26,25 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
 TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of a trip, tiles of K and of V in LDS
-K_READ_AFTER = 1      # K is read after the product of this tile of O: the earlier products need the ports of LDS for V
+K_READ_AFTER = 1      # K is read from LDS after the product of this matrix tile of O: until then, reads of V use the ports of LDS
 
 def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). The problem must be
-  one that `dispatch.staggered_refuses` does not refuse. Raises NotImplementedError for a tensor that is larger than a buffer descriptor can
-  address."""
+  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v).
+  `dispatch.staggered_refuses` says which problems the kernel can't compute. Raises NotImplementedError for a tensor that is larger than a buffer
+  descriptor can address."""
   check_problem(p, tile)
   return lambda *args: Staggered.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """The state between the halves of trips. To a forward state it adds S^T of the tile that is weighed next, and the parts of tiles that are on their
-  way to LDS, in registers."""
+  """The state between the halves of trips. In addition to the fields of a forward state, registers hold S^T of the tile that `weigh` takes next, and
+  the loaded parts of K and V tiles that `weigh` will store to LDS."""
   s: UOp
   on_the_way: UOp
 
 @dataclass(frozen=True)
 class Staggered:
-  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
+  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
   tile: Tile
   state: StaggeredState      # before the first trip
   common: AmdForward         # the steps from which the two halves are built
@@ -72,7 +73,7 @@ class Staggered:
     return group.kernel("staggered", self.common.outputs(s.softmax))
 
   def first_tiles(self, s:StaggeredState, begin:UOp) -> StaggeredState:
-    """Brings K of the first two tiles and V of the first to LDS, and S of the first to registers. Starts the loads of the next tiles."""
+    """Brings K(0), K(1) and V(0) to LDS, and computes S(0) in registers. Starts the loads of K(2) and V(1)."""
     rows = self.trips.loaded
     stores = [x for name, t in (("k", begin), ("k", begin + 1), ("v", begin))
               for x in self.trips.in_lds(s, t, name).store(getattr(s, name).fetch(rows[name], t))]
@@ -85,8 +86,8 @@ class Staggered:
 
   # ***** the two halves of a trip *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
-    """Turns S(t) into P(t), stores the loaded tiles to LDS and starts the next loads. Reads V(t) of the first tile of O from LDS before the
-    barrier."""
+    """Turns S(t) into P(t), stores the loaded tiles to LDS and starts the next loads. Before the barrier, reads the columns of V(t) for the first
+    matrix tile of O from LDS."""
     one = self.common
     raw = [s.s[i].load() for i in range(s.s.max_numel())]
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])

@@ -1,8 +1,8 @@
-"""Flash attention on one screen, in plain UOps: where to begin reading. It is right on every device and fast on none.
+"""Flash attention on one screen, in plain UOps: where to begin reading. The kernel is right on every device and fast on no device.
 
 The whole score matrix never exists: a thread owns one query, walks over the keys in tiles, and keeps only what the softmax of the keys so far needs
-(Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). The other kernels of this folder take the same
-steps, with matrix instructions and with tiles in LDS: docs/algorithm.md.
+(Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). The other forward kernels of this folder do these
+steps too, with matrix instructions and with tiles in LDS: see docs/algorithm.md.
 """
 from __future__ import annotations
 import functools, math
@@ -33,7 +33,7 @@ def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
 
     # 3. S = Q K^T. A score is -inf if its key does not exist, or if a mask hides it.
     keys = [tile*block_n + j for j in range(block_n)]
-    rows = [key.minimum(p.Sk - 1) for key in keys]   # beyond the last row, the last one is read
+    rows = [key.minimum(p.Sk - 1) for key in keys]   # a key beyond the last key reads the last key
     seen = [key < (p.Sk if not causal else (i + p.offset + 1).minimum(p.Sk)) for key in keys]
     s = [total([q[b, h, i, d].float()*k[b, kv_head, row, d].float() for d in range(p.D)])*p.softmax_scale for row in rows]
     s = [there.where(x, -math.inf) for there, x in zip(seen, s)]

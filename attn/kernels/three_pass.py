@@ -1,7 +1,7 @@
 """The fallback: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P V, all in fp32.
 
-It consists of tensor operations, which tinygrad schedules as its own kernels. So it takes any dtype, head dimension, length and device, every option,
-and sharded tensors. The scores take B*H*Sq*Sk*4 bytes; the other kernels exist to avoid that.
+The fallback consists of tensor operations, for which tinygrad makes its own kernels. It works for any dtype, head dimension, length and device, for
+every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from attn.score.term import Positions
 from attn.tinygrad_compat import Tensor
 
 def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
-  """Returns the positions of queries and keys if each batch is one sequence. Its keys are those from its start to its length."""
+  """Returns the positions of queries and keys if each batch is one sequence. The keys of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or
+  all rows if no lengths are given."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
   counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
   if kv_lengths is None: return Positions(None, i + offset, j, counted)
@@ -21,8 +22,9 @@ def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor
   return Positions((j >= first) & (j < n), i + first if top_left else i + n.maximum(first) - Sq, j, (*counted[:2], j - first))
 
 def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
-  """Returns the positions of queries and keys if sequences lie one after another in a single batch: a query sees the keys of its own sequence. Tokens
-  outside of the sequences belong to none. Tokens beyond the `longest` number of queries and of keys of a sequence belong to none, either."""
+  """Returns the positions of queries and keys if sequences lie one after another in a single batch: a query sees only keys of its own sequence. A
+  token outside of all sequences belongs to no sequence. `longest` is (most queries, most keys) of a sequence: the tokens beyond this number belong to
+  no sequence, either."""
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
   rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
   def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:
@@ -39,13 +41,13 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
   return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
-  """Returns the rows of k or v (B, Hkv, Sk, width) for each query, broadcastable to (B, Hkv, query heads of each, Sq, Sk, width). Rows that a query
-  does not see are 0: if they hold inf or NaN, a product with them would not be 0, in the gradients either."""
+  """Returns the rows of k or v (B, Hkv, Sk, width) for each query, broadcastable to (B, Hkv, query heads of each, Sq, Sk, width). Replaces rows that
+  a query does not see by 0. Otherwise a weight of 0 times inf or NaN in such a row would give NaN, also in the gradients."""
   rows = rows.float().unsqueeze(2).unsqueeze(3)
   return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 
 def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|None) -> Tensor:
-  """Returns what dropout leaves of P (B, Hkv, query heads of each, Sq, Sk)."""
+  """Returns P after dropout. P has the shape (B, Hkv, query heads of each key/value head, Sq, Sk)."""
   (batch, i, j), (_, Hkv, group, _, _) = at.counted, p.shape
   head = Tensor.arange(int(Hkv)*int(group)).reshape(Hkv, group, 1, 1)
   if start is not None: batch, head = batch + start[0], head + start[1]
@@ -58,13 +60,14 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
                dropout_p:float=0.0, dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
-  """Returns (o, lse, what rounding to float32 took from lse), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm. A row that sees no
-  key gives o = 0 and lse = -inf.
+  """Returns (o, lse, rest of lse that rounding to float32 removed), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm. A row that
+  sees no key gives o = 0 and lse = -inf.
 
-  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, they decide instead: query
-  i stands at i with `top_left`, otherwise the last query stands at the last key. A score is scaled first. Then the `terms` change it, and where the
-  `masks` hide a key it becomes -inf (attn/score has both). `sinks` (H) are scores of one more key without a value; lse counts it. A packed sequence
-  has at most the `longest` number of queries and keys. Dropout acts on P after P is summed, as attn.problem.Problem says.
+  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, `offset` is not used: with
+  `top_left` query i stands at position i, otherwise the last query stands at the position of the last key. A score is scaled first. Then the `terms`
+  change the score, and the score becomes -inf where the `masks` hide the key (attn/score defines terms and masks). `sinks` (H) are the scores of an
+  additional key without a value; lse includes them. A packed sequence has at most the `longest` number of queries and keys. Dropout acts on P after P
+  is summed, as attn.problem.Problem says.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
@@ -84,7 +87,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   # ***** P *****
   m = s.max(-1, keepdim=True)
   if sinks is not None: m = m.maximum(per_head(sinks))
-  m = (m == NEG_INF).where(0.0, m).detach()     # any number would do, so no gradient goes through m
+  m = (m == NEG_INF).where(0.0, m).detach()     # the result does not depend on m: no gradient goes through m
   p = (s - m).exp()
   total = p.sum(-1, keepdim=True)
   if sinks is not None: total = total + (per_head(sinks) - m).exp()

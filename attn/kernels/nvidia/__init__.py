@@ -1,1 +1,1 @@
-"""Parts that the kernels by mma.sync and by wgmma share: a warp's fragments, and copies to shared memory."""
+"""Code that the kernels with mma.sync and the kernels with wgmma share: the rows and fragments of a warp, and copies to shared memory."""

@@ -1,4 +1,5 @@
-"""States of NVIDIA kernels that hold a ring of tiles in shared memory, and wait for the copies of a tile before they read it."""
+"""Base classes for the states of NVIDIA kernels. Such a kernel keeps a ring of tiles in shared memory, and waits for the copies of a tile before it
+reads the tile."""
 from __future__ import annotations
 from typing import Self
 from attn.kernels.parts.memory.lanes import MmaLane
@@ -8,7 +9,8 @@ from attn.ops import hopper as wgmma, nvidia as nv
 from attn.tinygrad_compat import UOp
 
 class CopyGroups(InOrder):
-  """A ring of tiles for mma.sync: copies form groups, and a barrier follows each wait for some of them. ldmatrix reads the operands."""
+  """A ring of tiles for mma.sync. Copies form groups. A thread waits for its own groups, and a barrier then waits for the groups of all threads.
+  ldmatrix reads the operands."""
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
@@ -16,7 +18,8 @@ class CopyGroups(InOrder):
     s = self.do(*copies)
     return s.do(nv.commit(s.done))
   def arrived(self, but:int) -> Self:
-    """Waits until the copies of all threads have arrived, except the last `but` groups, and until earlier reads are done."""
+    """Waits until the copies of all threads are complete, except the last `but` groups of each thread, and until all threads have done their earlier
+    reads."""
     return self.after(workgroup_barrier(self.statements.do(nv.wait_copies(self.done, but))))
 
   def read(self, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
@@ -24,7 +27,7 @@ class CopyGroups(InOrder):
     return nv.ldmatrix(self.shared[place], step, transposed)
 
 class Arrivals(InOrder):
-  """A ring of tiles for wgmma: all threads arrive at an mbarrier when their part of a tile has arrived."""
+  """A ring of tiles for wgmma. Each thread arrives at an mbarrier when its copies to a tile are complete."""
   shared: UOp
 
   @property

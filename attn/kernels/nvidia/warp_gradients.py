@@ -1,5 +1,5 @@
-"""Backward on NVIDIA's matrix units, for the rows that a warp owns, queries or keys: their numbers, their P and dS, and the stores of gradients.
-Walked rows are the rows of the other kind, over which the warp walks in tiles."""
+"""The steps of backward that mma.sync and wgmma share. A warp owns rows, queries or keys: this file computes lse and delta of these rows, their P and
+dS, and the stores of gradients. Walked rows are the rows of the other kind, over which the warp walks in tiles."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
@@ -27,27 +27,28 @@ L = TypeVar("L", bound=CopiedLayout)
 L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
 
 class WarpsTile(BlockTile, Protocol[L_co]):
-  """What a backward kernel's tile says in addition to a `BlockTile`."""
+  """The properties of a backward kernel's tile on NVIDIA, in addition to a `BlockTile`."""
   @property
-  def matrix(self) -> Mma: """The matrix instruction whose fragments a warp has."""
+  def matrix(self) -> Mma: """The matrix instruction of the kernel, with the shapes of its fragments."""
   @property
-  def row_tiles(self) -> int: """Tiles of 16 rows that each warp owns."""
+  def row_tiles(self) -> int: """Number of tiles of 16 rows that each warp owns."""
   @property
   def keys(self) -> bool: """Whether the own rows are keys."""
-  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Layouts of `rows` rows in shared memory: those of q or k, and those of do or v."""
+  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Layouts of `rows` rows in shared memory: of q or k, of do or v."""
 
 Exponents = list[list[Exponent]]     # for each own row of a lane, and for each of its vectors of scores
 Lse = list[Exponents]                # for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnNumbers:
-  """The numbers of a lane's own queries, for each tile: the exponents that turn their scores into P, and delta."""
+  """The exponents and deltas of a lane's own queries, for each tile of own rows. An exponent is computed from lse, and turns scores into P."""
   exponents: list[list[Exponent]]
   deltas: list[list[UOp]]
 
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
-  """The rows that a block's warps own, in a walk over the rows of `head`. `wanted` lists the gradients that are summed, in order."""
+  """The own rows of a block's warps, during a walk over the rows of `head`. `wanted` lists the gradients that the warps sum, in the order of their
+  accumulators."""
   warps: Warps
   tile: WarpsTile[L]
   wanted: tuple[str, ...]
@@ -65,16 +66,16 @@ class WarpRows(Generic[L]):
   def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
 
   def of_head(self, head:UOp) -> WarpRows[L]:
-    """The own rows, in a walk over another head."""
+    """Returns these own rows, for a walk over the rows of another head."""
     return replace(self, head=head)
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """First row of each of the warp's tiles."""
+    """First row, within the block, of each of the warp's tiles of own rows."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """The lane's rows, for each tile."""
+    """The lane's own rows, in a list for each tile of own rows."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -83,32 +84,33 @@ class WarpRows(Generic[L]):
 
   # ***** registers *****
   def accs(self, name:str) -> int:
-    """Number of accumulators of a gradient for one tile of rows."""
+    """Number of accumulators of the gradient `name` for one tile of own rows."""
     return fragments(self.warps.group.rows_of(name).width, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
-    """Indices of the accumulators of a gradient for the i-th tile."""
+    """Indices of the accumulators of the gradient `name` for the i-th tile of own rows."""
     before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
     first = i*sum(map(self.accs, self.wanted)) + before
     return range(first, first + self.accs(name))
 
   # ***** shared memory: own rows, then tiles of walked rows *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """Layout of `rows` rows of this tensor. The rows of q or k begin at unit `first`, and those of do or v follow them."""
+    """Layout, in shared memory, of `rows` rows of the tensor `name`. Rows of q or k begin at unit `first`. Rows of do or v lie behind as many rows of
+    q or k."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
-    """Layout of the own rows of this tensor."""
+    """Layout of the own rows of the tensor `name` in shared memory."""
     return self.lies(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
     """Units of shared memory for all own rows."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
-    """Returns the statements that copy this thread's part of the own rows."""
+    """Returns the statements that copy this thread's part of the own rows to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
-    """The walked rows of a head, `there` in number."""
+    """The first `there` walked rows of the tensor `name` in this head."""
     return self.warps.group.operand_rows(name, head).up_to(there)
 
   # ***** the numbers of own queries *****
@@ -120,7 +122,8 @@ class WarpRows(Generic[L]):
             for first, own in zip(self.in_block, self.of_lane)]
 
   def delta(self, in_block:UOp, row:Row) -> UOp:
-    """rowsum(dO * O) - dLSE, summed over the lanes that share a query. dO is rounded to the inputs' dtype, as in dP."""
+    """Computes delta = rowsum(dO * O) - dLSE of a query, summed over the lanes that share the query. Rounds dO to the inputs' dtype, because the
+    product dP = dO V^T uses rounded dO."""
     group, mat = self.warps.group, self.mat
     rows = (group.rows_of("o"), self.p.out_dtype), (group.operand_rows("do"), self.p.dtype)
     total = ops.splat(0.0, 4)
@@ -132,7 +135,7 @@ class WarpRows(Generic[L]):
 
   # ***** the stores at the end *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
-    """Returns the stores of a gradient, whose sums are in `acc`. Keys beyond kv_lengths get 0."""
+    """Returns the stores of the gradient `name` to memory. `acc` holds the sums. Rows of keys beyond kv_lengths are stored as 0."""
     group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
     for i, own in enumerate(self.of_lane):
       for r, row in enumerate(own):
@@ -143,7 +146,7 @@ class WarpRows(Generic[L]):
     return stores
 
   def kept_deltas(self) -> list[UOp]:
-    """Returns the stores of delta."""
+    """Returns the stores of delta of the own queries to memory."""
     group = self.warps.group
     to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
     both = [pair for own, deltas in zip(self.of_lane, self.deltas) for pair in zip(own, deltas)]
@@ -151,7 +154,7 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The steps of backward between its products, for some walked rows. `tile_number` counts tiles of `score.block_n` rows."""
+  """The steps of backward between the matrix products, for one tile of `score.block_n` walked rows. `tile_number` is the number of this tile."""
   warp_rows: WarpRows[L]
   score: Scores
   tile_number: UOp
@@ -159,7 +162,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments of scores, for one tile of own rows."""
+    """Indices of the C fragments that hold the scores of one tile of own rows."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -168,7 +171,7 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.exponents]
   def lse_of_walked(self, exponents:list[Exponent]) -> Lse: return [[exponents]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnNumbers) -> list[list[UOp]]:
-    """`scaled_delta` of the own queries, as C fragments for each tile of own rows."""
+    """Returns `scaled_delta` of the own queries as C fragments, in a list for each tile of own rows."""
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 

@@ -1,6 +1,8 @@
-"""The parts that all kernels for NVIDIA's matrix units share: copies of rows to shared memory, and what a warp holds of 16 queries.
+"""Code that all kernels for NVIDIA's matrix units share: copies of rows to shared memory, and the softmax's registers and outputs of a warp's 16
+queries.
 
-A warp's tile of C has 16 queries. A lane holds part of two of these rows (attn/chips/matrix.py, Mma): vectors of four numbers, two from each row.
+A warp's tile of C has 16 queries. A lane holds parts of two of these rows (attn/chips/matrix.py, Mma), in vectors of four numbers: two numbers from
+each row.
 """
 from __future__ import annotations
 import math
@@ -25,13 +27,13 @@ def always(gate:UOp|None) -> UOp: return UOp.const(True) if gate is None else ga
 
 @dataclass(frozen=True)
 class Warps:
-  """A block of warps, its part of a problem, and this thread's place in the block."""
+  """A block of warps: the block's part of a problem (`group`), and the position of this thread in the block (`at`)."""
   group: Workgroup
   at: MmaLane
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes|None=None, parts:int=0) -> Warps:
-    """Makes a block that owns queries. `names` and `parts` have the meaning that they have in `Workgroup.of`."""
+    """Makes a block that owns queries. For `names` and `parts` see `Workgroup.of`."""
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of(p, arch, tile, args, grid, at, names, parts), at)
@@ -44,28 +46,29 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """The block, where each warp has `keys` keys of a trip."""
+    """Returns this block for a kernel in which each warp computes `keys` keys of a trip."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """The lane's rows among the 16 rows that begin at row `first` of the block."""
+    """Returns the lane's two queries among the 16 rows that begin at row `first` of the block."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****
   def copies_of_q(self, shared:UOp, to:CopiedLayout) -> list[UOp]:
-    """Returns the statements that copy this thread's part of the block's queries."""
+    """Returns the statements that copy this thread's part of the block's rows of Q to shared memory."""
     return self.copies(self.group.rows_of("q"), shared, self.group.first_row, to)
 
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of tile t of K and V, if `gate` holds. The block walks over these tiles."""
+    """Returns the statements that copy this thread's part of tile t of K and V to shared memory, if `gate` is true."""
     group, block_n = self.group, self.group.tile.block_n
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
     rows = [replace(group.rows_of(name), count=there) for name in ("k", "v")]
     return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to, gate)]
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements that copy this thread's part of a tile, from row `first` of `source` on, if `gate` holds. Rows that do not exist, and
-    columns beyond the last, become zero. Rows that are converted come through registers."""
+    """Returns the statements that copy this thread's part of a tile to shared memory, if `gate` is true. The tile begins at row `first` of `source`.
+    Rows that do not exist, and columns beyond the last column, become zero. Rows that need a conversion are loaded to registers, converted, and
+    stored."""
     if isinstance(source, GlobalRows): return self.started(source, shared, first, to, gate)
     items = [(self.at.thread + j*self.group.tile.threads) for j in range(ceildiv(to.rows*to.across, self.group.tile.threads))]
     places = [(i//to.across, i%to.across) for i in items]
@@ -73,13 +76,13 @@ class Warps:
             for row, unit in places]
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
-    """Returns the statements that start the copies of rows that need no conversion. See `copies` for the arguments."""
+    """Returns the statements that start asynchronous copies of rows, without conversion. The arguments are those of `copies`."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []
     whole = width % (2*source.unit) == 0 and to.units*source.unit == width
     for j in range(ceildiv(to.rows*to.across, threads)):
-      moved = j*apart if regular else 0                # rows from the first copy: a constant in the instruction
+      moved = j*apart if regular else 0                # rows between this copy and the first copy: a constant in the instruction
       if j == 0 or not regular:
         index = self.at.thread + (0 if regular else j*threads)
         row, unit = index//to.across, index%to.across
@@ -95,14 +98,15 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """Returns the stores of m, addend and l before the first key. `nv.clear` does it for O."""
+    """Returns the stores of the initial m, addend and l to registers. `nv.clear` clears O."""
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
-    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `kinds` names the kinds of their sums of P: O is divided by the first, and
-    the LSE is made from the last. If warps share the queries, this warp has the `share`-th part of the columns, and the first one stores the LSE."""
+    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `kinds` names the kinds of the row sums `sums`: O is divided by the first
+    kind, and the LSE is computed from the last kind. If several warps share the queries, this warp stores the `share`-th part of the columns of O,
+    and the first warp stores the LSE."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
@@ -113,9 +117,9 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values) of the parts of row `r` that this lane stores, times `factor`. A lane has two numbers of the row in each C
-    fragment. The fragments are those of the whole row, or of its `share`-th part. If rows consist of whole units of 16 bytes, the four lanes of a row
-    exchange their numbers, so that each lane stores whole units: every fourth one."""
+    """Returns (first column, values) for each piece of row `r` of O that this lane stores. The values are multiplied by `factor`. `accs` are the C
+    fragments of the whole row, or of its `share`-th part; a lane holds two numbers of the row in each fragment. If rows consist of whole units of 16
+    bytes, the four lanes of a row exchange their numbers: then each lane stores whole units, every fourth unit of the row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
     if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(accs)//mat.groups*mat.groups

@@ -10,22 +10,22 @@ from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 
-# Sixteen lanes at a time store 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
+# Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
-  """Units of the gap after each matrix tile of V^T. Where matrix tiles have 16 rows, columns that are two units apart lie in different tiles: the gap
-  puts them into different banks."""
+  """Number of units that stay empty after each matrix tile of V^T in LDS. If a matrix tile has 16 rows, columns of V that are two units apart lie in
+  different matrix tiles. The gap between the tiles puts these columns into different banks."""
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Layout of rows of `width` elements in their own order: operand A of products that contract over the elements."""
+  """Returns the LDS layout of rows of `width` elements, not transposed. The rows are operand A of products that sum over the elements of a row."""
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Layout of rows of `width` elements whose transposed tile lies in LDS, too. Two kinds of access must find their rows in different banks. Reads
-  access neighbouring rows. Stores access the same row of neighbouring quads (`staging.key_rows`). If the matrix has 32 rows, those are 4 rows apart:
-  then the rows of a block of 4 are an even stride apart, and the blocks an odd number of units. Otherwise those are 8 rows apart, or in the other
-  lane group."""
+  """Returns the LDS layout of rows of `width` elements, not transposed, if LDS also holds the transposed tile. The rows of one access must lie in
+  different banks, for reads and for stores. A read accesses neighbouring rows. A store accesses one row of each of several neighbouring quads
+  (`staging.key_rows`). If a matrix tile has 32 rows, the rows of a store are 4 rows apart: the layout puts the rows of a block of 4 at an even
+  stride, and the blocks at an odd number of units. Otherwise the rows of a store are 8 rows apart, or belong to the other lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
@@ -34,7 +34,7 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, units, 1, 8)
 
 def column_layout(mat:Matrix, block_n:int, width:int) -> PaddedRows:
-  """Layout of a transposed tile: operand A of products that contract over its `block_n` rows."""
+  """Returns the LDS layout of a transposed tile: operand A of products that sum over the tile's `block_n` rows."""
   return PaddedRows(round_up(width, mat.M), block_n//mat.unit, v_skew(mat, block_n))
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Tile(ForwardShape):
   _: KW_ONLY
   matrix: Matrix
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
-  sparing: bool = False        # a trip without prefetch loads K and then V: fewer registers
+  sparing: bool = False        # a trip without prefetch loads K first and V later: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum grows by more than this, in powers of two; 0: whenever it grows
-  anew: bool = False           # a sparing trip computes the addresses of pieces of rows again: even fewer registers
+  anew: bool = False           # a sparing trip computes addresses in every trip, instead of keeping them: even fewer registers
 
   kernel: ClassVar[str] = "forward"
 
@@ -63,7 +63,7 @@ class Tile(ForwardShape):
   def by_item(self) -> bool: return False
   @property
   def buffers(self) -> int:
-    """Number of K tiles in LDS. V has the same number."""
+    """Number of K tiles in LDS, and number of V tiles in LDS."""
     return max(1, self.prefetch)
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
@@ -77,8 +77,8 @@ class Tile(ForwardShape):
 
 @dataclass(frozen=True)
 class BackwardTile(BackwardShape):
-  """How a backward kernel on AMD's matrix units divides the work. A workgroup owns `block_m` rows, queries in backward_dq and keys in backward_dkdv,
-  and walks over the others, `block_n` at a time."""
+  """How a backward kernel on AMD's matrix units divides the work. A workgroup owns `block_m` rows (queries in backward_dq, keys in backward_dkdv) and
+  walks over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Matrix
   keys: bool = False       # the own rows are keys
@@ -95,13 +95,13 @@ class BackwardTile(BackwardShape):
   def buffers(self) -> int: return max(1, self.prefetch)
   @property
   def in_turn(self) -> bool:
-    """Whether a trip that loads its own tile loads one tensor after another."""
+    """Whether each trip loads its tile itself, one tensor after another, instead of the next trip's tile."""
     return self.prefetch == 0 and self.sparing
   @property
   def anew(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether fences would separate the units of one operand: then no operand would be whole, and no product left."""
+    """Whether fences would separate the units of one operand. Such a tile is invalid: no operand would be complete between two fences."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
@@ -139,7 +139,7 @@ class MlaTile(MlaShape, SharingTile):
   @property
   def buffers(self) -> int: return 1
   def columns(self, p:Problem) -> int:
-    """Matrix tiles of columns of O that each wave computes."""
+    """Number of matrix tiles of columns of O that each wave computes."""
     return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
     """Layouts of K and of P in LDS."""

@@ -1,4 +1,5 @@
-"""What every tile says, what follows from that for any kernel, and what tiles share whose waves share rows."""
+"""The properties of every tile, the sizes that follow from them for any kernel, and the base of tiles in which several waves compute the same
+rows."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,42 +9,42 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 class BlockTile(Protocol):
-  """What the tile of any kernel says about the division of the work over workgroups."""
+  """The properties of every kernel's tile: they say how the kernel divides a problem over workgroups."""
   @property
-  def block_m(self) -> int: """Rows of a workgroup. A query has one row for each head that the workgroup takes."""
+  def block_m(self) -> int: """Rows that a workgroup owns. With `pack_gqa` a query has a row for each of its heads."""
   @property
-  def block_n(self) -> int: """Keys of a trip."""
+  def block_n(self) -> int: """Keys (or walked queries) of a trip."""
   @property
   def waves(self) -> int: """Waves (on NVIDIA warps) of a workgroup."""
   @property
   def threads(self) -> int: """Threads of a workgroup."""
   @property
   def pack_gqa(self) -> bool: """Whether the rows of a tile are the queries of all heads that share a key/value head."""
-  def lds_bytes(self, p:Problem) -> int: """Bytes of LDS that a workgroup takes."""
+  def lds_bytes(self, p:Problem) -> int: """Bytes of LDS that a workgroup uses."""
 
 def heads_of(p:Problem, tile:BlockTile) -> int:
-  """Number of query heads of a workgroup: row r of its block is query r//heads of head r%heads."""
+  """Returns the number of query heads of a workgroup. Row r of the workgroup's block is query r//heads of head r%heads."""
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
-  """(pieces, workgroups for each piece) of the queries of a head, or of all heads that a workgroup takes together. A device may hold a piece from the
-  front of a sequence and one from the back (`DealtRows`). Then no workgroup has rows of both: it would walk over keys that the front rows don't
-  see."""
+  """Returns (pieces, workgroups for each piece) for the queries of a head, or with `pack_gqa` of all heads of a workgroup. A device may hold two
+  pieces of a sequence, one from the front and one from the back (`DealtRows`). No workgroup owns rows of both pieces: for the back rows it would walk
+  over keys that the front rows don't see."""
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
 def numbers_of_queries(p:Problem) -> tuple[str, ...]:
-  """Names of the tensors, with one number for each query, that kernels bring to shared memory if they own keys."""
+  """Names of the tensors with one number for each query (lse and delta). A kernel that owns keys copies these numbers to shared memory."""
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
 def units_of_numbers(p:Problem, queries:int) -> int:
-  """Units of shared memory that the numbers of `queries` queries take."""
+  """Units of shared memory that the numbers of `queries` queries (lse and delta, see `numbers_of_queries`) take."""
   return len(numbers_of_queries(p))*4*queries//UNIT_BYTES
 
 @dataclass(frozen=True)
 class Told:
-  """Places of the numbers that waves tell each other about a row. They are: the factor that rescales what is accumulated so far; for each of `parts`
-  parts of the keys the row's largest score; and at the end its reference and, for each part, the sums of P, of which there are `kinds` kinds."""
+  """Indices of the numbers of a row that waves exchange through LDS. In each trip: the factor that rescales O, and the row's largest score in each of
+  the `parts` parts of the keys. After the last trip: the row's reference, and `kinds` kinds of sums of P for each part of the keys."""
   parts: int
   kinds: int
   factor: int = 0
@@ -51,14 +52,14 @@ class Told:
   @property
   def count(self) -> int: return 2 + self.parts*(1 + self.kinds)
   def units(self, rows:int) -> int:
-    """Units of LDS that the numbers of `rows` rows take, in fp32."""
+    """Units of LDS that the fp32 numbers of `rows` rows take."""
     return ceildiv(rows*self.count, 4)
   def top(self, part:int|UOp) -> int|UOp: return 2 + part
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
-  """A tile of a kernel whose waves share rows. The rows are the queries of all heads that share a key/value head. The waves share a trip's keys,
-  too."""
+  """The tile of a kernel in which all waves read the same keys. The rows are the queries of all heads that share a key/value head. For the scores, a
+  wave computes one tile of these rows and one of `key_parts` parts of a trip's keys."""
   matrix: Any
   row_tiles: int
   key_parts: int

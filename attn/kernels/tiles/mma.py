@@ -10,7 +10,7 @@ from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 
 def fragments(width:int, mat:Mma) -> int:
-  """Number of C fragments that a tile of rows of `width` elements takes."""
+  """Returns the number of C fragments for one tile of rows of `width` elements."""
   return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class MmaTile(MmaShape):
   waves: int                   # warps of a block
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
   rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than 2 to this power
-  key_waves: int = 1           # warps that have the same queries: each takes a share of a trip's keys, and at the end they add up their results
+  key_waves: int = 1           # warps with the same queries: each computes a share of a trip's keys; after the last trip their results are added
 
   kernel: ClassVar[str] = "forward_mma"
 
@@ -29,7 +29,7 @@ class MmaTile(MmaShape):
   def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M
   @property
   def warp_keys(self) -> int:
-    """Keys of a trip that each warp takes."""
+    """Number of keys of a trip that each warp computes."""
     return self.block_n//self.key_waves
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
@@ -42,7 +42,7 @@ class MmaTile(MmaShape):
     found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
   def units_found(self, p:Problem) -> int:
-    """Units of shared memory for the results of a lane: its part of O, and for each tile of queries m and the sums."""
+    """Units of shared memory for the results of one lane: the lane's part of O and, for each tile of queries, m and the row sums."""
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
     shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
@@ -61,7 +61,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M
   def columns(self, p:Problem) -> int:
-    """C fragments of columns of O that each warp computes: whole lines of shared memory."""
+    """Number of C fragments of columns of O that each warp computes. The columns fill whole lines of shared memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
     """Layouts of Q, of K and of P in shared memory."""
@@ -75,8 +75,8 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
 
 @dataclass(frozen=True)
 class MmaBackwardTile(MmaBackwardShape):
-  """How a backward kernel on mma.sync divides the work. A block owns `block_m` rows, queries in backward_dq_mma and keys in backward_dkdv_mma, and
-  walks over the others, `block_n` at a time."""
+  """How a backward kernel on mma.sync divides the work. A block owns `block_m` rows (queries in backward_dq_mma, keys in backward_dkdv_mma) and walks
+  over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
   stages: int = 2          # tiles of the walked rows in shared memory
@@ -93,7 +93,7 @@ class MmaBackwardTile(MmaBackwardShape):
   @property
   def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
   def layouts(self, p:Problem, rows:int) -> tuple[SwizzledRows, SwizzledRows]:
-    """Layouts of `rows` rows in shared memory: those of q or k, and those of do or v."""
+    """Returns two layouts of `rows` rows in shared memory: one for rows of q or k, one for rows of do or v."""
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:
@@ -101,7 +101,7 @@ class MmaBackwardTile(MmaBackwardShape):
     return units_of_numbers(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:
-    """Number of queries whose lse and delta each thread copies to shared memory."""
+    """Number of a tile's queries whose lse and delta one thread copies to shared memory."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
     """Units of shared memory for one tile of walked rows, with lse and delta of the tile's queries."""

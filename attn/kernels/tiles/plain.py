@@ -1,4 +1,4 @@
-"""The tiles of the kernels in plain UOps, whose threads stand in a rectangle, and what these kernels have in local memory."""
+"""The tiles of the kernels in plain UOps, whose threads form a rectangle, and the matrices that these kernels keep in local memory."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
@@ -7,23 +7,24 @@ from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.problem import Problem
 
 QUAD = 4     # elements of a vector, where a kernel chooses its length
-TURNED_PADDING = 4   # floats between rows that are stored transposed: so neighbouring threads store to different banks
-LONG_SUM = 128       # a score that is a sum of more products is summed in parts: one long sum would have too large an error
-SHORTEST_PART = 16   # products of the shortest such part: shorter ones would take longer
+TURNED_PADDING = 4   # floats of padding after each row of a transposed matrix: neighbouring threads then store to different banks
+LONG_SUM = 128       # a score with more products than this is summed in parts: the rounding error of one long sum would be too large
+SHORTEST_PART = 16   # least products of such a part: with shorter parts the kernel would be slower
 
 def summed_together(width:int) -> int:
-  """Number of elements of a row whose products a thread sums before it adds that sum to a score: all of them, or for a long row a part that divides
-  it."""
+  """Returns how many elements of a row a thread multiplies and sums before it adds the sum to a score: all `width` elements of a short row, or a
+  divisor of `width` for a long row."""
   part = max(n for n in range(1, LONG_SUM + 1) if width % n == 0)
   return width if width <= LONG_SUM or part < SHORTEST_PART else part
 
 # ***** local memory *****
 
-KEPT = ("kept", "kept of dp")      # sections for the own rows of a backward kernel: those of D and those of Dv elements
+KEPT = ("kept", "kept of dp")      # sections for the own rows of a backward kernel: own rows of D elements, own rows of Dv elements
 
 @dataclass(frozen=True)
 class SectionShape:
-  """Shape of a matrix in local memory: rows, floats from one row to the next, and whether its contents lie transposed."""
+  """Shape of a matrix in local memory: the number of its rows, the floats from one row to the next (`pitch`), and whether the matrix is stored
+  transposed (`turned`)."""
   rows: int
   pitch: int
   turned: bool = False
@@ -32,8 +33,8 @@ class SectionShape:
 
 @dataclass(frozen=True)
 class Sections:
-  """The sections of local memory, by name. The sections `kept` stay for the whole kernel. The groups in `turns` use one place, one group after
-  another. The `rest` lies behind them."""
+  """The sections of local memory, by name. Local memory begins with the sections `kept`, which stay for the whole kernel. Behind them lies a place
+  that the groups in `turns` use one after another. The sections `rest` lie at the end."""
   kept: dict[str, SectionShape]
   turns: tuple[dict[str, SectionShape], ...]
   rest: dict[str, SectionShape]
@@ -41,7 +42,7 @@ class Sections:
   def shapes(self) -> dict[str, SectionShape]: return functools.reduce(lambda x, y: x | y, (self.kept, *self.turns, self.rest))
   @property
   def places(self) -> dict[str, int]:
-    """First float of each section."""
+    """Index of the first float of each section, by name."""
     kept = after_each(self.kept, 0)
     turns = [after_each(turn, kept[END]) for turn in self.turns]
     rest = after_each(self.rest, max(turn[END] for turn in turns))
@@ -52,7 +53,7 @@ class Sections:
 END = ""     # name, among the places, of the end of the last section
 
 def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
-  """Places of sections that lie one after another, from float `first` on."""
+  """Returns the index of the first float of each section, by name, if the sections lie one after another from float `first` on."""
   found = {END: first}
   for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
   return found
@@ -61,19 +62,19 @@ def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RectangleTile:
-  """How a workgroup whose threads stand in a rectangle divides the work. It owns some rows, and walks over the rows of the other kind, the walked
-  rows, in tiles."""
+  """How a workgroup divides the work if its threads form a rectangle. The workgroup owns some rows (queries or keys) and walks in tiles over the rows
+  of the other kind, the walked rows."""
   down: int       # threads along the walked rows, and along the columns of a sum
   across: int     # threads along the own rows
-  walked: int     # walked rows that a thread has at a time
-  own: int        # own rows that a thread has
-  depth: int      # elements of each row that are in local memory at a time, transposed; 0: those that one thread sums together
+  walked: int     # walked rows that a thread computes at a time
+  own: int        # own rows that a thread computes
+  depth: int      # elements of each row that are in local memory at a time, transposed; 0: `summed_together` elements
   values: int     # walked rows that are in local memory at a time, not transposed
   keeps_own: bool = True   # the own rows stay in local memory, as a whole
-  ahead: bool = False      # loads of what goes to local memory next run during the work
+  ahead: bool = False      # loads run ahead: the data that local memory receives next is loaded during the products
   parts: int = 1           # parts of a tile's rows, which a thread goes through one after another
   columns: int = 0         # columns of a sum that a thread has in registers at a time; 0: all its columns
-  steps_at_once: int = 1   # steps of a product in one trip of its loop, if the number of steps is divisible by it
+  steps_at_once: int = 1   # steps of a product in one trip of its loop, if this divides the number of steps
 
   @property
   def block_m(self) -> int: return self.across*self.own
@@ -83,26 +84,26 @@ class RectangleTile:
   def threads(self) -> int: return self.down*self.across
   @property
   def alone(self) -> bool:
-    """Whether one thread works by itself, and shares nothing."""
+    """Whether the workgroup is a single thread, which uses no local memory."""
     return self.threads == 1
   @property
   def waves(self) -> int: return ceildiv(self.threads, 32)
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Columns of a sum over all threads, for rows of `of` elements."""
+    """Number of columns of a sum over rows of `of` elements, in all threads together."""
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:
-    """Number of parts in which rows of `width` elements come to local memory."""
+    """Number of parts in which rows of `width` elements are copied to local memory, one part after another."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Shape of own rows of `width` elements, if they stay in local memory as a whole."""
+    """Shape of the section for own rows of `width` elements; empty unless own rows stay in local memory as a whole."""
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """Sections that use one place in turn: first parts of own rows and of walked rows, both transposed; then walked rows that are not transposed, of
-    `width` elements at most."""
+    """The two groups of sections that use one place of local memory, one group after another. The first group holds parts of own rows and of walked
+    rows, transposed. The second group holds walked rows of at most `width` elements, not transposed."""
     shared = 0 if self.alone else 1
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
@@ -118,7 +119,7 @@ class RectangleTile:
 
 @dataclass(frozen=True)
 class TiledTile(RectangleTile):
-  """How a workgroup of the forward kernel divides the work: it owns queries and walks over keys."""
+  """How a workgroup of the forward kernel divides the work. The workgroup owns queries and walks over keys."""
   kernel: ClassVar[str] = "tiled"
   def sections(self, p:Problem) -> Sections:
     """Sections of local memory. `p` holds S^T first and then P^T. `exchanged` holds one number of each query from each thread."""
@@ -127,7 +128,7 @@ class TiledTile(RectangleTile):
 
 @dataclass(frozen=True)
 class TiledBackwardTile(RectangleTile):
-  """How a workgroup of a backward kernel divides the work: it owns queries, or with `keys` keys."""
+  """How a workgroup of a backward kernel divides the work. The workgroup owns queries, or, if `keys`, it owns keys."""
   suffix: ClassVar[str] = "_tiled"
   keys: bool = False
   def sections(self, p:Problem) -> Sections:

@@ -43,8 +43,8 @@ class WgmmaTile(WgmmaShape):
 
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):
-  """How a backward kernel on wgmma divides the work. A block owns 64 rows for each warpgroup, queries in backward_dq_wgmma and keys in
-  backward_dkdv_wgmma, and walks over the others, `block_n` at a time."""
+  """How a backward kernel on wgmma divides the work. A block owns 64 rows for each warpgroup (queries in backward_dq_wgmma, keys in
+  backward_dkdv_wgmma) and walks over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
   keys: bool = False       # the own rows are keys
@@ -62,11 +62,11 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem, rows:int) -> tuple[SwizzledPanels, SwizzledPanels]:
-    """Layouts of `rows` rows in shared memory: those of q or k, and those of do or v."""
+    """Returns two layouts of `rows` rows in shared memory: one for rows of q or k, one for rows of do or v."""
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def stage(self, p:Problem) -> int:
-    """Units of shared memory for one tile of walked rows. lse and delta of the tile's queries are not counted, see `numbers`."""
+    """Units of shared memory for one tile of walked rows. Does not include lse and delta of the tile's queries: see `numbers`."""
     return sum(x.size for x in self.layouts(p, self.block_n))
   def numbers(self, p:Problem) -> int:
     """Units of shared memory for the numbers of a tile's queries (lse and delta, see `numbers_of_queries`)."""
