@@ -1,9 +1,9 @@
 """The steps of backward by AMD's matrix instructions.
 
-Each lane has one own row (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T. One that owns keys computes
-S = Q K^T and dP = dO V^T. So P and dS lie in registers as the B operands of the gradients' products, dQ^T = K^T dS^T, dV^T = dO^T P and dK^T = Q^T
-dS, as P^T does in forward. Tiles lie in LDS in their own order, and also transposed if a gradient is made from them. If queries are walked over,
-their lse and delta belong to the elements of a lane, so these numbers lie in LDS, too.
+Each lane has one own row (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T. A workgroup that owns keys
+computes S = Q K^T and dP = dO V^T. P and dS then already lie in registers as operand B of the gradients' products: dQ^T = K^T dS^T, dV^T = dO^T P and
+dK^T = Q^T dS. Tiles of walked rows lie in LDS row by row. LDS also holds the transposed tile if a gradient's product reads it. If the walked rows are
+queries, each score of a lane belongs to another query: LDS then also holds lse and delta of the tile's queries.
 """
 from __future__ import annotations
 import functools
@@ -36,13 +36,13 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class TripStores:
-  """The stores of a trip. Nothing else in the trip waits for them."""
+  """The stores at the end of a trip. No other statement of the trip waits for these stores."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """The state between trips over keys: tiles of K and V in LDS, and the sums, columns of C fragments."""
+  """The state between trips over keys: tiles of K and V in LDS, the sums of the gradient as C fragments, and the stores of a trip."""
   k: StagedTile
   v: StagedTile
   acc: UOp
@@ -50,7 +50,8 @@ class KeysState(TripState):
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """The state between trips over queries: tiles of Q and dO and the numbers of queries in LDS, and the sums, columns of C fragments."""
+  """The state between trips over queries: tiles of Q and dO in LDS, lse and delta of the queries in LDS, the sums of the gradients as C fragments,
+  and the stores of a trip."""
   q: StagedTile
   do: StagedTile
   numbers: RowNumbers
@@ -59,8 +60,8 @@ class QueriesState(TripState):
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A backward kernel of one problem, or one pass of it, as one thread sees it: what stays the same in all trips over the rows of `head`. `own` holds
-  the own rows of q and dO, or of k and v."""
+  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that are equal in all trips over the rows of
+  `head`, and the steps. `own` holds the own rows: of q and dO, or of k and v."""
   tile: BackwardTile
   new: Allocator
   statements: Statements
@@ -71,7 +72,7 @@ class AmdBackward:
   wanted: tuple[str, ...]
   head: UOp
   known: tuple[Exponent, UOp]|None = None      # exponent and delta of the lane's query, if queries are owned
-  outer_trip: UOp|None = None      # number of the outer trip, if all trips have the same tile
+  outer_trip: UOp|None = None      # number of the outer trip, if all outer trips read the same tile of keys
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:
@@ -119,13 +120,14 @@ class AmdBackward:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
   def accumulators(self, name:str) -> range:
-    """Indices of the accumulators of a gradient."""
+    """Indices of the accumulators of the gradient `name`."""
     tiles = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in self.wanted]
     first = sum(tiles[:self.wanted.index(name)])
     return range(first, first + tiles[self.wanted.index(name)])
   @functools.cached_property
   def delta(self) -> UOp:
-    """rowsum(dO * O) - dLSE, summed over the lanes that share a query. dO is rounded to the inputs' dtype, as in dP."""
+    """Computes delta = rowsum(dO * O) - dLSE of the lane's query, summed over the lanes that share the query. Rounds dO to the inputs' dtype, because
+    the product dP = dO V^T uses rounded dO."""
     group, mat, of_do = self.group, self.tile.matrix, self.own[1]
     rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
     kept = [x.kept.buffer for x in self.own if x.lds is not None]
@@ -140,7 +142,7 @@ class AmdBackward:
 
   # ***** the walk over tiles *****
   def begin(self, s:Any=None, stores:list[UOp]|None=None) -> Any:
-    s = self.state.after(*[workgroup_barrier(UOp.group(*stores))] if stores else [])     # no wave stores to LDS before all waves have read it
+    s = self.state.after(*[workgroup_barrier(UOp.group(*stores))] if stores else [])     # all waves have read LDS before a wave overwrites it
     return s.after(UOp.group(*store_all(s.acc, zeros(self.tile.matrix, 1, s.acc.max_numel())[0])))
 
   @functools.cached_property
@@ -158,12 +160,12 @@ class AmdBackward:
     return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Returns the work of a trip, which ends with the trip's stores."""
+    """Returns the function that calls `work` on one tile and returns the stores of the trip."""
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:Any, name:str) -> list[UOp]:
-    """Returns the stores of a gradient. Keys beyond kv_lengths get 0."""
+    """Returns the stores of the gradient `name` to memory. Rows of keys beyond kv_lengths are stored as 0."""
     mat, p = self.tile.matrix, self.group.p
     known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None
     factor = 1.0 if name == "dv" else p.softmax_scale
@@ -178,28 +180,29 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The steps on tile t, which lies in LDS."""
+  """The steps of backward on tile t, which lies in LDS."""
   of: AmdBackward
   t: UOp
   masked: bool
 
   @property
   def count(self) -> int:
-    """Number of C fragments of a lane's scores."""
+    """Number of C fragments that hold a lane's scores of a tile."""
     return self.of.tile.block_n//self.of.tile.matrix.M
   @functools.cached_property
   def left(self) -> Kept: return kept_scores(self.of.scores, [self.of.row], self.t)
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
   def numbers(self, s:Any) -> tuple[list[Exponent], list[UOp]]:
-    """Returns (exponents, -delta) for a lane's column of C fragments."""
+    """Returns (exponents, -delta) of the queries of a lane's C fragments."""
     if self.of.known is None: return self.lds(s, "numbers").load(self.of.at)
     (exponent, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [exponent.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """Computes `start` + the tile's rows times the own rows, a column of C fragments. `which` chooses the pair of tensors: 0 for S, 1 for dP."""
-    number = self.t if self.of.outer_trip is None else self.of.outer_trip      # own rows not in registers are read again for each such number
+    """Computes `start` plus the product of the tile's rows with the own rows, as C fragments. `which` chooses the two tensors of the product: 0 for
+    S, 1 for dP."""
+    number = self.t if self.of.outer_trip is None else self.of.outer_trip      # own rows outside of registers are read again for each such number
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
   # ***** the steps *****
@@ -223,14 +226,14 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """Makes the lane's own rows of q and dO, or of k and v."""
+  """Returns the lane's own rows of two tensors: q and dO, or k and v."""
   own = OF_KEYS if tile.keys else OF_QUERIES
   first, second = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, group.grid.allocator, kept, tile.sparing, statements)
                    for name, kept in zip(own, in_lds))
   return first, second
 
 def columns_in_turn(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
-  """Reserves tiles in LDS for `layouts`. If there are several passes, their tiles use one place, one after another."""
+  """Reserves a tile in LDS for each of `layouts`. If there are several passes, the tiles of all passes share one place in LDS."""
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

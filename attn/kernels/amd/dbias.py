@@ -1,8 +1,8 @@
-"""The gradient of a bias by AMD's matrix instructions: the block of it that a workgroup owns, the trips over everything that shares the block, and
-the stores of the sums.
+"""The gradient of a bias by AMD's matrix instructions: the block of the bias that a workgroup owns, the trips over all scores to which this block is
+added, and the stores of the sums.
 
-The steps are those of attn/kernels/amd/backward.py for a workgroup that owns queries. If a workgroup owns a tile of keys, each trip has other queries
-and the same tile. Otherwise a trip walks over the keys that its queries see.
+The steps are those of attn/kernels/amd/backward.py for a workgroup that owns queries. If a workgroup owns a tile of keys, each trip loads other
+queries and reads this tile of keys. Otherwise a trip walks over all keys that the trip's queries see.
 """
 from __future__ import annotations
 import functools
@@ -28,8 +28,8 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns the queries of a trip, given the workgroup's part of the problem in that trip. P is 0 beyond the last query, too, because dS may be
-  summed over rows. The rows that other kernels keep in LDS are read from global memory in every trip."""
+  """Returns the `AmdBackward` that owns the queries of one trip. `group` is the workgroup's part of the problem in this trip. Sets P to 0 for queries
+  beyond the last query, because dS may be summed over queries. Own rows that other kernels keep in LDS are read from global memory in every trip."""
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
@@ -37,14 +37,14 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 
 @dataclass(frozen=True)
 class AmdBias:
-  """The kernel of one problem, as one thread sees it."""
+  """The kernel of one problem, as one thread sees it, with the steps of a `BiasUnit`."""
   of: AmdBackward      # the queries of the first trip
   bias: BiasPart
 
   @staticmethod
   def of_block(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBias:
     mat, new, share = tile.matrix, Allocator(), BiasShare(p, tile.block_m, tile.block_n)
-    if share.owns_keys: tile = replace(tile, prefetch=0)       # a trip must not load the next tile: all trips have the same
+    if share.owns_keys: tile = replace(tile, prefetch=0)       # no prefetch of a next tile: all trips read one tile
     bias = BiasPart.of(share, parts, mat.wave, tile.waves, new)
     at, statements = Lane(bias.grid.lane, bias.grid.wave, mat), Statements.of(new)
     lies = [LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv)]
@@ -62,7 +62,7 @@ class AmdBias:
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    """Walks over the trips of this part of the sum."""
+    """Does all trips of this workgroup's part of the sum."""
     if self.bias.one_trip: return self.over_keys(self.of, s, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -83,22 +83,23 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of `values` to consecutive elements of dbias: in the lane's row, or in the one row that all queries share."""
+    """Returns the stores of `values` to neighbouring elements of dbias, from `column` on: in the row of the lane's query, or in the only row if all
+    queries share one."""
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of the lane's elements of tile t, neighbouring keys together."""
+    """Returns the stores of the lane's elements of tile t of dS, one store for several neighbouring keys."""
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), of.row.there)]
 
   def nothing(self, t:UOp) -> list[UOp]:
-    """Returns the stores of 0 to tile t."""
+    """Returns the stores of 0 to tile t of the bias's gradient."""
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
   def sums(self, s:Any) -> list[UOp]:
-    """Returns the stores of the sums. They were summed over keys in registers, and over rows in LDS. If each tile of dS was stored at once, returns
-    the stores of 0 to the tiles of keys that no query sees."""
+    """Returns the stores of the sums. First sums over keys in registers, and over rows in LDS, if the bias is shared by keys or by rows. If each trip
+    stored its tile of dS itself, only returns the stores of 0 to the tiles of keys that no query sees."""
     of, share = self.of, self.bias.share
     if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
@@ -108,8 +109,8 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Sums over the rows, four numbers in each thread, and returns the stores. The four numbers belong to four keys of a lane group, or, if keys are
-    summed as well, to four rows."""
+    """Sums `ds` over all rows through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers: numbers of four keys of a
+    lane group, or, if `ds` is already summed over keys, of four rows."""
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)
     one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # vectors of four that a lane holds

@@ -1,7 +1,8 @@
 """The steps of forward by AMD's matrix instructions.
 
-They compute S^T = K Q^T and O^T = V^T P^T, so each lane has one query (attn/chips/matrix.py). K and V tiles go from global memory through registers
-to LDS, and V is transposed on the way. By default the loads of the next tile start before the matrix work on this one.
+The matrix unit computes S^T = K Q^T and O^T = V^T P^T, so that each lane holds scores of one query (attn/chips/matrix.py). K and V tiles are loaded
+from global memory to registers and then stored to LDS; V is transposed in registers. By default the loads of the next tile start before the products
+of the current tile.
 """
 from __future__ import annotations
 import functools
@@ -26,7 +27,7 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
-APART_UP_TO = 64     # head dimension up to which vector instructions limit the speed of a trip
+APART_UP_TO = 64     # largest head dimension at which vector instructions limit the speed of a trip
 
 @dataclass(frozen=True)
 class ForwardState(TripState):
@@ -37,7 +38,7 @@ class ForwardState(TripState):
 
 @dataclass(frozen=True)
 class AmdForward:
-  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
+  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
   tile: Tile
   new: Allocator
   statements: Statements
@@ -72,13 +73,13 @@ class AmdForward:
   def d_tiles(self) -> int: return round_up(self.group.p.Dv, self.mat.M)//self.mat.M
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """The lane's rows in the block: one for each query tile."""
+    """Numbers of the lane's rows within the block: one row for each query tile."""
     return [(self.at.wave*self.tile.q_tiles + t)*self.mat.N + self.at.n for t in range(self.tile.q_tiles)]
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(i) for i in self.in_block]
   @functools.cached_property
   def q(self) -> OwnRows:
-    """The rows of Q: operand B of S^T = K Q^T."""
+    """The lane's rows of Q: operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     lds = self.q_lds if self.tile.q_in_lds else None
     return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, self.in_block, units, lds)
@@ -97,15 +98,15 @@ class AmdForward:
   def loops(self) -> Iterator[TileLoop[ForwardState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
-    """Computes S^T of a tile of keys: for each query tile a column of C fragments."""
+    """Computes S^T of a tile of keys. Returns a list of C fragments for each query tile."""
     return s, [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
 
   def weigh(self, s:ForwardState, x:list[list[UOp]], t:UOp, part:None, masked:bool) -> tuple[ForwardState, None]:
     return replace(s, softmax=self.weighed(s.softmax, x)), None
 
   def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T, with the P that dropout keeps."""
-    q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked trips have no registers for renewed lanes
+    """Computes O^T += V^T P^T, with P after dropout."""
+    q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked trips have no registers left for a second lane number
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
     accs = [[softmax.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)] for qt in q_tiles]
@@ -116,14 +117,14 @@ class AmdForward:
   def kernel(self, s:ForwardState) -> UOp:
     return self.group.kernel("forward", self.outputs(s.softmax))
 
-  # ***** their parts *****
+  # ***** parts of the steps *****
   def raw_scores(self, s:ForwardState, t:UOp) -> list[list[UOp]]:
-    """Computes S^T = K Q^T of a key tile, before terms and masks: for each query tile a column of C fragments."""
+    """Computes S^T = K Q^T of a key tile, without terms and masks. Returns a list of C fragments for each query tile."""
     k_tile = self.trips.in_lds(s, t, "k").row_tile
     return self.products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
-    """Computes P of a key tile, relative to a reference that P does not outgrow."""
+    """Computes P of a key tile, relative to the reference m. If P of a row becomes too large, raises m and corrects P."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(tiles, addends, strict=True)]

@@ -1,11 +1,11 @@
-"""The steps of forward by AMD's matrix instructions for multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), where values are the first
-columns of keys. When it decodes, K has 576 columns, 512 of them are V, and many query heads share one key head.
+"""The steps of forward by AMD's matrix instructions for multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), in which V is the first
+columns of K. In decoding, K has 576 columns, V has 512, and many query heads share one key head.
 
-A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup takes the queries of many heads and reads each key
-once for all of them. Its waves divide the work in two ways. For the scores S^T = K Q^T of a tile of keys, each wave has one tile of queries; if there
-are more waves than such tiles, it has only a part of the keys. For O^T = V^T P^T, each wave has some columns of V, and all queries. In between, P
-goes through LDS. So do the factors by which the softmax multiplies O, and the largest scores of queries that several waves share. V^T is read by
-columns from the tile of K, so K lies in LDS once.
+A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup owns the queries of many heads and reads each key
+once for all these queries. The waves of the workgroup divide the two products differently. For the scores S^T = K Q^T of a tile of keys, each wave
+computes one tile of queries; if there are more waves than tiles of queries, each wave computes only a part of the keys. For O^T = V^T P^T, each wave
+computes some columns of V for all queries. The waves exchange P through LDS, and also the factors by which the softmax rescales O, and the largest
+scores of queries that several waves share. V^T is read by columns from the tile of K in LDS, so LDS holds no tile of V.
 """
 from __future__ import annotations
 import functools
@@ -33,9 +33,9 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The state between trips. Registers hold the wave's columns of O^T for all queries. For the wave's own query they hold the reference m and each
-  kind of sum of P over its part of the keys. Within a trip they also hold the factor of O for each tile of queries. LDS holds the tile of K, P, and
-  what waves tell each other."""
+  """The state between trips. Registers hold the wave's columns of O^T for all queries. For the query whose scores the lane computes, registers hold
+  the reference m and each kind of sum of P over the wave's part of the keys. Within a trip registers also hold the factor by which O is rescaled, for
+  each tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
   acc: UOp
   m: UOp
   l: UOp
@@ -46,7 +46,7 @@ class LatentState(TripState):
 
 @dataclass(frozen=True)
 class AmdLatent:
-  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
+  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
   tile: MlaTile
   new: Allocator
   statements: Statements
@@ -77,7 +77,7 @@ class AmdLatent:
   @property
   def names(self) -> Told: return self.tile.told(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """The lane's row in a tile of queries."""
+    """Returns the number, within the block, of the lane's row in a tile of queries."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
@@ -87,7 +87,7 @@ class AmdLatent:
   def query(self) -> Row: return self.group.row(self.own)
   @functools.cached_property
   def q(self) -> OwnRows:
-    """The rows of Q: operand B of S^T = K Q^T."""
+    """The lane's rows of Q: operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
   @property
@@ -104,12 +104,12 @@ class AmdLatent:
   def loops(self) -> Iterator[TileLoop[LatentState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
-    """Computes S^T of the wave's keys and queries: a column of C fragments."""
+    """Computes S^T of the wave's keys and queries, as a list of C fragments."""
     return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.tile_number(t), masked)
 
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
-    """Computes P, relative to a reference that P does not outgrow, and the factor by which O is multiplied before P V is added. Stores both to
-    LDS."""
+    """Raises the reference of a row if a score exceeds it by too much. Computes P relative to this reference, and the factor by which O is rescaled.
+    Stores P and the factor to LDS."""
     to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
     top = self.highest(s, functools.reduce(ops.max_, [ops.extract(y, i) for y in x for i in range(ops.length(y))], m))
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -120,10 +120,10 @@ class AmdLatent:
     sums = [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(parts)]
     known, first = s.after(UOp.group(s.m[0].store(reference), *store_all(s.l, sums))), self.at.h.eq(0) & self.share.part.eq(0)
     told = UOp.group(*self.store_weights(known, packed), known.told.store(self.names.factor, self.own, factor, first))
-    return replace(known.lds_after(told), k=s.k), None      # K needs no barrier: it was in LDS before
+    return replace(known.lds_after(told), k=s.k), None      # reads of K need no barrier: K was complete in LDS before
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T for the wave's columns, with the P of one part of the keys after another."""
+    """Computes O^T += V^T P^T for the wave's columns, one part of the keys after another."""
     keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
@@ -144,19 +144,19 @@ class AmdLatent:
     s = self.totals(s)
     return self.group.kernel("mla", [x for tile in self.row_tiles for x in self.outputs(s, tile)])
 
-  # ***** their parts *****
+  # ***** parts of the steps *****
   def k_tile(self, s:LatentState, t:UOp) -> LdsTile:
-    """Returns the rows of K of tile t as they lie in LDS."""
+    """Returns tile t of K in LDS, whose rows are not transposed."""
     return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
-    """Computes S^T = K Q^T of the wave's keys and queries, before terms and masks: a column of C fragments."""
+    """Computes S^T = K Q^T of the wave's keys and queries, without terms and masks, as a list of C fragments."""
     tiles = self.share.keys//self.mat.M
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:
-    """Returns the largest of a row's scores over the lanes, and waves, that share the row."""
+    """Returns the largest of a row's scores, over all lanes and waves that share the row."""
     for step in self.mat.group_steps:
       pair = amd.pair(top, step, self.mat)
       top = ops.max_(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -165,7 +165,7 @@ class AmdLatent:
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
   def store_weights(self, s:LatentState, packed:list[UOp]) -> list[UOp]:
-    """Returns the stores of P to LDS, unit by unit, in the order in which lanes hold P. That is the order of `staging.key_rows`."""
+    """Returns the stores of P to LDS, unit by unit. The keys keep the order in which lanes hold P: the order of `staging.key_rows`."""
     mat, words = self.mat, UNIT_BYTES//4
     if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]
@@ -181,7 +181,7 @@ class AmdLatent:
 
   # ***** after the last trip *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores the reference of each row, and its sums over each part of the keys, to LDS. Returns the state after that."""
+    """Stores the reference of each row, and the row's sums over each part of the keys, to LDS. Returns the state after these stores."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]

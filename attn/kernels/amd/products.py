@@ -1,4 +1,4 @@
-"""The two kinds of matrix product in a trip: between a tile in LDS and the own rows of each lane."""
+"""The two kinds of matrix product of a trip: rows of a tile in LDS times own rows, and columns of a tile in LDS times weights of own rows."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp, dtypes
 
 FENCE_UNITS = 8  # units of a contraction that are read between two fences
-WAITED_FOR = 4   # units of own rows that are loaded at the same time, where registers are short
+WAITED_FOR = 4   # units of own rows that are loaded at the same time, if registers are short
 
 @dataclass(frozen=True)
 class OwnRows:
-  """The workgroup's own rows of a tensor, one for each lane in each of its tiles: operand B of products that contract over the elements of the rows.
-  A lane keeps its units in registers, or in LDS if there are too few registers."""
+  """The own rows of a tensor: operand B of products that sum over the elements of the rows. A lane has one row in each tile of own rows. The lane
+  keeps its units of these rows in registers, or in LDS if there are too few registers."""
   at: Lane
   source: Rows
   first: UOp               # the block's first row in the tensor
@@ -27,12 +27,12 @@ class OwnRows:
   in_block: list[UOp]      # the lane's rows, counted from `first`
   units: list[UOp]
   lds: LdsTile|None
-  anew: bool = False                    # the rows are kept nowhere: every trip reads them from global memory
-  statements: Statements|None = None    # given where registers are short: at most WAITED_FOR units are loaded at the same time
+  anew: bool = False                    # the rows are not kept: every trip loads them from global memory
+  statements: Statements|None = None    # given if registers are short: then at most WAITED_FOR units are loaded at the same time
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the own rows where each wave has one tile of them."""
+    """Makes the own rows for a kernel in which each wave has one tile of own rows."""
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)
@@ -45,12 +45,12 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def held(self, row:UOp) -> UOp:
-    """A row number of which the compiler and tinygrad know only that it lies in the block."""
+    """Returns `row`, bounded to the block: the compiler and tinygrad can derive nothing else about this number."""
     return bounded(row, 0, self.block_m - 1)
 
   @property
   def together(self) -> list[list[UOp]]:
-    """The units, in groups that may be loaded at the same time."""
+    """The lane's units, divided into groups. The units of a group may be loaded at the same time."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
@@ -62,14 +62,14 @@ class OwnRows:
     for units in self.together:
       fence = [self.statements.do(amd.sched_barrier(), *stores)] if self.statements is not None and stores else []
       found = self.load(units, rows, *fence)
-      # The rows are made opaque, so that clang does not keep the addresses of one tensor for another. (Rows in pieces have too many for tinygrad.)
+      # Opaque row numbers: clang keeps no addresses of one tensor for the next. (Rows in pieces have too many addresses for tinygrad.)
       if sparing and not stores: rows = [self.held(amd.opaque(i, ops.extract(found[0][0], 0))) for i in rows]
       stores += [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, found) for u, x in zip(units, xs)]
-    # An explicit barrier: delta's fences come after these stores, and for those tinygrad would otherwise put a barrier before each later read.
+    # An explicit barrier is needed: delta's fences come after these stores, and without it tinygrad would put a barrier before each later read.
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns the operands of each tile of own rows for some units of the contraction, in trip t."""
+    """Returns operand B of each tile of own rows in trip t, for the steps `steps` of the sum over elements."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
@@ -78,8 +78,8 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class LdsColumns:
-  """The columns of a tile that lies in LDS by rows, from column `first` on. They take the place of an `LdsTile` of the transposed tile, in the order
-  of `staging.key_rows`. For columns beyond the end of the rows, the last column is read."""
+  """The columns, from column `first` on, of a tile that lies in LDS row by row. A product can read these columns in place of an `LdsTile` of the
+  transposed tile, in the order of `staging.key_rows`. A column beyond the last column reads the last column."""
   tile: LdsTile
   matrix: Matrix
   first: UOp
@@ -93,17 +93,18 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """Matrix products of a trip. `fenced`: work on `fenced` units of operand A, or on a tile of columns, is done before the next ones are read from
-  LDS, which takes fewer registers; 0: the compiler reads ahead."""
+  """The matrix products of a trip. With `fenced` > 0, the products of `fenced` units of operand A, or of a matrix tile of columns, are done before
+  the next units or the next tile are read from LDS. This takes fewer registers. With `fenced` = 0 the compiler reads ahead."""
   at: Lane
   fenced: int
   statements: Statements
-  read_ahead: int = 0      # tiles of columns that are read during the work on an earlier one, in spite of fences
+  read_ahead: int = 0      # matrix tiles of columns that are read during the product of an earlier tile, in spite of fences
   @property
   def matrix(self) -> Matrix: return self.at.matrix
 
   def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A is `count` matrix tiles of rows in LDS. Returns a column of C fragments for each tile of own rows."""
+    """Computes `start` + A B, where A is `count` matrix tiles of rows in LDS and B is the own rows. Returns a list of C fragments for each tile of
+    own rows."""
     mat, tiles, together = self.matrix, [list(column) for column in start], self.fenced or FENCE_UNITS
     for kt, first in itertools.product(range(count), range(0, len(own.units), together)):
       steps, before = slice(first, first + together), tiles[-1][kt - (first == 0)]
@@ -114,17 +115,17 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
-    """Reads operand A of one matrix tile of columns."""
+    """Reads matrix tile `dt` of the columns from LDS, as operand A."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 
   def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
-    """Computes `accs` + A B, where A is a tile that lies transposed in LDS. Its `block_n` columns meet the `weights`, the operands of each tile of
-    own rows. `first` is A of the first matrix tile, if that has been read already."""
+    """Computes `accs` + A B, where A is a tile that lies transposed in LDS. B is the `weights` of each tile of own rows, and the product sums over
+    `block_n` walked rows. `first` is A of the first matrix tile, if it has been read already."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
-      done = dt - 1 - self.read_ahead      # the tile whose product comes before this read; without one, the weights do
+      done = dt - 1 - self.read_ahead      # number of the tile whose product comes before this read; if negative, only the weights come before
       before = accs[-1][done] if done >= 0 else weights[-1][-1]
       fenced = self.fenced and (done >= 0 or not dt)
       if fenced or (not dt and first is None): tile = tile.after(self.statements.do(amd.sched_barrier(before)))
@@ -134,5 +135,5 @@ class Products:
     return accs
 
 def zeros(mat:Matrix, columns:int, tiles:int) -> list[list[UOp]]:
-  """Returns C fragments of 0, with which sums begin."""
+  """Returns C fragments of 0: the start of sums."""
   return [[ops.splat(0.0, mat.accumulator)]*tiles for _ in range(columns)]

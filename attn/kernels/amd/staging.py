@@ -1,4 +1,5 @@
-"""The way of a tile of rows from global memory through registers to LDS, transposed on the way or not, and the part that each thread carries."""
+"""Copies of a tile of rows from global memory through registers to LDS. The registers can transpose the tile. Each thread copies a part of the
+tile."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass, replace
@@ -11,24 +12,25 @@ from attn.kernels.tiles.amd import v_columns
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
-# Transposing: an item is a quad of rows, and what it stores of each column is half a unit, four elements of 16 bits.
-TURNED_ROWS, QUADS_OF_UNIT = 4, 2     # rows of an item; quads whose elements of one column make a unit
-UNITS_APART = 2                   # units from one item to its neighbour, where that brings their columns to different banks
+# If a tile is transposed, an item is one unit of each of four rows, a quad. Of each column the item stores half a unit: four elements of 16 bits.
+TURNED_ROWS, QUADS_OF_UNIT = 4, 2     # rows of an item; quads whose elements of one column form a unit
+UNITS_APART = 2                   # units between an item and its neighbour, if this puts their columns into different banks
 FAST_QUADS = 8                    # quads that vary fastest over threads: their stores fill a row of V^T
 FIRST_OF_FOUR = 0x05040100        # byte_perm: the low halves of two dwords side by side
 SECOND_OF_FOUR = 0x07060302       # byte_perm: the high halves of two dwords side by side
 
 @dataclass(frozen=True)
 class Staging:
-  """The part of a K or V tile that a thread carries from global memory to LDS: its `items`, each (row or rows, unit, gate)."""
+  """The part of a K or V tile that one thread copies from global memory to LDS. The part consists of `items`: (row, or quad of rows, unit, whether
+  the item exists)."""
   rows: int
   units: int
   threads: int
   thread: UOp
-  group: int = 1       # rows of one item, which are transposed
-  together: int = 1    # `together` neighbouring items of a row group take units that are `apart`: so their columns go to different banks
+  group: int = 1       # rows of one item; more than one if the tile is transposed
+  together: int = 1    # the units of `together` neighbouring items of a row group are `apart` units apart, and their columns in different banks
   apart: int = 1
-  across: int = 0      # threads that carry each long row: all units of a thread are then a constant distance from its first one
+  across: int = 0      # threads that copy each long row: each unit of a thread then has a constant distance from the thread's first unit
   @functools.cached_property
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.item(j) for j in range(self.count)]
   @property
@@ -36,7 +38,8 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns (row, or quad of rows, unit, whether there is such an item). Up to FAST_QUADS quads vary fastest."""
+    """Returns the thread's j-th item: (row, or quad of rows, unit, whether the item exists). From thread to thread, the quad changes first, up to
+    FAST_QUADS quads, and then the unit."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -46,7 +49,7 @@ class Staging:
     if self.group == 1: return index//self.units, index%self.units, gate
     fast, block = math.gcd(groups, FAST_QUADS), self.together*self.apart
     row, unit = index%fast, index//fast
-    if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # else all items lie in the first FAST_QUADS
+    if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # otherwise all quads lie in the first FAST_QUADS
     return row, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
 
 def transpose(rows:list[UOp]) -> list[UOp]:
@@ -58,7 +61,7 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Lists the keys that a row of V^T has in the slots of a quad. Two quads make a unit, and unit u belongs to lane group u % groups."""
+  """Returns the four keys of quad number `quad` in a row of V^T. Two quads form a unit, and unit u belongs to lane group u % groups."""
   unit, half = quad//QUADS_OF_UNIT, quad%QUADS_OF_UNIT
   n = unit//matrix.groups*matrix.unit + half*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
@@ -66,17 +69,17 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
-  """A tile of `block_n` rows that goes to LDS: in its own order, transposed, or both ways from one load."""
+  """A tile of `block_n` rows that is copied to LDS: row by row (`lies`), transposed (`turned`), or both from one load."""
   matrix: Matrix
   block_n: int
   carried: Staging
   lies: LdsTile|None
   turned: LdsTile|None
-  only: int|None = None      # the one item that each thread carries, or None for all
+  only: int|None = None      # number of the only item that each thread copies, or None for all items
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
-    """Makes the tile of one or both LDS tiles, carried by `threads` threads. For `across` see Staging."""
+    """Makes the staged tile for one or two LDS tiles, which `threads` threads copy. For `across` see `Staging`."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)
@@ -87,39 +90,39 @@ class StagedTile(InLds):
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   def nth(self, i:UOp) -> StagedTile:
-    """The tile in the i-th buffer."""
+    """Returns the tile in its i-th buffer in LDS."""
     lies, turned = (x.nth(i) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   @property
   def row_tile(self) -> LdsTile:
-    """The rows in their own order: operand A of products that contract over their elements."""
+    """The LDS tile with the rows, not transposed: operand A of products that sum over the elements of a row."""
     assert self.lies is not None
     return self.lies
   @property
   def column_tile(self) -> LdsTile:
-    """The transposed tile: operand A of products that contract over the tile's rows."""
+    """The transposed LDS tile: operand A of products that sum over the tile's rows."""
     assert self.turned is not None
     return self.turned
   @property
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """One staged tile for each item of a thread."""
+    """A list of staged tiles, one for each item of a thread: each copies only this item."""
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
-    """The tile, with everything that follows from the thread's number computed in trip t instead of kept in registers."""
+    """Returns the tile for trip t. The items are computed from the thread's number in this trip, instead of being kept in registers."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 
   def fetch(self, rows:Rows, t:UOp) -> list[UOp]:
-    """Loads this thread's parts of the t-th tile of these rows to registers."""
+    """Loads this thread's items of the t-th tile of `rows` to registers."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]
     return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
-    """Returns the stores of the loaded parts to LDS."""
+    """Returns the stores of the loaded items `parts` to LDS, transposed where needed."""
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
     stores = []

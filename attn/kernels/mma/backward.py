@@ -1,10 +1,11 @@
 """The steps of backward by NVIDIA's mma.sync (sm_80 and later).
 
-A block owns rows, queries or keys, 16 or 32 for each warp, and walks over the others in tiles. Shared memory holds two tensors of the own rows: Q and
-dO, or K and V. It holds the other two tensors of the walked rows, which come by cp.async into a ring, with one barrier in each trip. A tile is read
-in two ways from the same place: as B of products that contract over the elements of its rows, and, transposed by ldmatrix, as B of products that
-contract over its rows. P and dS have the own rows as their rows. They are operand A of the gradients' products and never leave their lanes. If the
-own rows are keys, they are P^T and dS^T. Then the lse and delta of queries belong to columns, and come to shared memory with the tile.
+A block owns rows, queries or keys, 16 or 32 for each warp, and walks in tiles over the rows of the other kind. Shared memory holds Q and dO of the
+queries, and K and V of the keys. The own rows stay there. The tiles of walked rows are copied by cp.async into a ring, with one barrier in each trip.
+A tile in shared memory is read in two ways: as operand B of products that sum over the elements of its rows, and, transposed by ldmatrix, as operand
+B of products that sum over its rows. A row of P and dS belongs to an own row; if the own rows are keys, these matrices are P^T and dS^T. P and dS are
+operand A of the gradients' products and never leave their lanes. If the own rows are keys, the lse and delta of queries belong to columns of the
+scores: they are copied to shared memory with the tile.
 """
 from __future__ import annotations
 import itertools
@@ -30,8 +31,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """The state between trips: the accumulators of one tile of own rows after another, the numbers of queries on their way to shared memory, shared
-  memory itself, and the statements so far."""
+  """The state between trips: the accumulators of all tiles of own rows; `numbers`, the lse and delta of queries that were loaded and are not yet
+  stored to shared memory; shared memory; and the statements so far."""
   shared: UOp
   acc: UOp
   numbers: UOp
@@ -39,7 +40,7 @@ class MmaBackwardState(CopyGroups):
 
   @staticmethod
   def of(warps:Warps, tile:MmaBackwardTile, accs:int) -> MmaBackwardState:
-    """The state with `accs` accumulators for each tile of rows."""
+    """Makes the state with `accs` accumulators for each tile of own rows."""
     new = warps.group.grid.allocator
     return MmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
                             new.registers(len(numbers_of_queries(warps.group.p))*tile.carried), Statements.of(new))
@@ -48,11 +49,12 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
 @dataclass(frozen=True)
 class MmaBackward:
-  """A backward kernel of one problem, or one pass of it, as one thread sees it: what stays the same in all trips over the rows of a head."""
+  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that are equal in all trips over the rows of a
+  head, and the steps."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first trip
-  known: OwnNumbers|None = None      # the numbers of own queries, if queries are owned
+  known: OwnNumbers|None = None      # lse and delta of the own queries; None if keys are owned
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> MmaBackward:
@@ -64,7 +66,7 @@ class MmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[MmaBackward]:
-    """Makes the passes of a block that owns keys. They use the same accumulators, one pass after another."""
+    """Makes the passes of a block that owns keys. The passes use the same accumulators, one pass after another."""
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
@@ -79,10 +81,10 @@ class MmaBackward:
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
-    """Place of tile t of a tensor of walked rows in shared memory."""
+    """Layout, at its place in shared memory, of tile t of the walked rows of the tensor `name`."""
     return self.warp_rows.lies(name, self.tile.block_n, self.stage(t))
   def numbers(self, t:UOp) -> UOp:
-    """First unit of the numbers of the queries of tile t in shared memory."""
+    """First unit, in shared memory, of lse and delta of the queries of tile t."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
 
   # ***** the walk over tiles *****
@@ -97,7 +99,7 @@ class MmaBackward:
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
     def over_head(one:MmaBackward, s:MmaBackwardState) -> MmaBackwardState:
       s = one.over_tiles(s, self.group.walked, work)
-      return s.arrived(0) if self.tile.keys else s      # a head ends when all its copies and reads are done
+      return s.arrived(0) if self.tile.keys else s      # the next head begins when all copies and reads of this head are done
     if (heads := self.group.walked_heads) == 1: return over_head(self, s)
     r = self.group.grid.allocator.range(heads, AxisType.LOOP)
     of_head = replace(self, warp_rows=self.warp_rows.of_head(self.group.first_head + r))
@@ -112,13 +114,13 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def worked(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Does the work on a tile, one part after another."""
+    """Calls `work` on each part of tile t, one part after another."""
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
     return s
 
   def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Starts the copies of tile t. Loads the numbers of its queries to registers, if keys are owned."""
+    """Starts the copies of tile t to shared memory. If keys are owned, loads lse and delta of the tile's queries to registers."""
     group, n, head = self.group, self.tile.block_n, self.warp_rows.head
     if self.tile.keys:
       numbers = [[group.numbers(name, head).load_number(t*n, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
@@ -129,7 +131,7 @@ class MmaBackward:
                       for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, t*n, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Stores the numbers of the queries of tile t from registers to shared memory."""
+    """If keys are owned, stores lse and delta of the queries of tile t from registers to shared memory."""
     if not self.tile.keys: return s
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
     places = [(kind*n + i, i < n) for kind in range(len(numbers_of_queries(self.group.p))) for i in self.carried]
@@ -148,7 +150,7 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The steps on one part of tile t."""
+  """The steps of backward on one part of tile t."""
   of: MmaBackward
   t: UOp
   part: int
@@ -156,14 +158,14 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads one kind of `shared_numbers` for the queries in the lane's columns."""
+    """Loads from shared memory the numbers of one `kind` (see `shared_numbers`) for the queries of the lane's columns."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A has the own rows and B the rows of the part, and the contraction is over their elements. Returns C fragments
-    for each tile of own rows."""
+    """Computes `start` + A B, where A is the own rows and B is the transposed walked rows of the part. Returns C fragments for each tile of own
+    rows."""
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)
@@ -175,7 +177,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
           tiles[i][2*pair + half] = nv.mma(mat, a[i], b, half, tiles[i][2*pair + half])
     return tiles
 
-  # ***** the steps that WarpTrip lacks *****
+  # ***** the steps that WarpTrip does not define *****
   def start(self, s:MmaBackwardState) -> MmaBackwardState: return s
   def lse(self, s:MmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)

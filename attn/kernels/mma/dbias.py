@@ -1,9 +1,9 @@
-"""The gradient of a bias by NVIDIA's mma.sync: the block of it that a thread block owns, the trips over everything that shares it, and the stores of
-the sums.
+"""The gradient of a bias by NVIDIA's mma.sync: the block of the bias that a thread block owns, the trips over all scores to which this block is
+added, and the stores of the sums.
 
 The steps are those of attn/kernels/mma/backward.py for a block that owns queries. In each trip Q and dO of a block of queries of one head come to
-shared memory. If the block owns a tile of keys, that tile of K and V comes as well. Otherwise, when keys are summed or nothing is, all tiles of K and
-V come through a ring. The sums are fp32 numbers in registers.
+shared memory. If the block owns a tile of keys, this tile of K and V is copied to shared memory in each trip, too. Otherwise (all keys share the
+numbers of the bias, or no two scores do) all tiles of K and V pass through a ring in each trip. The sums are fp32 numbers in registers.
 """
 from __future__ import annotations
 import functools
@@ -28,15 +28,15 @@ from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
-  """Returns the queries of a trip, given the block's part of the problem in that trip. P is 0 beyond the last query, too, because dS may be summed
-  over rows."""
+  """Returns the `MmaBackward` that owns the queries of one trip. `group` is the block's part of the problem in this trip. Sets P to 0 for queries
+  beyond the last query, because dS may be summed over queries."""
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
   exponents = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.exponents, queries.of_lane)]
   return MmaBackward(queries, tile, state, OwnNumbers(exponents, [[group.number("delta", row) for row in rows] for rows in queries.of_lane]))
 
 @dataclass(frozen=True)
 class MmaBias:
-  """The kernel of one problem, as one thread sees it."""
+  """The kernel of one problem, as one thread sees it, with the steps of a `BiasUnit`."""
   of: MmaBackward      # the queries of the first trip
   bias: BiasPart
 
@@ -61,7 +61,7 @@ class MmaBias:
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    """Walks over the trips of this part of the sum. A trip begins when all reads of the trip before are done."""
+    """Does all trips of this thread block's part of the sum. A trip begins when all reads of the previous trip are done."""
     if self.bias.one_trip: return self.over_keys(self.of, s, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -81,28 +81,30 @@ class MmaBias:
     return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])
 
   def fragments(self, i:int) -> range:
-    """Indices of the sums of the i-th tile of queries."""
+    """Indices of the accumulators with the sums of the i-th tile of queries."""
     n = self.of.tile.block_n//self.of.tile.matrix.N
     return range(i*n, (i + 1)*n)
 
   # ***** the stores *****
   def of_rows(self, of:MmaBackward, tiles:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
-    """Splits C fragments of each tile of queries into the lane's rows: (row, its elements, neighbouring keys together)."""
+    """Splits the C fragments of each tile of queries by row. Returns (row, elements) for each of the lane's rows; the elements are vectors of
+    neighbouring keys."""
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, tiles) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, tiles:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of dS of tile t, from part `part` on."""
+    """Returns the stores of C fragments of dS to memory. The keys of the fragments begin at part `part` of tile t."""
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, tiles) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, row.there)]
 
   def nothing(self, t:UOp) -> list[UOp]:
-    """Returns the stores of 0 to tile t."""
+    """Returns the stores of 0 to tile t of the bias's gradient."""
     return self.stores(self.of, t, [[ops.splat(0.0, 4)]*len(self.fragments(0))]*self.of.tile.row_tiles)
 
   def sums(self, s:MmaBackwardState) -> list[UOp]:
-    """Returns the stores of the sums. They were summed over keys in registers and over the lanes of a row, and over rows by way of shared memory. If
-    each tile of dS was stored at once, returns the stores of 0 to the tiles of keys that no query sees."""
+    """Returns the stores of the sums. First sums over keys, in registers and over the lanes of a row, and sums over rows through shared memory, if
+    the bias is shared by keys or by rows. If each trip stored its tile of dS itself, only returns the stores of 0 to the tiles of keys that no query
+    sees."""
     if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.nothing), s.statements.do(s.done)]
     tiles = [[s.acc[j].load() for j in self.fragments(i)] for i in range(self.of.tile.row_tiles)]
     rows = self.of_rows(self.of, tiles)
@@ -113,8 +115,8 @@ class MmaBias:
     return [x for row, (total,) in rows for x in self.bias.stores(self.group, row, UOp.const(0), total, row.there & first)]
 
   def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
-    """Sums each number over the lane's rows, then over the lanes that have the other rows, then over the warps, and returns the stores. In the last
-    step each thread adds a pair of numbers."""
+    """Sums `rows` over all rows: over the lane's rows, then over the lanes that hold the other rows of the warp, then over the warps. Returns the
+    stores of the sums. In the sum over warps each thread adds one pair of numbers."""
     at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]
     columns, n = [functools.reduce(ops.add, column) for column in zip(*rows)], mat.block
     numbers = columns if one else [ops.extract(x, i) for x in columns for i in range(n)]

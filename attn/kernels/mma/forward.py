@@ -1,8 +1,8 @@
 """The steps of forward by mma.sync (sm_80 and later). Queries are the rows of the matrices.
 
-A warp has 16 or 32 queries of its block. K and V tiles come by cp.async into a ring of `stages` tiles in shared memory. So one barrier in each trip
-is enough: it says that a tile has arrived and that the tile before it is no longer read. ldmatrix reads the operands, and transposes V, from rows
-that are swizzled against bank conflicts. The softmax computes maxima only in a rare branch: see attn/ops/softmax.py.
+A warp computes 16 or 32 queries of its block. cp.async copies K and V tiles into a ring of `stages` tiles in shared memory. One barrier in each trip
+is enough: after it, the trip's tile has arrived, and no warp reads the previous tile any more. ldmatrix reads the operands from rows that are
+swizzled against bank conflicts, and transposes V. The softmax computes row maxima only in a rare branch: see attn/ops/softmax.py.
 """
 from __future__ import annotations
 import functools, itertools
@@ -26,15 +26,16 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Operands:
-  """Operands that no step changes: those of Q for each tile of queries, if registers keep them."""
+  """The operands of Q for each tile of queries, which no step changes. Empty unless registers keep Q."""
   of_tiles: tuple[tuple[UOp, ...], ...] = ()
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
   """The state between trips: the accumulators of O, and for each query tile the reference m of its rows, addend = -m*Scores.to_log2, and the row sums
-  l of rounded P. O divided by these sums is a mean of V, however P was rounded. For the LSE, l also has the lane's part of the exact sums. Within a
-  trip it also has the scores, P as the A operand of O, and the trip's part of l. Further fields are shared memory, the statements so far, and Q."""
+  l of rounded P. O divided by these sums is a weighted mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of
+  unrounded P. Within a trip the state also holds the scores, P as operand A of the product P V, and the trip's part of l. Further fields are shared
+  memory, the statements so far, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -48,7 +49,7 @@ class MmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaForward:
-  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
+  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
   warps: Warps
   tile: MmaTile
   state: MmaState      # before the first trip
@@ -70,7 +71,7 @@ class MmaForward:
   def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> int:
-    """Number of kinds of row sums."""
+    """Number of kinds of row sums in l."""
     return self.state.l.max_numel()//self.tile.q_tiles
   @property
   def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N
@@ -78,28 +79,28 @@ class MmaForward:
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
-    """Steps of the contraction over a row of Q and K: one matrix instruction each."""
+    """Steps of S = Q K^T along the elements of a row. Each step is one matrix instruction for a tile of C."""
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """Steps of O += P V, grouped by the part of the keys whose P is computed and used together."""
+    """Steps of O += P V, in a group for each part of the keys. P of a part is computed, and then multiplied by V, before the next part."""
     steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """First row of each of the warp's query tiles."""
+    """First row, within the block, of each of the warp's query tiles."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """The warp's number among the warps that have the same queries."""
+    """Number of this warp among the warps that have the same queries."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
-    """First key of a trip that this warp takes."""
+    """First key of this warp's share of a trip's keys."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Number of the warp's part of tile t, counted in tiles of `warp_keys` keys."""
+    """Number of this warp's share of tile t, if the keys are counted in tiles of `warp_keys` keys."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -141,7 +142,7 @@ class MmaForward:
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
-    """Computes O += P V, with the P that dropout keeps."""
+    """Computes O += P V, with P after dropout."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
@@ -163,19 +164,19 @@ class MmaForward:
 
   # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns the warp's results for a query tile: m, the sums, and the accumulators of O."""
+    """Returns this warp's results for the query tile `qt`: m, the row sums, and the accumulators of O."""
     sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Place in shared memory of the i-th unit of results, in the warp with share `share` of the keys, of the lane that has this thread's lane
-    number."""
+    """Place in shared memory of the i-th unit of results of a lane. The lane has this thread's lane number and belongs to the warp with the
+    `share`-th part of the keys."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
 
   def exchanged(self, s:MmaState) -> MmaState:
-    """Stores the results of each warp to shared memory."""
+    """Stores this warp's results to shared memory, and waits until all warps have stored theirs."""
     puts = []
     for qt in range(self.tile.q_tiles):
       m, sums, accs = self.found(s, qt)
@@ -185,8 +186,8 @@ class MmaForward:
     return s.after(workgroup_barrier(s.done))
 
   def found_by_all(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns m, the sums and O of all warps together. m is the largest of their references. The other results are brought to this m and added in the
-    order of their keys. O has only the warp's share of the columns."""
+    """Adds the results of all warps with the same queries. Returns m, the row sums and O. m is the largest m of these warps. The row sums and O of
+    each warp are rescaled to this m and added in the order of the warps' keys. The returned O is only this warp's share of the columns."""
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_found(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]
@@ -210,13 +211,13 @@ class MmaForward:
 
   def fetch(self, s:MmaState, t:UOp) -> MmaState: return s.started(self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """Reads the A operand of S = Q K^T from shared memory: once if registers keep it, otherwise in every trip."""
+    """Reads operand A of S = Q K^T from shared memory. If registers keep Q, this happens once, otherwise in every trip."""
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """Computes S = Q K^T of one key tile, before terms and masks: C fragments for each query tile."""
+    """Computes S = Q K^T of one key tile, without terms and masks. Returns C fragments for each query tile."""
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_address(self.warps.at.lane)
     tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
     for step in self.depth_steps:

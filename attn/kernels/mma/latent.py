@@ -1,9 +1,9 @@
-"""The steps of latent attention by mma.sync (sm_80 and later). Queries are the rows of the matrices. Warps share the work as waves do in
-attn/kernels/amd/latent.py.
+"""The steps of latent attention by mma.sync (sm_80 and later). Queries are the rows of the matrices. The warps divide the work in the way of the
+waves in attn/kernels/amd/latent.py.
 
-A block has the queries of many heads and reads each key once for all of them. For the scores S = Q K^T of a tile of keys, each warp has 16 queries
-and a part of the keys. For O += P V it has some columns, and all queries. In between, P goes through shared memory. K comes by cp.async into a ring
-of `stages` tiles. V is read from K, transposed on the way, as in attn/kernels/mma/forward.py.
+A block owns the queries of many heads and reads each key once for all these queries. For the scores S = Q K^T of a tile of keys, each warp computes
+16 queries and a part of the keys. For O += P V each warp computes some columns of all queries. The warps exchange P through shared memory. cp.async
+copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py.
 """
 from __future__ import annotations
 import functools
@@ -33,9 +33,10 @@ ADDED_UP = 12
 
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
-  """The state between trips. Registers hold the warp's columns of O for all queries, and for its own queries the reference m and the sums of P over
-  its part of the keys: the sums of rounded P, and for the LSE the lane's part of the exact sums. Within a trip they also hold the scores, and the
-  factors of O for each tile of queries. Further fields are shared memory and the statements so far."""
+  """The state between trips. Registers hold the warp's columns of O for all queries. For the queries whose scores the warp computes, registers hold
+  the reference m and two kinds of sums over the warp's part of the keys: sums of rounded P, and for the LSE the lane's part of the sums of unrounded
+  P. Within a trip registers also hold the scores, and the factors by which O is rescaled, for each tile of queries. Further fields are shared memory
+  and the statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -46,7 +47,7 @@ class LatentMmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaLatent:
-  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
+  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
   warps: Warps
   tile: MlaMmaTile
   state: LatentMmaState      # before the first trip
@@ -80,7 +81,7 @@ class MmaLatent:
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """The lane's two rows among the 16 rows from `first` on."""
+    """Returns the numbers of the lane's two rows among the 16 rows from row `first` of the block on."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****
@@ -102,8 +103,8 @@ class MmaLatent:
     return self.fetch(s, t + self.tile.stages - 1), scores
 
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
-    """Computes P, relative to a reference that P does not outgrow, and the factor by which O is multiplied before P V is added. Stores both to shared
-    memory."""
+    """Raises the reference of a row if a score exceeds it by too much. Computes P relative to this reference, and the factor by which O is rescaled.
+    Stores P and the factor to shared memory."""
     to_log2, m, dtype, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p.dtype, ops.splat(0.0, nv.ROWS)
     s, top = self.highest(s, x, m)
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -145,14 +146,15 @@ class MmaLatent:
   def told(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that tell all warps a number of each of the lane's own two rows."""
+    """Returns the statements that store to shared memory the i-th number of each of the lane's own two rows, where all warps can read it. `values`
+    holds the two numbers."""
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Loads the i-th number of each of the lane's two rows among the 16 rows from `first` on."""
+    """Loads from shared memory the i-th number of each of the lane's two rows among the 16 rows from row `first` of the block on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
   def met(self, s:LatentMmaState) -> LatentMmaState:
-    """Waits until all warps have done their statements."""
+    """Waits until all warps have done the statements so far."""
     return s.after(workgroup_barrier(s.done))
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -161,7 +163,7 @@ class MmaLatent:
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
-    """Computes S = Q K^T of the warp's queries and keys, before terms and masks: C fragments."""
+    """Computes S = Q K^T of the warp's queries and keys, without terms and masks, as C fragments in the state."""
     mat, lane, q, steps = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0], round_up(self.p.D, self.mat.K)//self.mat.K
     (a_row, a_unit), (b_row, b_unit), first_key = mat.a_address(lane), mat.b_address(lane), self.share.part*self.share.keys
     for first in range(0, steps, ADDED_UP):
@@ -175,7 +177,8 @@ class MmaLatent:
     return s
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """Returns the state, and for each row the largest of m and the row's scores, over the lanes and warps that share the row."""
+    """Returns the state, and for each of the lane's rows the maximum of m and of all scores of the row in this trip. Computes the maximum over all
+    lanes and warps that share the row."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
@@ -187,7 +190,8 @@ class MmaLatent:
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
   def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
-    """Returns the statements that store P. Dword i of an A fragment belongs to row i%2 and tile i//2."""
+    """Returns the statements that store P to shared memory. Dword i of an A fragment belongs to the lane's row i%2 and to 8-key tile i//2 of the
+    fragment."""
     to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
     for step, x in enumerate(packed):
       for i in range(4):
@@ -196,14 +200,14 @@ class MmaLatent:
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """The rows of K from line `line` of the warp's columns of V on. If that line does not exist, the last line is read: no warp stores what is
-    computed from it."""
+    """Returns the layout of the rows of K, moved to line `line` of the warp's columns of V. If this line does not exist, moves to the last line
+    instead: no warp stores the columns of O that are computed from it."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last trip *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """Stores the reference of each row, and its sums over each part of the keys, to shared memory. Returns the state after that."""
+    """Stores the reference of each row, and the row's sums over each part of the keys, to shared memory. Returns the state after these stores."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # sums over the lane's own P
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]

@@ -1,10 +1,10 @@
-"""The steps of forward in plain UOps, for every device that tinygrad renders for, every dtype of inputs, and rows of up to MAX_WIDTH elements.
+"""The steps of forward in plain UOps, for every device that tinygrad renders for, every dtype of inputs, and rows of at most MAX_WIDTH elements.
 
-They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products, by threads in a rectangle (rectangle.py). A thread has some rows of S^T
-and of O^T, and of each row some quads of four neighbouring queries. Local memory holds K and Q transposed, V in its own order, and P^T in the order
-in which it is computed. m is the maximum so far, and every trip rescales.
+The threads of a workgroup form a rectangle (rectangle.py). They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A thread
+computes some rows of S^T and of O^T, and of each of these rows some quads: four neighbouring queries. Local memory holds K and Q transposed, V not
+transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far, and every trip rescales O and l to the new maximum.
 
-The steps use the operations of all kernels (attn/ops). `attn.ops.plain` turns these into UOps.
+The steps use the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps.
 """
 from __future__ import annotations
 import functools, math
@@ -29,14 +29,14 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """Statements after which local memory is read and written."""
+  """Statements that all accesses to local memory must come after."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 
 @dataclass(frozen=True)
 class QueryState(Carried):
-  """The state between trips: the thread's part of O^T; for each of its queries the maximum so far and the thread's own part of the sum of P; and the
-  parts of K and V that it has loaded ahead."""
+  """The state between trips: the thread's part of O^T; for each of the thread's queries the maximum so far, and the thread's own part of the sum of
+  P; and the parts of K and V that the thread has loaded ahead."""
   acc: UOp
   m: UOp
   l: UOp
@@ -46,7 +46,8 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """P^T of a tile, which is in local memory when `done`, the factors by which O^T is multiplied, and further stores of the trip."""
+  """The results of `weigh` for a tile. P^T is in local memory after `done`. O^T must be multiplied by the factors `rescale`. `stores` are further
+  stores of the trip."""
   done: UOp
   rescale: list[UOp]
   stores: list[UOp]
@@ -55,7 +56,7 @@ class Weighed:
 class PlainForward(Rectangle):
   """The kernel of one problem, as one thread sees it."""
   s: UOp             # S^T of some keys
-  top: UOp           # the maxima, including those of the trip
+  top: UOp           # the maximum of each query's scores, including this trip's scores
   state: QueryState
   parts = (None,)    # a tile's keys are not divided
 
@@ -111,22 +112,22 @@ class PlainForward(Rectangle):
     made = group.kernel("tiled", self.outputs(s), self.tile.lds_bytes(self.p) if group.arch.unit.says_lds else 0)
     return plain(made, group.arch.name in CHIPS)
 
-  # ***** their parts *****
+  # ***** parts of the steps *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """The first portion of the t-th tile of K or V that goes to local memory."""
+    """Returns the first portion of the t-th tile of K or V that is copied to local memory."""
     tile = self.tile
     if tensor == "k": return Portion("walked", "k", t*tile.block_n, UOp.const(0), tile.block_n)
     return Portion("rows", "v", t*tile.block_n, UOp.const(0), tile.values)
 
   def start(self, *deps:UOp) -> UOp:
-    """Returns the stores of the sums and maxima before the first key."""
+    """Returns the stores of the initial sums and maxima to registers and, if loads run ahead, of the first portion of K."""
     s = self.state.after(*deps)
     first = self.fetched(self.first_of("k", self.group.walked.begin), s.k) if self.tile.ahead else []
     return UOp.group(self.cleared(s.acc), *first,
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of a tile and stores it where P^T will lie. Updates the thread's maxima with its part of the tile."""
+    """Computes S^T of a tile and stores it to the place in local memory where P^T will lie. Updates the thread's maxima with the thread's scores."""
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -138,17 +139,18 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Applies terms and masks to the raw scores of some keys, and returns natural logarithms, as the softmax takes them. parts/weights/scores.py
-    takes the scores of one query at a time."""
+    """Applies terms and masks to the raw scores of some keys. Returns scores in natural logarithm, the unit in which the softmax of this file takes
+    them. Regroups the scores by query, because parts/weights/scores.py computes the scores of one query at a time."""
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
   def weight(self, x:UOp, top:UOp) -> UOp:
-    """P of a score. The subtraction comes first: it is exact where it matters."""
+    """Computes P of the score `x`, relative to the maximum `top`. Subtracts before it multiplies: for scores near the maximum the subtraction is
+    exact."""
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Replaces a thread's scores by P^T, of which dropout keeps some, and adds all of P to the sums."""
+    """Replaces this thread's scores in local memory by P^T after dropout. Adds P before dropout to the sums."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.own_row(i) for i in range(tile.walked)]
@@ -160,7 +162,7 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
-    """Returns what dropout leaves of weights. `firsts` are the first keys of their quads."""
+    """Returns the weights after dropout. `firsts` are the first keys of the weights' quads."""
     if not self.p.dropout_p: return weights
     kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
     return self.by_walked_row([x.numbers(column) for x, column in zip(kept, self.by_own_row(weights))])

@@ -1,13 +1,14 @@
-"""How the kernels in plain UOps multiply: with threads in a rectangle, and products as sums of outer products.
+"""Matrix products of the kernels in plain UOps: the threads form a rectangle, and each product is a sum of outer products.
 
-A workgroup owns rows, queries or keys, and walks over the rows of the other kind in tiles: these are the walked rows. Its threads stand in a
-rectangle: `down` along the walked rows, or along the columns of a sum, and `across` along the own rows. Of a product each thread has some rows, and
-of each of these rows some quads of four neighbouring own rows, in fp32 registers. A step takes one row of each operand from local memory, where both
-lie in fp32. For scores, both operands lie transposed. For a sum over the walked rows, the left operand lies in its own order, and the right operand
-is the weights in the order in which they were computed.
+A workgroup owns rows, queries or keys, and walks in tiles over the rows of the other kind, the walked rows. The threads of the workgroup form a
+rectangle: `down` threads along the walked rows, or along the columns of a sum, and `across` threads along the own rows. Each thread computes some
+rows of a product. Of each of these rows the thread holds some quads, for four neighbouring own rows each, in fp32 registers. A step of the product
+reads one row of each operand from local memory, which holds both operands in fp32. For scores, both operands lie transposed. For a sum over the
+walked rows, the left operand is not transposed, and the right operand is the weights in the order in which they were computed.
 
-One thread by itself, on a CPU, does the same. Its own memory takes the place of local memory. It reads the walked rows in global memory. What many
-threads would have at the same time, it takes in loops: over parts of a tile, and over parts of the columns of a sum.
+On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
+thread reads the walked rows directly from global memory. It computes in loops what many threads would compute at the same time: over parts of a tile,
+and over parts of the columns of a sum.
 """
 from __future__ import annotations
 import functools, itertools, math
@@ -30,18 +31,18 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 from attn.values import FLOATS
 
 MAX_WIDTH = 512      # largest D and Dv
-ROWS_TOGETHER = 8    # rows of which neighbouring threads carry one quad each
-MOST_UNROLLED = 8    # quads that a thread carries without a loop: their loads run at the same time
+ROWS_TOGETHER = 8    # rows of a portion: neighbouring threads copy one quad of each
+MOST_UNROLLED = 8    # most quads that a thread copies without a loop: their loads run at the same time
 
 def beyond_registers(p:Problem) -> str|None:
-  """Returns why the rows of a problem are too long, or None."""
+  """Returns the reason if rows of the problem are too long for these kernels, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in local memory and registers, up to {MAX_WIDTH}"
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Wraps the maker of a kernel in plain UOps: it raises NotImplementedError for rows that are too long. The kernel keeps what it has made from given
-  placeholders, because making that takes a while."""
+  """Wraps the maker of a kernel in plain UOps. The wrapped maker raises NotImplementedError for rows that are too long. The kernel caches the program
+  for given placeholders, because building a program takes a while."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
     return functools.cache(kernel_of(p, *how))
@@ -51,7 +52,7 @@ def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[...,
 
 @dataclass(frozen=True)
 class Section:
-  """A matrix in local memory, which begins at float `base`."""
+  """A matrix in local memory. The matrix begins at float `base`."""
   memory: UOp
   base: int
   shape: SectionShape
@@ -62,8 +63,8 @@ class Section:
 
 @dataclass(frozen=True)
 class WhereItLies:
-  """The left operand of one thread, read from global memory, in its own order or `turned` (transposed). For a row that the tensor does not have the
-  last row is read: a mask hides its scores, and where rows are summed it counts as 0."""
+  """The left operand of a product, if a single thread reads it from global memory: the rows of a tensor, transposed if `turned`. A row beyond the
+  last row reads the last row: masks hide the scores of such a row, and in a sum over rows its elements are 0."""
   source: GlobalRows
   first: UOp
   turned: bool
@@ -77,7 +78,8 @@ class WhereItLies:
 
 @dataclass(frozen=True)
 class Portion:
-  """What goes to a section of local memory at a time: n rows of a tensor from row `first` on, with their elements from `column` on."""
+  """The data that is copied to a section of local memory at a time: n rows of a tensor from row `first` on, with the elements of these rows from
+  `column` on."""
   section: str
   tensor: str
   first: UOp
@@ -87,15 +89,15 @@ class Portion:
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Division of the work on a device without workgroups, for `blocks` blocks of rows of each of `heads` heads (counted over batches). Returns the
-  number of parts that the device does one after another, and the number of heads in each part, over which it loops. All heads of a part must have the
-  same keys, because the bound of a loop may not depend on another loop."""
+  """Divides the work on a device without workgroups. The work is `blocks` blocks of rows of each of `heads` heads (counted over batches). Returns the
+  number of parts, which the device computes one after another, and the number of heads in each part. A part loops over its heads. All heads of a part
+  must have equally many keys, because the number of trips of the inner loop must not depend on the loop over heads."""
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
-  """Returns the grid and the thread's place: each workgroup has one of the `blocks` of rows of one of the `heads` (counted over batches). On a device
-  without workgroups each part has one block and a loop over heads."""
+  """Returns the grid and the thread's place in it. Each workgroup owns one of the `blocks` blocks of rows of one of the `heads` heads (counted over
+  batches). On a device without workgroups each part of `serial_items` owns one block and loops over heads."""
   new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)
   if arch.serial:
     parts, together = serial_items(p, blocks, heads)
@@ -114,7 +116,7 @@ class Rectangle:
   new: Allocator
   group: Workgroup
   at: ThreadPlace
-  memory: UOp        # local memory, or the own memory of a single thread
+  memory: UOp        # local memory; for a single thread, the thread's own memory
   apart: UOp         # registers for one part of a long sum
   some: UOp          # registers for one block of columns of a sum, if a thread goes through several blocks
   head: UOp|None     # the head whose queries are walked over, if keys are owned
@@ -124,35 +126,35 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Indices of the thread's quads of own rows."""
+    """Numbers of the thread's quads of own rows."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The scores of the rows that a thread has at a time."""
+    """The `Scores` of one part of a tile: of the walked rows that the threads compute at a time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
   def masked(self) -> bool:
-    """Whether a walked tile may have a row that is hidden or does not exist."""
+    """Whether a tile of walked rows may contain a row that a mask hides or that does not exist."""
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
-    """The loop over heads, on a device without workgroups."""
+    """A list with the loop over heads on a device without workgroups; otherwise empty."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """First row, in the block, of the thread's j-th quad of own rows."""
+    """Returns the first row, within the block, of the thread's j-th quad of own rows."""
     return (self.at.x + j*self.tile.across)*QUAD
   def own_row(self, i:int) -> UOp:
-    """The thread's i-th walked row, or i-th column of a sum."""
+    """Returns the number of the thread's i-th walked row in a part of a tile, or of the thread's i-th column of a sum."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
-    """A section of local memory, read and written after `deps`."""
+    """Returns the section `name` of local memory. Accesses to it come after `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """Makes a loop over n parts, if n > 1. Returns the number of the part, and a list with the loop."""
+    """Makes a loop over n parts, if n > 1. Returns the number of the part, and a list with the loop, empty without a loop."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]
@@ -160,21 +162,21 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """The registers of each quad; `x` has a number for each own row."""
+    """Returns the register of each quad of own rows; `x` holds one number for each own row."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
-    """Number of columns of a sum that a thread has."""
+    """Returns the number of columns of the sum `acc` that a thread computes."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
-    """Number of blocks of columns in which a thread goes through a sum."""
+    """Returns the number of blocks into which a thread divides its columns of the sum `acc`."""
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
-    """The registers of one block of columns of a sum."""
+    """Returns the registers of one block of columns of the sum `acc`."""
     count = acc.max_numel()//self.blocks(acc)
     return [acc[block*count + i] for i in range(count)]
   def cleared(self, acc:UOp) -> UOp:
-    """Returns the stores of 0 to a sum, one part after another."""
+    """Returns the stores of 0 to the sum `acc`, one block of columns after another."""
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
@@ -182,15 +184,17 @@ class Rectangle:
     return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
             for j in self.quads for e in range(QUAD)]
   def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
-    """Regroups numbers back: from a list for each own row, in vectors of walked rows, to a list for each walked row, in quads of own rows."""
+    """Regroups numbers in the inverse way of `by_own_row`: from a list for each own row, in vectors of walked rows, to a list for each walked row, in
+    quads of own rows."""
     return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
             for i in range(len(columns[0])*QUAD)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Computes the products of the t-th walked rows with the own rows, of these tensors, in the registers `to`, and returns them. The elements of
-    rows come in parts. Own rows come from the section `kept`, if they stay in local memory."""
+    """Computes the products of part t of the walked rows of the tensor `walked` with the own rows of the tensor `own`, in the registers `to`. Returns
+    these registers. Rows are copied to local memory in parts of their elements. If own rows stay in local memory, they are read from the section
+    `kept`."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.own_row(i) for i in range(tile.walked)]
@@ -213,8 +217,8 @@ class Rectangle:
 
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
-    """Computes acc = acc*rescale + X^T W. X is a tile of rows of a tensor, some rows at a time. W is their weights, in a section that is complete
-    after `weighed`."""
+    """Computes acc = acc*rescale + X^T W. X is a tile of rows of `tensor`, copied to local memory some rows at a time. W is the weights of these
+    rows, in the section `weights`, which is complete after `weighed`."""
     tile, n = self.tile, len(self.quads)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -235,8 +239,8 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """Adds to `acc` the outer products of n rows of a left operand, of which a thread has some columns, with n rows of a right operand from row
-    `first` on."""
+    """Adds to `acc` the outer products of n rows of the left operand with n rows of the right operand, from row `first` of `right` on. `columns` are
+    the thread's columns of the left operand."""
     together = math.gcd(n, self.tile.steps_at_once)
     k = self.new.range(n//together, AxisType.LOOP)
     places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]
@@ -248,28 +252,29 @@ class Rectangle:
 
   # ***** from global to local memory *****
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
-    """Returns the conversion of a tensor's elements to fp32. dO is rounded to the inputs' dtype first, as in the textbook."""
+    """Returns the function that converts an element of the tensor to fp32. dO is first rounded to the inputs' dtype, as in the kernels with matrix
+    instructions."""
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def units(self, portion:Portion) -> int:
-    """Number of quads in a row of a portion."""
+    """Returns the number of quads in a row of a portion."""
     shape = self.sections.shapes[portion.section]
     return (shape.rows if shape.turned else self.tile.width(self.rows_of(portion.tensor).width))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """Number of quads of a portion that each thread carries."""
+    """Returns the number of quads of a portion that each thread copies."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """Returns the stores of a portion to its section, transposed or in its own order. Elements that do not exist become 0. Each thread carries some
-    quads."""
+    """Returns this thread's stores of a portion to the portion's section, transposed if the section is. Elements that do not exist become 0. Each
+    thread copies some quads."""
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Returns the numbers of the thread's `item`-th quad of a portion, each with its place in local memory."""
+    """Loads the thread's `item`-th quad of a portion. Returns the quad's numbers in fp32, each with its place in local memory."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, convert = to.shape.turned, self.converted(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
@@ -285,13 +290,13 @@ class Rectangle:
     return found
 
   def fetched(self, portion:Portion, ahead:UOp) -> list[UOp]:
-    """Returns the stores of a portion to the registers `ahead`."""
+    """Returns the stores of this thread's quads of a portion to the registers `ahead`."""
     values = [x for j in range(self.quads_carried(portion)) for x, _ in self.quad_of(portion, UOp.const(j))]
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns the stores of a portion to local memory: from global memory, or with `ahead` from these registers. Then the loads of the portion `then`
-    to the registers start."""
+    """Returns the stores of a portion to local memory. The portion comes from global memory, or, if `ahead` is given, from the registers `ahead`. In
+    the second case the registers are then loaded with the portion `then`."""
     if ahead is None: return [self.carried(portion, ready)]
     to, now = self.section(portion.section, *ready), ahead.after(*ready)
     places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
@@ -299,8 +304,8 @@ class Rectangle:
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Joins the numbers of each of the thread's own rows over all threads of that row, after `done`. Returns the results, and the statements after
-    which local memory may be used again."""
+    """Combines `parts`, a number for each of the thread's own rows, over all threads that share an own row, by the function `join`, after `done`.
+    Returns the results, and the statements after which local memory may be reused."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

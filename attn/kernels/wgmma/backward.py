@@ -1,11 +1,12 @@
 """The steps of backward by Hopper's wgmma (sm_90).
 
-A block owns 64 rows, queries or keys, for each of its warpgroups, and walks over the others in tiles. In each trip a warpgroup starts the products S
-and dP of its own rows and a tile in shared memory. It turns them into P and dS in registers, and starts the products of those with the tile, which
-are read across its rows from the same place. It waits only for products that it needs: the last ones of a trip still run when S and dP of the next
-trip start. Nothing synchronises the warpgroups except the tiles, which all of them copy, by cp.async, into a ring of three. A thread copies one trip
-ahead, when its group no longer reads the tile of the trip before, and arrives at an mbarrier when its part of the new tile is there. So the wait for
-the mbarrier tells a warpgroup that the whole tile is there, and that no group reads the tile of that earlier trip any more.
+A block owns 64 rows, queries or keys, for each of its warpgroups, and walks in tiles over the rows of the other kind. In each trip a warpgroup starts
+the products S and dP of its own rows and a tile in shared memory. The warpgroup turns S and dP into P and dS in registers. Then it starts the
+products of P and dS with the tile, which wgmma reads transposed from the same place in shared memory. The warpgroup waits only for products that it
+needs: the last products of a trip still run when S and dP of the next trip start. The warpgroups wait for each other only at the tiles: all
+warpgroups copy each tile together, by cp.async, into a ring of three. In each trip a thread copies its part of the next trip's tile, once its
+warpgroup no longer reads the previous trip's tile. The thread arrives at an mbarrier when its part is complete. A warpgroup that has waited for the
+mbarrier knows two things: the whole tile is complete, and no warpgroup reads the tile that was in use when the copies started.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -31,8 +32,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
-  """The state between trips: the accumulators. Within a trip it also has the scores and dP, and P and dS as operand A. Further fields are shared
-  memory and the statements so far."""
+  """The state between trips: the accumulators. Within a trip the state also holds the scores, dP, and P and dS as operand A. Further fields are
+  shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   scores: UOp
@@ -43,15 +44,15 @@ class WgmmaBackwardState(Arrivals):
 
   @staticmethod
   def of(warps:Warps, tile:WgmmaBackwardTile, accs:int) -> WgmmaBackwardState:
-    """The state with `accs` accumulators."""
+    """Makes the state with `accs` accumulators."""
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
     return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
                               new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new))
 
 @dataclass(frozen=True)
 class RingPlace:
-  """A tile's place in the walk over the tiles of one head after another, in each pass: the tile's number, the turn of its head, and the number of
-  tiles before it."""
+  """The position of a tile in the whole walk, which goes over the heads one after another, in each pass: the tile's number (`tile`), the number of
+  the walk over a head (`turn`, counted over heads and passes), and the number of tiles walked over before (`index`)."""
   tile: UOp
   turn: UOp|int
   index: UOp
@@ -60,11 +61,12 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A backward kernel of one problem, or its `pass_number`-th pass, as one thread sees it: what stays the same in all trips."""
+  """A backward kernel of one problem, or the kernel's pass number `pass_number`, as one thread sees it: the values that are equal in all trips, and
+  the steps."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first trip
-  known: OwnNumbers|None = None      # the numbers of own queries, if queries are owned
+  known: OwnNumbers|None = None      # lse and delta of the own queries; None if keys are owned
   pass_number: int = 0
 
   @staticmethod
@@ -77,7 +79,7 @@ class WgmmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
-    """Makes the passes of a block that owns keys. They use the same accumulators, one pass after another."""
+    """Makes the passes of a block that owns keys. The passes use the same accumulators, one pass after another."""
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = WgmmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
@@ -96,15 +98,15 @@ class WgmmaBackward:
     return self.group.walked_heads
   @property
   def turns(self) -> int:
-    """Number of walks over the tiles of a head, in all passes together."""
+    """Number of walks over the tiles of one head, counted over all heads and passes."""
     return self.heads*self.tile.passes
 
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Place in shared memory of the tile of this tensor."""
+    """Layout, at its place in the ring in shared memory, of the tile of the tensor `name`."""
     return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def numbers(self, place:RingPlace) -> UOp:
-    """First unit in shared memory of the numbers of the tile's queries."""
+    """First unit, in shared memory, of lse and delta of the tile's queries."""
     p = self.group.p
     return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p))
 
@@ -119,15 +121,15 @@ class WgmmaBackward:
 
   def ring_at(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
-    """The place of the tile after this one."""
+    """Returns the position of the tile that follows in the walk."""
     t, index = place.tile + 1, place.index + 1
     if self.turns == 1: return RingPlace(t, place.turn, index)
     same = t < self.walked.end
     return RingPlace(same.where(t, self.walked.begin), same.where(place.turn, place.turn + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts the copies of a tile, if it exists, and of the numbers of its queries, if keys are owned. This thread arrives at the mbarrier when its
-    part is there."""
+    """Starts this thread's copies of a tile, if the tile exists. If keys are owned, also starts the copies of lse and delta of the tile's queries.
+    The thread arrives at the mbarrier when its copies are complete."""
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there = (self.walked.end*n).minimum(group.scores.walk.count)
     if self.turns > 1: there = (place.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
@@ -164,26 +166,26 @@ class WgmmaBackward:
 
 @dataclass(frozen=True)
 class WgmmaTrip(WarpTrip[SwizzledPanels]):
-  """The steps on a tile. Products are asynchronous: one statement starts them, and a later one waits for them."""
+  """The steps of backward on one tile. Products are asynchronous: one statement starts a product, and a later statement waits for it."""
   of: WgmmaBackward
   ring_place: RingPlace
 
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Loads one kind of numbers (see `numbers_of_queries`) for the queries in the lane's columns."""
+    """Loads from shared memory the numbers of one `kind` (see `numbers_of_queries`) for the queries of the lane's columns."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int) -> WgmmaBackwardState:
-    """Starts the product of the group's own rows with the tile's rows, a contraction over their elements. The result goes to `acc`."""
+    """Starts the product of the warpgroup's own rows with the transposed rows of the tile. The result is written to `acc`."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
     return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.warp_rows.mat.unit//wgmma.K, panels, self.warp_rows.p.dtype))
 
-  # ***** the steps that WarpTrip lacks *****
+  # ***** the steps that WarpTrip does not define *****
   def start(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
     s = self.product(s, s.scores, 0)
     return self.product(s, s.dp, 1) if self.needs_dp else s
@@ -195,14 +197,14 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
                                for xs in numbers])
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for S. The products of the trip before are done then, too: no thread of the group reads the earlier tile any more, so the copies of the
-    next tile start."""
+    """Waits for S, and then starts the copies of the next tile. When S is done, the products of the previous trip are done, too: the warpgroup no
+    longer reads the previous tile."""
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
     s = self.of.fetch(s, self.of.next(self.ring_place))
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for dP, but not for a product with P that was started after it."""
+    """Waits for dP, but not for a product of P that was started after dP."""
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
     else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.numbers(s, 1)])[0]
@@ -210,7 +212,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
   def add(self, s:WgmmaBackwardState, name:str, weights:list[list[UOp]]) -> WgmmaBackwardState:
-    """Starts the product of P or dS with the tile's rows."""
+    """Starts the product of `weights` (P or dS) with the tile's rows, which adds to the gradient `name`."""
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), weights[0]))

@@ -1,9 +1,10 @@
-"""The steps of forward by Hopper's wgmma (sm_90), with warpgroups that overlap by themselves.
+"""The steps of forward by Hopper's wgmma (sm_90). The warpgroups overlap products and softmax without a fixed schedule.
 
-A warpgroup has 64 queries of its block. In each trip it starts S = Q K^T, turns S into P in registers and starts O += P V. The tensor cores compute
-the products of one group while the other groups are in their softmax. Nothing synchronises the groups except the tiles, which all of them copy, by
-cp.async, into a ring of three. A thread copies one trip ahead, and arrives at an mbarrier when its part of a tile is there. A group that has waited
-for the mbarrier knows that every group has left the trip before.
+A warpgroup computes 64 queries of its block. In each trip a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V. The tensor
+cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only at the tiles: all
+warpgroups copy each tile together, by cp.async, into a ring of three. In each trip a thread copies its part of the next trip's tile. The thread
+arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier knows that every warpgroup has finished the previous
+trip.
 """
 from __future__ import annotations
 import functools
@@ -29,9 +30,9 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 def sums_of(p:Problem) -> tuple[str, ...]:
-  """Returns the kinds of sums of P that a problem takes. The sum of P as it is rounded costs 4 to 15 % of the speed on an H200 (by mma.sync; 2 to 8 %
-  if unpacked P is added). It is taken only if O is stored in a finer type than P: otherwise the rounding of O hides what that sum is for. All other
-  units take it always."""
+  """Returns the kinds of row sums of P that the kernel computes for a problem. The sum of rounded P costs 4 to 15 % of the speed on an H200 (by
+  mma.sync; 2 to 8 % if unpacked P is added). The kernel computes this sum only if O is stored in a finer type than P. Otherwise the rounding of O
+  hides the error that this sum avoids. The kernels of all other units always compute this sum."""
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   if ROUNDOFF[stored] >= ROUNDOFF[p.dtype]: return (LANE,)
   return (ONES, LANE) if p.writes_lse else (ONES,)
@@ -39,7 +40,8 @@ def sums_of(p:Problem) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
   """The state between trips: the accumulators of O, the reference m of a lane's two rows, addend = -m*Scores.to_log2, and the row sums l. Within a
-  trip it also has the trip's part of l, the scores, and P as the A operand of O. Further fields are shared memory and the statements so far."""
+  trip the state also holds the trip's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the
+  statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -52,7 +54,7 @@ class WgmmaState(Arrivals):
 
 @dataclass(frozen=True)
 class WgmmaForward:
-  """The kernel of one problem, as one thread sees it: what stays the same in all trips."""
+  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
   warps: Warps
   tile: WgmmaTile
   state: WgmmaState      # before the first trip
@@ -77,8 +79,8 @@ class WgmmaForward:
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries. If all its queries would lie beyond the last one, it only copies: its products would take time from the
-    other groups."""
+    """Whether the warpgroup has queries. A warpgroup whose rows all lie beyond the last query only copies tiles: its products would take time from
+    the other warpgroups."""
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
     if isinstance(n_q, int) and full(front) and full(n_q - front): return wgmma.EVERYWHERE
@@ -96,7 +98,7 @@ class WgmmaForward:
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
-    """Waits for tile t and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring has several."""
+    """Waits for tile t and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring holds several tiles."""
     q, k, _ = self.tile.layouts(self.p)
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
@@ -116,7 +118,7 @@ class WgmmaForward:
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Applies terms and masks to S."""
+    """Returns the state after terms and masks are applied to S."""
     scores = self.warps.group.scores
     if not scores.raw:
       tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
@@ -148,8 +150,8 @@ class WgmmaForward:
     q, k, v = self.tile.layouts(self.p)
     return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts the copies of tile t. This thread arrives at the mbarrier when its part is there. A tile beyond the last one becomes zeros. In a ring of
-    fewer than STAGES tiles it is not copied: there each tile has a place of its own, and none is left for it."""
+    """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. A tile beyond the last tile becomes
+    zeros. If the ring has fewer than STAGES places, such a tile is not copied: each tile then has its own place, and no place is left."""
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
