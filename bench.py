@@ -93,7 +93,7 @@ def pair(name:str, default:str) -> tuple[int, int]:
   return left, right
 
 def settings(default:Mapping[str, Any]) -> Settings:
-  """The problem that the environment asks for, with `default` for settings that it lacks."""
+  """Reads the problem from the environment. A setting that is not in the environment comes from `default`."""
   B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
   HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
@@ -111,14 +111,14 @@ def settings(default:Mapping[str, Any]) -> Settings:
   return found
 
 def check_verified(s:Settings) -> None:
-  """Raises BadSetting if checking the gradients would take too much memory."""
+  """Raises BadSetting if the check of the gradients would take too much memory."""
   p = s.problem
   if s.backward and s.verify and (scores := p.H//p.Hkv*p.Sq*p.Sk) > MOST_SCORES:
     raise BadSetting(f"VERIFY={s.verify} with BWD=1: a head of keys has {scores} scores, of which {MOST_SCORES} at most are computed again; "
                      "VERIFY=0 checks none")
 
 def find_device() -> str:
-  """DEV if it is set, else AMD if there is such a GPU, else the emulator."""
+  """Returns the device DEV if it is set, else AMD if such a GPU is found, else the emulator."""
   if not (device := getenv("DEV", "")):
     try: return Device["AMD"].device
     except Exception:   # a missing GPU raises another exception on each system
@@ -152,8 +152,8 @@ def to_array(t:Tensor) -> np.ndarray:
 # ***** one problem *****
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Compares the outputs (o, or o and lse) with the law; all arrays begin (B, H). Returns the worse verdict and the share of the rows that was
-  checked."""
+  """Compares the outputs (o, or o and lse) with the accuracy law. All arrays have the shape (B, H, ...). Returns the worse of the verdicts, and the
+  share of the rows that was checked."""
   (q, k, v), rows = inputs, max(1, min(p.Sq, SAMPLE//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if everything else math.ceil(len(parts)/max(1, SAMPLE//(rows*p.Sk)))
@@ -165,7 +165,7 @@ def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray],
   return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(parts[::step])/len(parts)
 
 def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
-  """q, k and v as arrays (B, H, S, D) and as tensors, and the empty outputs."""
+  """Makes q, k and v as arrays (B, H, S, D) and as tensors, and the outputs, which are empty tensors."""
   p, rng = s.problem, np.random.default_rng(s.seed)
   inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
             for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
@@ -201,12 +201,12 @@ def bench(s:Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Backward:
-  """The inputs of the backward kernels of a problem, and the kernels."""
+  """Inputs of the backward kernels of a problem, and the launches of these kernels."""
   arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
   tensors: dict[str, Tensor]     # the inputs, o and lse
   launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
-    """The tensors and what kernel `name` writes, not computed yet; a gradient in parts is added up."""
+    """Tensors that kernel `name` writes, not computed yet. A gradient that the kernel writes in parts is the sum of its parts."""
     shapes = self.launches[name].shapes
     given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
              for n, (shape, dtype) in shapes.items()]
@@ -214,7 +214,7 @@ class Backward:
     return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENTS else t for n, t in found.items()}
 
 def backward_of(s:Settings, arch:Chip) -> Backward:
-  """Runs forward, and prepares the backward kernels. Raises BadSetting if no kernel computes the gradients."""
+  """Runs forward and prepares the backward kernels. Raises BadSetting if no kernel computes the gradients."""
   p, (inputs, tensors, _) = replace(s.problem, return_lse=True), operands(s)
   if isinstance(reason := can_differentiate(p, arch), str):
     raise BadSetting(f"BWD=1: no kernels compute the gradients of {describe(s)}: {reason}")
@@ -227,7 +227,7 @@ def backward_of(s:Settings, arch:Chip) -> Backward:
 GRADIENTS = ("dq", "dk", "dv")
 
 def bench_backward(s:Settings) -> dict[str, Any]:
-  """Runs forward and both backward kernels of one problem and returns a row of the table."""
+  """Runs forward and both backward kernels of one problem. Returns a row of the table."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
   call, start, seconds, lowering = backward_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
@@ -257,8 +257,8 @@ def bench_backward(s:Settings) -> dict[str, Any]:
   return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Compares dq, dk and dv with the law, one key head after another; all arrays begin (B, H). Returns the worst verdict and the share of the heads
-  that was checked."""
+  """Compares dq, dk and dv with the accuracy law, one key head after another. All arrays have the shape (B, H, ...). Returns the worst verdict, and
+  the share of the heads that was checked."""
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
   step = 1 if everything else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/SAMPLE))
@@ -292,7 +292,7 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 # ***** bounds *****
 
 def show_bounds(s:Settings) -> None:
-  """Prints what the kernel's machine code and the chip's data sheet allow."""
+  """Prints the bounds that follow from the kernel's machine code and from the chip's data sheet."""
   from attn.isa import report, roofline, table
   from attn.isa.timing.predict import Division, predict
   from attn.isa.timing.trips import timing_of
@@ -318,7 +318,7 @@ def show_bounds(s:Settings) -> None:
 # ***** tuning by time *****
 
 def device_timer(s:Settings) -> Seconds:
-  """Timer of a kernel on the device: the fastest of its runs."""
+  """Timer of a kernel on the device: the time of its fastest run."""
   _, tensors, outs = operands(s)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
@@ -326,7 +326,8 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """Timer of a backward kernel on the device: the fastest of its runs. Gradients are not in parts, which would differ from tile to tile."""
+  """Timer of a backward kernel on the device: the time of its fastest run. Gradients are not written in parts, because the number of parts would
+  differ from tile to tile."""
   call = backward_of(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:
@@ -370,7 +371,7 @@ def show_figures() -> None:
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
 def compare_all(x:Task) -> list[dict[str, Any]]:
-  """The table's rows for COMPARE=1."""
+  """Rows of the table for COMPARE=1."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA only")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
@@ -393,7 +394,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   return rows
 
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
-  """The table's rows for COMPARE=1 with BWD=1."""
+  """Rows of the table for COMPARE=1 with BWD=1."""
   from attn.measure import backward, peers
   if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:
@@ -411,7 +412,7 @@ def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Task:
-  """The settings that say what to do with the problems."""
+  """What the settings ask for: what bench.py does with the problems."""
   figures: bool
   sweep: bool
   tune: bool
@@ -422,7 +423,7 @@ class Task:
   backward: bool
 
 def task() -> Task:
-  """The task that the environment asks for. Raises BadSetting for an impossible one before anything runs."""
+  """Reads the task from the environment. Raises BadSetting before anything runs if the task is impossible."""
   x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"), flag("BWD"))
   chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: only one of them may be set")
@@ -435,7 +436,7 @@ def task() -> Task:
   return x
 
 def file_for(name:str) -> str:
-  """The path of a file that can be written, "" if the setting is not there."""
+  """Returns the path in setting `name`, after a check that the file can be written. "" if the setting is not given."""
   if not (path := getenv(name, "")): return ""
   folder = os.path.dirname(os.path.abspath(path))
   if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):

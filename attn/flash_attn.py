@@ -21,16 +21,17 @@ Window = tuple[int, int]|list[int]
 _OURS = {"window_size": "window", "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse"}   # FlashAttention's name -> attention's
 
 def _window(x:Any) -> Any:
-  """FlashAttention's window as `attention` takes it: it may be a list, and any bound below 0 is no bound."""
+  """Converts FlashAttention's window to a window of `attention`. It may be a list, and a bound below 0 means no bound."""
   if not isinstance(x, (tuple, list)) or len(x) != 2 or not all(values.is_whole(n) for n in x): return x
   return tuple(max(int(n), -1) for n in x)
 
 def _softcap(x:Any) -> Any:
-  """FlashAttention's softcap as `attention` takes it: 0 or less is off."""
+  """Converts FlashAttention's softcap to a softcap of `attention`: 0 or less means no cap."""
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(arguments:dict[str, Any]) -> dict[str, Any]:
-  """Options of `attention` among the arguments of a function, checked under the names that they have here."""
+  """Picks the options of `attention` from the arguments of a function of this module, under the names of `attention`. Errors call an option by its
+  name in FlashAttention."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
   options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()
@@ -39,7 +40,7 @@ def _options(arguments:dict[str, Any]) -> dict[str, Any]:
   return options
 
 def _lengths(cu_seqlens:Tensor|None) -> Tensor:
-  """Lengths of the packed sequences that begin at these rows."""
+  """Lengths of packed sequences, where cu_seqlens holds the row at which each sequence begins, and then the total."""
   if cu_seqlens is None: raise values.wrong("cu_seqlens_k", cu_seqlens, "a Tensor")
   dtype_of("cu_seqlens_k", cu_seqlens)
   if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2: raise ValueError(f"cu_seqlens_k has shape {cu_seqlens.shape}: must be (sequences + 1,)")
@@ -57,7 +58,7 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
   return _result(attention(q, k, v, layout="bshd", **options), options["return_lse"])
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
-  """Splits a packed tensor along its third last axis."""
+  """Splits a packed tensor into its parts, along the third last axis."""
   values.tensor(name, t)
   if t.ndim != shape.count(",") + 1 or t.shape[-3] != parts: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be {shape}")
   return [t[..., i, :, :] for i in range(parts)]
@@ -98,8 +99,8 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
 # ***** a cache *****
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
-  """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2), and rotary_dim
-  columns turn. Row i of batch b has position at[b] + i; without `moving` all rows of batch b have position at[b]."""
+  """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2); the first rotary_dim
+  columns are rotated. Row i of batch b has position at[b] + i. If not `moving`, all rows of batch b have position at[b]."""
   half, rows = int(cos.shape[1]), int(x.shape[1])
   if 2*half > x.shape[3]: raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns "
                                         f"of {name}")
@@ -126,18 +127,18 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
-  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence of the cache may have rows."""
+  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than the number of rows that a sequence of the cache may have."""
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", () if table is None else table.shape)[1:2]])
   if (there := int(cos.shape[0])) < rows:
     raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
 
 def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
-  """The first `batch` batches of a cache. A cache may have more batches than q."""
+  """Returns the first `batch` batches of a cache, because a cache may have more batches than q."""
   values.tensor(name, cache)
   return cache[:batch] if cache.ndim == 4 and isinstance(cache.shape[0], int) and cache.shape[0] > batch else cache
 
 def check_batches(numbers:Tensor, count:int) -> None:
-  """Raises ValueError for a number that is no batch of the cache, if the host has the numbers at hand."""
+  """Raises ValueError for a number that is no batch of the cache, where the host can read the numbers at no cost."""
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 

@@ -44,8 +44,8 @@ def planted(right:str, wrong:str) -> Callable[..., UOp]:
 KERNELS = {"right": textbook.textbook(block_n=D)} | {name: planted(*defect) for name, defect in DEFECTS.items()}
 
 def two_tiles(barrier:bool) -> Callable[..., UOp]:
-  """K and then V go through the same LDS, in a workgroup of two waves that read what the other wave stored: o[t] = k[t']*v[t'], with t' in the
-  other wave."""
+  """Kernel of a workgroup of two waves, in which K and then V use the same LDS. Each wave reads what the other wave stored: o[t] = k[t']*v[t'], where
+  t' is the thread of the other wave."""
   def kernel(o:UOp, k:UOp, v:UOp) -> UOp:
     t = UOp.range(N, 0, AxisType.LOCAL)
     lds, kept = UOp.placeholder((N,), dtypes.float, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
@@ -60,12 +60,12 @@ def run(fxn:Callable[..., UOp], *inputs:np.ndarray) -> np.ndarray:
   return Tensor.empty(*inputs[0].shape, dtype=dtypes.float).custom_kernel(*map(Tensor, inputs), fxn=fxn)[0].numpy()
 
 def mean_square(fxn:Callable[..., UOp]) -> float:
-  """The mean squared error on uniform inputs, the measure of the removed example's test."""
+  """Mean squared error on uniform inputs, the error that the removed example's test measured."""
   q, k, v = np.random.default_rng(0).random((3, 1, 1, N, D)).astype(np.float16)
   return float(((run(fxn, q, k, v) - exact(q, k, v, SCALE)[0])**2).mean())
 
 def verdict(fxn:Callable[..., UOp]) -> Verdict:
-  """The verdict of the accuracy law on normally distributed inputs."""
+  """Verdict of the accuracy law on normally distributed inputs."""
   q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, N, D)).astype(np.float16)
   return judge(run(fxn, q, k, v), law_of(q, k, v, SCALE, dtype="float16", out_dtype="float32")[0])
 

@@ -23,12 +23,13 @@ assert PAGE % CHUNK == 0, "a chunk of a prompt lies in one page"
 rng = np.random.default_rng(0)
 
 class Pages:
-  """The pages of a cache: which are free, and which hold the beginning of a prompt that other requests may share."""
+  """Pages of a cache. Records which pages are free, and which pages hold the beginning of a prompt that other requests may share."""
   def __init__(self, count:int) -> None:
     self.free, self.users, self.prefixes, self.shared = list(range(count)), [0]*count, dict[tuple[int, ...], int](), 0
   def take(self, tokens:list[int], length:int) -> tuple[list[int], int]:
-    """Takes pages for a sequence that begins with `tokens` and will have `length` tokens: shared full pages that exist, and new ones. Returns them
-    and the number of rows that they hold already. The last token is always computed anew, because the first new token follows from it."""
+    """Takes pages for a sequence that begins with `tokens` and will have `length` tokens: existing full pages that can be shared, and new pages.
+    Returns the pages, and the number of rows that they already hold. The last token is always computed, even if its page could be shared, because the
+    first new token follows from it."""
     shared = list[int]()
     while (end := (len(shared) + 1)*PAGE) < len(tokens) and (page := self.prefixes.get(tuple(tokens[:end]))) is not None: shared.append(page)
     if (more := -(-length//PAGE) - len(shared)) > len(self.free): raise MemoryError(f"{more} pages wanted, {len(self.free)} free")
@@ -37,7 +38,7 @@ class Pages:
     self.shared += len(shared)
     return found, len(shared)*PAGE
   def remember(self, tokens:list[int], pages:list[int]) -> None:
-    """Remembers the full pages of a prompt that has been computed, for other requests."""
+    """Records the full pages of a prompt that has been computed, so that other requests can share them."""
     for i in range(len(tokens)//PAGE): self.prefixes.setdefault(tuple(tokens[:(i + 1)*PAGE]), pages[i])
   def give_back(self, pages:list[int]) -> None:
     for page in pages:
@@ -88,8 +89,8 @@ class Server:
     return (x @ self.head).float().argmax(-1).realize()
 
   def run(self, rows:list[list[int]], filled:list[int], pages:list[list[int]]) -> np.ndarray:
-    """Runs `forward` on some sequences, each in its own place of the batch. Shorter ones are padded; later rows overwrite the padding in the
-    cache."""
+    """Runs `forward` on some sequences, each in its own row of the batch. Shorter sequences are padded. Rows that are appended to the cache later
+    overwrite the padding."""
     def int32(x:list[list[int]]|list[int]) -> Tensor: return Tensor(np.array(x, np.int32)).realize()
     table = [p + [own]*(MOST_PAGES - len(p)) for p, own in zip(pages, self.nobodys)]
     return self.steps[len(rows[0])](int32(rows), int32(filled), int32(table)).numpy()
@@ -119,7 +120,7 @@ class Server:
     self.places_taken[self.places_taken.index(request)] = None
 
 def serve(server:Server, requests:list[Request]) -> float:
-  """Serves all requests, each as soon as there is a place and pages for it. Returns the seconds that it took."""
+  """Serves all requests. Each request begins as soon as a place in the batch and enough pages are free. Returns the seconds that this took."""
   waiting, start = list(requests), time.perf_counter()
   while waiting or any(server.places_taken):
     while waiting and None in server.places_taken and len(server.pages.free) >= MOST_PAGES: server.admit(waiting.pop(0))

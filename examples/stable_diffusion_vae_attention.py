@@ -23,7 +23,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 most, allocate = 0, Buffer.allocate
 def watched(self:Buffer, *args:Any, **kwargs:Any) -> Buffer:
-  """Buffer.allocate, which also records the most memory in use at a time."""
+  """Allocates a buffer as Buffer.allocate does, and also records the largest memory use so far."""
   global most
   found = allocate(self, *args, **kwargs)
   most = max(most, GlobalCounters.mem_used)
@@ -31,7 +31,7 @@ def watched(self:Buffer, *args:Any, **kwargs:Any) -> Buffer:
 Buffer.allocate = watched   # type: ignore[method-assign]
 
 def called(attention:Attention, q:Tensor, k:Tensor, v:Tensor) -> tuple[np.ndarray, float, int]:
-  """(result, milliseconds of the kernels on the device, bytes used beside inputs and output)"""
+  """Returns (result, milliseconds of the kernels on the devices, bytes used besides inputs and output) of a call of `attention`."""
   global most
   before = most = GlobalCounters.mem_used
   out = attention(q, k, v).realize()

@@ -1,11 +1,11 @@
-"""Compares the backward kernels with their peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are the backward of
-PyTorch's SDPA with the FlashAttention-2 and the cuDNN backend, and in float32 with its memory-efficient backend.
+"""Compares the backward kernels with their peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are PyTorch's SDPA backward
+with two backends, FlashAttention-2 and cuDNN; in float32 the peer is its memory-efficient backend.
 
   DEV=CUDA COMPARE=1 BWD=1 python bench.py             one problem; SWEEP=1: the shapes below; CSV=path, PLOT=path
   DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the rows whose name has each WORD
 
-Rates count 2.5 times the forward's operations (five products), whatever a kernel computes; our kernels compute seven. Times are device time by
-events, the median over rounds in which the peers take turns."""
+Every rate counts 2.5 times the operations of forward (five matrix products), although our kernels compute seven products. Times are device times
+measured by events. Each is a median over rounds; in a round every peer runs in turn."""
 from __future__ import annotations
 import itertools, sys
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """Functions that compute dq, dk and dv, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
+  """Functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -53,7 +53,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
   return found
 
 def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
-  """Timer of one call, averaged over as many calls as fill a round."""
+  """Timer for PyTorch: the seconds of one call of `run`, as a mean over the calls that fill a round."""
   import torch
   def seconds(count:int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,19 +66,19 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """The tensors that a kernel writes, not computed yet."""
+  """Tensors that a kernel writes, not computed yet. `have` has the tensors that exist."""
   given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Timer of computing `outputs`, averaged over as many runs as fill a round."""
+  """Timer for our kernels: the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
   schedule = compiled(*outputs)
   count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
   return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
                      peers:bool=True) -> dict[str, Any]:
-  """Times one problem and returns a row of the table. `tiles`: the tiles of dq and of dkdv, if not the chosen ones."""
+  """Times one problem, and returns a row of the table. `tiles` are the tiles of dq and of dkdv, if these are not the chosen tiles."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
@@ -116,7 +116,7 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
   return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
-  """The problems whose name has every word. Problems in float32 only if a word is "float32"."""
+  """Problems whose name has every word. Without the word "float32" there are no problems in float32 among them."""
   found = []
   cases = [*itertools.product(SIZES, ("bfloat16", "float16"), (False, True))]
   if "float32" in words: cases = [*itertools.product(SIZES_FP32, ("float32",), (False, True))]

@@ -1,10 +1,10 @@
 """Times sequences whose rows several GPUs share, against one GPU: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has
 each WORD.
 
-A row has the wall time of one call under TinyJit (the median of rounds of at least a quarter of a second), on each device alone and on all; the
-host's time to launch one call; the bytes that each device uses; and a timeline. The timeline times each kernel and copy of the call alone. From these
-follows how long the call takes if copies run beside kernels, and if they don't. Rows with shared heads need no copies: they are as fast as the
-devices can be together.
+A row shows the wall time of one call under TinyJit, on each device by itself and on all devices together; the host's time to launch one call; the
+bytes that each device uses; and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the timeline each kernel and
+copy of the call runs with nothing beside it. The sums of these times are the time of the call if copies run beside kernels, and its time if they
+don't. Problems that share heads need no copies: they show the highest speed that the devices can have together.
 
 DEVICES=4 takes four devices. With DEV=EMU and SMALL=1 the program runs without a GPU; its times then mean nothing."""
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long enough for a sustained rat
 
 @dataclass(frozen=True)
 class SharedProblem:
-  """The problem, and what devices share: "rows", "keys" or "heads". `backward`: compute dq, dk and dv, too."""
+  """A problem that devices share. `shared` says what they share: "rows", "keys" or "heads". With `backward`, dq, dk and dv are computed, too."""
   shared: str
   H: int
   Hkv: int
@@ -43,11 +43,11 @@ CONTEXTS = (*(replace(LONG_ROWS, Hkv=heads, causal=causal) for heads in (32, 8) 
             SharedProblem("keys", 32, 8, 1, 2097152), *(SharedProblem(shared, 32, 8, 1, 524288) for shared in ("keys", "heads")))
 
 def small(row:SharedProblem) -> SharedProblem:
-  """The problem at a size for the emulator."""
+  """Returns the problem at a size that is small enough for the emulator."""
   return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
 
 def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
-  """q, k and v, sharded as the row says, or on the one device."""
+  """Makes q, k and v, sharded over the devices as the row says. With one device they are whole on it."""
   shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
   def placed(x:Tensor, is_q:bool) -> Tensor:
     if len(devices) == 1: return x.to(devices[0])
@@ -58,7 +58,7 @@ def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
 def order_of(row:SharedProblem) -> str: return "zigzag" if row.shared == "rows" and row.causal else "contiguous"
 
 def computes(row:SharedProblem, devices:tuple[str, ...]) -> Callable[..., list[Tensor]]:
-  """A function of q, k and v that makes one call. Its results are not realized."""
+  """Returns a function of q, k and v that makes one call. The results of the call are not realized."""
   options: dict[str, Any] = {"causal": row.causal}
   if len(devices) > 1: options["sequence_order"] = order_of(row)
   def call(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
@@ -73,15 +73,15 @@ def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_
 
 @dataclass(frozen=True)
 class MeasuredCall:
-  """Milliseconds of a call, and of the host to launch one; bytes that each device uses for the inputs, and bytes that it uses besides once the
-  call is captured."""
+  """Measurements of a call: the call's milliseconds, the host's milliseconds to launch it, the bytes that each device uses for the inputs, and the
+  bytes that each device uses besides once the call is captured."""
   ms: float
   launch_ms: float
   inputs: list[int]
   besides: list[int]
 
 def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
-  """Times one row on some devices."""
+  """Times the problem of one row on some devices."""
   before = used(devices)
   tensors, call = inputs_of(row, devices), computes(row, devices)
   synchronize(devices)
@@ -90,7 +90,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
   def timed(calls:int) -> tuple[float, float]:
-    """Seconds per call for this many calls, and seconds until the first one is launched."""
+    """Runs this many calls. Returns the seconds per call, and the seconds until the first call is launched."""
     synchronize(devices)
     start = time.perf_counter()
     step(*tensors)
@@ -106,14 +106,14 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
 
 @dataclass(frozen=True)
 class TimedPiece:
-  """A kernel, or a copy to a device, timed alone."""
+  """A kernel, or a copy to a device, that was timed with nothing running beside it."""
   device: str
   name: str
   ms: float
   copied: bool
 
 def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]:
-  """Each kernel and copy of a call, in order, timed alone: the fastest of three runs."""
+  """Times each kernel and each copy of a call, in order, with nothing running beside it. The time is that of the fastest of three runs."""
   schedule, found = compiled(*computes(row, devices)(*inputs_of(row, devices))), []
   for call in schedule.src:
     times = []
@@ -130,8 +130,8 @@ def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]
 def piece_name(call:UOp) -> str: return f"copy from {call.src[2].device}" if call.src[0].op is Ops.COPY else str(call.src[0].arg.function_name)
 
 def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
-  """Lines that say how long each piece takes, and between which two times the measured time lies: all copies beside kernels, and no copy beside a
-  kernel."""
+  """Lines for the output. They say how long each kernel and copy takes, and two times between which the measured time should lie: the time if all
+  copies run beside kernels, and the time if no copy does."""
   pieces = pieces_alone(row, devices)
   def total(device:str, copied:bool) -> float:
     return sum(x.ms for x in pieces if x.copied == copied and Device.canonicalize(device) in x.device.split())

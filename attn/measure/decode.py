@@ -1,9 +1,9 @@
 """Compares decoding with its peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each
 WORD.
 
-Times are device time of one step, by events around a graph of 100 steps one after another, the median over rounds in which the peers take turns. The
-peers are PyTorch's SDPA with the FlashAttention-2 and the cuDNN backend. The rate is the bytes of K and V, each read once, per second. `python -m
-attn.measure.decode 576` prints the rows of latent attention, for which PyTorch has no kernels.
+Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each is a median over rounds; in a
+round every peer runs in turn. The peers are two backends of PyTorch's SDPA, FlashAttention-2 and cuDNN. The rate is the bytes of K and V, each read
+once, per second. `python -m attn.measure.decode 576` prints the rows of latent attention, for which PyTorch has no kernels.
 
 `TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have, each with the number of
 key ranges that it would get. It keeps the fastest for dispatch, as TUNE=1 of bench.py does. A word NAME=NUMBER changes that number in every row:
@@ -35,8 +35,8 @@ REPEATED = 2**24     # number of random numbers that K and V repeat
 
 @dataclass(frozen=True)
 class DecodeStep:
-  """One query for each of B sequences of `keys` keys. `page`: rows in a page of the cache, 0 for a cache without pages. `v_dim`: V is this many
-  first columns of K; 0 for a V of its own."""
+  """A decode step: one query for each of B sequences of `keys` keys. `page` is the number of rows in a page of the cache, 0 for a cache without
+  pages. With `v_dim`, V is the first `v_dim` columns of K; 0 means that V is a tensor of its own."""
   B: int
   H: int
   Hkv: int
@@ -58,14 +58,14 @@ DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1
            *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT)
 
 def normal(*shape:int) -> Tensor:
-  """Random numbers, repeated to fill the shape."""
+  """Returns a tensor of random numbers, which repeat until they fill the shape."""
   count = math.prod(shape)
   drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
   x = Tensor(drawn)
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """A step on random numbers, with pages in random order."""
+  """Makes the call of a decode step on random numbers. The pages are in random order."""
   q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
@@ -75,7 +75,7 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, normal(*shape), normal(*shape), options_of("attention", options))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Timer of one step, with the chosen tile and number of splits, or those of `work`."""
+  """Timer of one step. The tile and the number of splits are those of `work`, or by default the chosen ones."""
   choice = call.choice()
   o, = run_matrix(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -83,7 +83,7 @@ def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
 
 def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
-  """Timer of one call, from a graph of STEPS calls."""
+  """Timer of one call of `run`, measured on a graph of STEPS calls."""
   import torch
   for _ in range(3): run()
   torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Timers of PyTorch's backends. There are none for pages and for latent attention."""
+  """Timers of PyTorch's backends. Empty for problems with pages and for latent attention, which PyTorch cannot compute."""
   import torch
   if row.page or row.v_dim: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
@@ -109,7 +109,7 @@ def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
 
 def compare(row:DecodeStep) -> dict[str, Any]:
-  """Times one row."""
+  """Times our kernel and its peers for one row."""
   import torch
   torch.cuda.init()
   torch.zeros(1, device="cuda")
@@ -127,13 +127,13 @@ def compare(row:DecodeStep) -> dict[str, Any]:
 Timer = Callable[[CheckedCall, Work], float]
 
 def fastest_step(call:CheckedCall, work:Work) -> float:
-  """Seconds of a step: the least of several rounds."""
+  """Returns the seconds of a step, as the minimum of several rounds."""
   seconds = our_timer(call, work)
   return min(seconds() for _ in range(ROUNDS))
 
 def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
-  """Times the table's tile and all other possible tiles, and keeps the fastest. Returns rows of a table, fastest first. Raises ValueError for a
-  problem without a kernel of latent attention."""
+  """Times the table's tile and all other possible tiles, and keeps the fastest. Returns rows of a table, fastest first. Raises ValueError if no
+  kernel of latent attention takes the problem."""
   call = call_of(row)
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
@@ -151,7 +151,8 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 
 def decode_steps(words:list[str]) -> list[DecodeStep]:
-  """The rows whose name has each word, changed as words NAME=NUMBER say. Raises ValueError for a word with an unknown NAME or a wrong NUMBER."""
+  """Returns the decode steps whose name has each word, with the numbers changed that words NAME=NUMBER give. Raises ValueError for a word with an
+  unknown NAME or a wrong NUMBER."""
   names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
   for word in words:
     name, equals, number = word.partition("=")

@@ -1,8 +1,8 @@
 """Times first calls: `DEV=CUDA python -m attn.measure.latency [WORD ...]` prints the rows whose name has each WORD.
 
-Each figure is the host's seconds in a new process, from the call until the result is there, with imports done, the device open and the inputs on
-it. `first`: with empty caches of tinygrad, attn and the driver. `second`: a later process with the same caches. For the first call also the time
-of compiling, if it was in the same process: tinygrad starts others if it has several kernels to compile."""
+Each figure is the host's seconds in a new process, from the call until the result is there, with imports done, the device open and the inputs on it.
+`first`: with empty caches of tinygrad, attn and the driver. `second`: a later process with the same caches. For the first call the table also shows
+the time of compiling, if the same process compiled: tinygrad starts other processes if it has several kernels to compile."""
 from __future__ import annotations
 import contextlib, json, math, os, statistics, subprocess, sys, tempfile, time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ DRAWN_ONCE = 2**20     # number of random numbers that the inputs repeat
 
 @dataclass(frozen=True)
 class FirstCall(MeasuredRow):
-  """Attention in float16; with `backward`, its gradients of q, k and v, too."""
+  """A first call of attention in float16. With `backward`, the call also computes the gradients of q, k and v."""
   backward: bool = False
   def __str__(self) -> str:
     rows = f"{self.Sq}" if self.Sq == self.Sk else f"{self.Sq} x {self.Sk}"
@@ -33,13 +33,13 @@ FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096,
                FirstCall(4, 16, 16, 4096, 4096, 128, True, True))
 
 def repeated(*shape:int) -> Tensor:
-  """Random numbers, repeated to fill the shape, copied to the device without running a kernel."""
+  """Returns random numbers on the device, which repeat until they fill the shape. No kernel runs to make them."""
   drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), DRAWN_ONCE), np.float32).astype(np.float16)
   return Tensor(np.resize(drawn, shape)).realize()
 
 @contextlib.contextmanager
 def compiler_timed(compiler:Any) -> Iterator[list[float]]:
-  """Context in which the seconds of each compilation are added to the list."""
+  """Context in which the seconds of each compilation are appended to a list."""
   seconds, own = list[float](), compiler.compile
   def timed(source:str) -> bytes:
     begin = time.perf_counter()
@@ -50,7 +50,7 @@ def compiler_timed(compiler:Any) -> Iterator[list[float]]:
   finally: del compiler.compile
 
 def first_call(row:FirstCall) -> dict[str, float]:
-  """Seconds of the call in this process, and seconds of its compiler."""
+  """Returns the seconds of the call in this process, and the seconds that the compiler takes of these."""
   device = device_of(Device.DEFAULT)
   q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
   adapt(Device.DEFAULT)
@@ -63,7 +63,7 @@ def first_call(row:FirstCall) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "compiling": sum(compiling)}
 
 def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
-  """Runs `first_call` in a new process, with all caches in this directory."""
+  """Runs `first_call` in a new process, which keeps all caches in the directory `caches`."""
   kept = {"XDG_CACHE_HOME": str(caches), "CACHEDB": str(caches/"tinygrad.db"), "CUDA_CACHE_PATH": str(caches/"driver")}
   command = [sys.executable, "-m", "attn.measure.latency", "--here", json.dumps(asdict(row))]
   done = subprocess.run(command, capture_output=True, text=True, env=os.environ | kept)
@@ -72,7 +72,7 @@ def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
   return found
 
 def latency(row:FirstCall, runs:int=RUNS) -> dict[str, Any]:
-  """The medians of some runs, and the single runs."""
+  """Measures first calls in several runs. Returns the median of each figure, and the figures of each run."""
   found = []
   for _ in range(runs):
     with tempfile.TemporaryDirectory() as caches: found.append([in_new_process(row, Path(caches)) for _ in range(2)])

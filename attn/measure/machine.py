@@ -1,10 +1,11 @@
-"""What a measurement needs of the machine: one sentence tells the user where it is missing."""
+"""Checks that the machine has what a measurement needs. If not, one sentence tells the user what is missing."""
 from __future__ import annotations
 import importlib.util, os, shutil
 from attn.tinygrad_compat import Device, device_of
 
 def need(program:str, *packages:str, device:str|None=None) -> None:
-  """Raises SystemExit where a package is missing, or where `device` (None: tinygrad's default) cannot be used. `program` is what was run."""
+  """Raises SystemExit if a package is not installed, or if `device` (None: tinygrad's default) cannot be used. `program` is the command that the user
+  ran, for the message."""
   if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
     raise SystemExit(f"{program}: needs {' and '.join(missing)}, and an NVIDIA GPU: it times PyTorch's attention beside attn's")
   try: device_of(name := device or Device.DEFAULT)

@@ -2,8 +2,8 @@
 FlashAttention-2 and the cuDNN backend, in float32 with its memory-efficient backend, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`;
 with SWEEP=1 the shapes below, with PLOT=path.png a picture.
 
-Times are device time, by events around many launches, the median over rounds in which the peers take turns, so that the chip's temperature affects
-all alike."""
+Times are device times, measured by events around many launches. Each is a median over rounds; in a round every peer runs in turn, so that the chip's
+temperature has an equal effect on all peers."""
 from __future__ import annotations
 import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,8 @@ ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # how 
                                                                           # 32 in float32
 
 def sweep(dtype:str) -> list[dict[str, Any]]:
-  """The settings of SWEEP=1: shapes for matrix units in both 16-bit dtypes, or with DTYPE=float32 shapes for other kernels."""
+  """Settings of SWEEP=1: a list of shapes for matrix units, in both 16-bit dtypes. With DTYPE=float32 it is a list of shapes for the kernels of
+  float32."""
   shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
   return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
 
@@ -43,14 +44,15 @@ def random_inputs(p:Problem, seed:int, *shapes:tuple[int, int]) -> list[Any]:
   return [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
 
 def on_the_host(x:Any) -> np.ndarray:
-  """A PyTorch tensor as an array; a 16-bit tensor as its bits."""
+  """Returns a PyTorch tensor as a numpy array. A 16-bit tensor becomes an array of its bits."""
   import torch
   return x.cpu().numpy() if x.dtype == torch.float32 else x.cpu().view(torch.int16).numpy().view(np.uint16)
 
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """Functions that compute attention, and their outputs, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
+  """Functions that compute attention with PyTorch, and their outputs, by the name of PyTorch's backend. A backend that refuses the problem is left
+  out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:
@@ -65,7 +67,7 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
   return found
 
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
-  """Timer of one call, from a graph of as many calls as fill a round."""
+  """Timer of one call of `attention`, measured on a graph of the calls that fill a round."""
   import torch
   def seconds(run:Callable[[], None]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -83,8 +85,8 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(graph.replay)/count
 
 def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
-  """Each timer's median over some rounds. The order changes from round to round, because a kernel that follows one with little power draw finds a
-  cooler chip."""
+  """Returns the median of each timer over some rounds. Every round runs the timers in another order, because a kernel finds a cooler chip if the
+  kernel before it used little power."""
   names, found = list(timers), []
   for i in range(ROUNDS):
     order = names[i % len(names):] + names[:i % len(names)]
@@ -92,7 +94,7 @@ def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
   return {name: statistics.median(times[name] for times in found) for name in names}
 
 def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
-  """Times one problem and returns a row of the table."""
+  """Times our kernel and its peers on one problem, and returns a row of the table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))
@@ -121,7 +123,7 @@ def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any
   return row | {"apart": max(apart.values()), "verdict": "ok" if max(apart.values()) <= ULPS[p.dtype] else "WRONG"}
 
 def rows_of_file(path:str) -> list[dict[str, Any]]:
-  """The rows of a CSV that COMPARE=1 has written."""
+  """Returns the rows of a CSV file that COMPARE=1 has written."""
   with open(path, newline="") as file:
     return [{name: float(x) if name.startswith("TFLOP/s") else x for name, x in row.items()} | {"causal": row["causal"] == "True"}
             for row in csv.DictReader(file)]

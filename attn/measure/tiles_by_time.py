@@ -30,12 +30,12 @@ with needs("bench", "bench.py", __name__): from tqdm import tqdm
 # ***** machine code *****
 
 def assembly_of(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> str:
-  """Assembly text of a kernel for tensors of these shapes. Raises NoCompiler if there is no compiler."""
+  """Compiles a kernel for tensors of these shapes, and returns the assembly text. Raises NoCompiler if no compiler is installed."""
   tensors = [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
   return clang.assembly(render(kernel(*tensors), arch.name), arch.name)
 
 def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
-  """Whether the kernel keeps registers in memory; False if there is no compiler to ask."""
+  """Returns whether the kernel spills registers to memory. False if no compiler is installed, because this is then not known."""
   from attn.isa import report
   try: clang.toolchain()
   except NoCompiler: return False
@@ -47,7 +47,8 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # seconds of a kernel with its tile
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times what dispatch takes by default, and the forward kernel with every tile that doesn't spill. Keeps the fastest. Returns rows of a table."""
+  """Times the kernel and tile that dispatch takes by default, and the forward kernel with every tile that doesn't spill. Keeps the fastest of these
+  for dispatch. Returns rows of a table."""
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
@@ -69,7 +70,8 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel of plain UOps with every tile, and keeps the fastest. Its compilers don't report spills, but time shows them."""
+  """Times the forward kernel of plain UOps with every tile, and keeps the fastest tile. Tiles that spill are timed, too, because the compilers of
+  these kernels don't report spills."""
   make = KERNELS["tiled"].program
   assert make is not None
   return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
@@ -78,7 +80,8 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its own tile and every tile of a space that the device accepts. Keeps the fastest. Returns rows of a table."""
+  """Times a kernel of plain UOps with its default tile `own` and with every tile of `space` that the device accepts. Keeps the fastest tile. Returns
+  rows of a table."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
@@ -100,7 +103,8 @@ def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> B
   return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """The table's own tiles, of dq and of dkdv. Raises NotImplementedError if neither AMD's kernels nor those of plain UOps compute the gradients."""
+  """Returns the tiles of dq and of dkdv that the table gives. Raises NotImplementedError if neither AMD's kernels nor those of plain UOps compute the
+  gradients."""
   if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
     raise NotImplementedError(f"TUNE=1 with BWD=1: no backward kernel takes this problem: {tiles}")
   dq, dkdv = tiles
@@ -109,7 +113,7 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the table's tile and every other tile that doesn't spill. Keeps the fastest. Returns rows of a table."""
+  """Times a backward kernel with the table's tile and with every other tile that doesn't spill. Keeps the fastest tile. Returns rows of a table."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

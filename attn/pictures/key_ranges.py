@@ -25,7 +25,8 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """Key tiles `begin`..`end` that a block of queries walks over. No mask touches the tiles `full_begin`..`full_end`. (`Blocks` as numbers.)"""
+  """Range of key tiles `begin`..`end` that a block of queries walks over. No mask hides a key of the tiles `full_begin`..`full_end`. (The fields are
+  those of `Blocks`, as numbers.)"""
   begin: int
   full_begin: int
   full_end: int

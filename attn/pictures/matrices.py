@@ -17,7 +17,7 @@ SHOWN_LANE = 5     # the lane whose elements are numbered
 
 @dataclass(frozen=True)
 class Holder:
-  """The holder of an element: its lane, the instruction that multiplies it (A and B), and the element's number in the lane's registers."""
+  """Where an element is held: the lane, the instruction that multiplies it (for A and B), and the element's number in the lane's registers."""
   lane: int
   step: int
   element: int
@@ -27,12 +27,14 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> its holders: o
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Index along the contraction -> (instruction, element) of lane group h, for as many instructions as take the units of every lane group once."""
+  """Maps each index along the contraction to the (instruction, element) in which lane group h holds it. The indices are those of the instructions
+  that are needed to use each unit of every lane group once."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
 def operand_cells(mat:Matrix) -> Cells:
-  """Holders of A[row][index along the contraction] (K). B (Q^T) is its mirror image."""
+  """Holders of A[row][index along the contraction], an operand that comes from K. The picture of the operand B, which comes from Q^T, is the mirror
+  image."""
   cells: Cells = {}
   for h in range(mat.groups):
     for d, (step, element) in steps_of(mat, h).items():
@@ -40,24 +42,24 @@ def operand_cells(mat:Matrix) -> Cells:
   return cells
 
 def accumulator_cells(mat:Matrix) -> Cells:
-  """Holders of C[row][column] (S^T: a row is a key, a column a query)."""
+  """Holders of C[row][column], the accumulator of S^T: a row is a key, a column is a query."""
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
-  """(lane group, key) of each element along a row of V^T in LDS: the order in which the lanes hold P^T."""
+  """Returns (lane group, key) of each element along a row of V^T in LDS. The keys are in the order in which the lanes hold P^T."""
   return [(u % mat.groups, mat.key_of(u % mat.groups, u//mat.groups*UNIT + i)) for u in range(contraction(mat, mat.M)//UNIT) for i in range(UNIT)]
 
 # ***** NVIDIA: S = Q K^T *****
 # ldmatrix (PTX ISA 9.7.14.5.15): lanes 8j..8j+7 give the addresses of the eight rows of matrix j, and lane 4r + c gets elements 2c and 2c+1 of row r.
 
 def loaded(addresses:list[tuple[int, int]]) -> Cells:
-  """(row, column) in memory -> the lanes that get it, if each lane's address is this (row, unit)."""
+  """Maps each element (row, column) in memory to its holders after ldmatrix, if the address of each lane is (row, unit)."""
   return {(row, unit*UNIT + column): [Holder(n % UNIT*4 + column//2, 0, n//UNIT*2 + column % 2)]
           for n, (row, unit) in enumerate(addresses) for column in range(UNIT)}
 
 def mma_a(mat:Mma) -> Cells: return loaded([mat.a_address(lane) for lane in range(mat.wave)])
 def mma_b(mat:Mma) -> Cells:
-  """Holders of B[index along the contraction][key], for the first of the two tiles that one ldmatrix reads."""
+  """Holders of B[index along the contraction][key]. One ldmatrix reads two tiles; these are the holders for the first tile."""
   cells = loaded([mat.b_address(lane) for lane in range(mat.wave)])
   return {(d, key): holders for (key, d), holders in cells.items() if key < mat.N}
 def mma_c(mat:Mma) -> Cells:
@@ -70,7 +72,8 @@ def mirrored(cells:Cells) -> Cells: return {(column, row): holders for (row, col
 
 def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int],
                 number_lanes:bool=False) -> None:
-  """Draws a matrix of cells. In the lanes `outlined` a cell has the element's number; in other lanes, where wanted, the lane's number."""
+  """Draws a matrix of cells. In cells of the lanes `outlined` stands the element's number. With `number_lanes`, the lane's number stands in the other
+  cells."""
   d.cells((x + (column + i/len(holders))*size, y + row*size, size/len(holders), size, TINTS[colour(holder.lane)])
           for (row, column), holders in sorted(cells.items()) for i, holder in enumerate(holders))
   for (row, column), holders in sorted(cells.items()):
@@ -87,7 +90,7 @@ def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Cal
       if not same(row + down, column + across): d.line(list(side), STRONG[0], 1.8)
 
 def legend(d:Drawing, y:float, colours:list[str], words:list[str]) -> None:
-  """Explains colours and outlines, in the corner that A, B and C leave free."""
+  """Draws the meaning of colours and outlines in the corner that A, B and C leave free."""
   for n, meaning in enumerate(colours):
     d.box(20, y + n*18, 12, 12, TINTS[n])
     d.text(38, y + n*18 + 6, meaning)
@@ -104,7 +107,7 @@ def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], 
 TOP, GAP = 100, 44     # top of the first matrix, and the gap between matrices
 
 def draw_amd(mat:Matrix, chips:str) -> Drawing:
-  """Draws B above C and A to the left of C, as a product is written; below them the order of keys in which V^T lies in LDS."""
+  """Draws B above C and A to the left of C, as a product is written. Below the matrices are the keys in the order in which V^T lies in LDS."""
   a, b, c, depth = operand_cells(mat), mirrored(operand_cells(mat)), accumulator_cells(mat), contraction(mat, 1)
   size = min(18, 640//(depth + mat.N))
   a_x, b_y = 110, TOP
@@ -142,7 +145,8 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   return d
 
 def draw_nvidia(mat:Mma) -> Drawing:
-  """Draws B above C and A to the left of C, with a query as a row; below them the keys of P as the A operand of the second product."""
+  """Draws B above C and A to the left of C, with a query as a row. Below the matrices are the keys in the order in which P is the A operand of the
+  second product."""
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
   c_x, c_y = a_x + mat.K*size + GAP, b_y + mat.K*size + GAP

@@ -21,13 +21,14 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """The pieces that some lanes of a wave read or write in the same phase; they must lie in different banks."""
+  """Access to LDS: the pieces that some lanes of a wave read or write in one phase. These pieces must lie in different banks."""
   words: str
   pieces: list[Piece]
 
 @dataclass(frozen=True)
 class Panel:
-  """A part of a tile: `rows` rows of `columns` pieces. `place` gives a piece's number in LDS; `groups` neighbouring pieces fill all banks once."""
+  """Drawing of a part of a tile: `rows` rows of `columns` pieces. `place` gives a piece's number in LDS. `groups` neighbouring pieces fill all banks
+  once."""
   title: str
   words: tuple[str, ...]
   rows: int
@@ -37,7 +38,7 @@ class Panel:
   accesses: tuple[Access, ...]
   width: float = 24
   def group(self, piece:Piece) -> int:
-    """The group of banks that holds a piece."""
+    """Number of the group of banks that holds a piece."""
     x = self.place(*piece)
     return (x if isinstance(x, int) else int(x.simplify().vmin)) % self.groups
 
@@ -76,8 +77,8 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """A transposing load. Of 16 lanes, four read a row for each of four keys, 4 elements per lane. The lanes of one row will hold rows of V^T that
-  are four apart."""
+  """Panel of V for a load that transposes. Of 16 lanes, each four lanes read a row for one key, 4 elements per lane. After the load, the lanes that
+  read one row of V hold rows of V^T that are four apart."""
   def piece(lane:int) -> Piece:
     m = lane//16%2*16 + lane%4*4
     d = next(d for d in range(mat.M) if mat.row_of(d) == m)

@@ -1,4 +1,4 @@
-"""Drawings of boxes, lines and words as SVG. The text is equal on every machine, so a test can compare it."""
+"""Draws boxes, lines and words as SVG. The text is equal on every machine, so that a test can compare it."""
 from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
