@@ -8,13 +8,13 @@ For every element, in every draw, whatever the kernel:
 
 `sigma` is a standard deviation, to first order, of the roundings that the dtypes force: P, and in the backward dS, are rounded to the inputs' dtype
 where they are factors; O is rounded to the output's dtype, also inside delta; a gradient is rounded to its own dtype. Rounding x to nearest has a
-standard deviation of at most u |x|/sqrt(3), u the roundoff of the dtype. Roundings of different numbers are independent. Roundings of equal numbers
-are equal. A row has one delta, whose error moves all dS of the row together.
+standard deviation of at most u |x|/sqrt(3), where u is the roundoff of the dtype. Roundings of different numbers are independent. Roundings of equal
+numbers are equal. A row has one delta, and an error of delta changes all dS of the row together.
 
-`slack` is what fp32 adds, and what weights lose below the normal numbers of float16.
+`slack` bounds the errors of fp32 arithmetic, and the loss of weights below the normal numbers of float16.
 
-Where slack < sigma/4, the root mean square of error/sigma is at most 1, over 10^4 elements or more. NaN and inf stand exactly where `exact` has
-them, and inf also where the output's dtype has no number as large."""
+Over all elements with slack < sigma/4, the root mean square of error/sigma is at most 1, if there are 10^4 such elements or more. NaN and inf stand
+exactly where `exact` has them, and inf also where the output's dtype has no number as large."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
@@ -25,51 +25,52 @@ from attn.ops.numerics import ROUNDOFF
 from attn.reference import (PLAIN, Array, Options, TermStep, with_heads, batch_options, finished_scores, slope_of, softmax_of, summed_to, term_steps,
                             exact, exact_backward)
 
-SIGMAS = 6.0                    # standard deviations of the random part by which an element may be off
+SIGMAS = 6.0                    # standard deviations that the random part of an element's error may have
 ENOUGH_ELEMENTS = 10**4                  # elements that a root mean square needs
 FP32 = ROUNDOFF["float32"]
 SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # normal numbers
 OVERFLOWS = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}      # from here on a number is rounded to inf
-VANISHING = 2.0**-96            # error below the normal numbers of fp32, 2^-126, times the largest size and number of inputs
+VANISHING = 2.0**-96            # bound of errors below the normal numbers of fp32, 2^-126, times the largest size and number of inputs
 MOST = 700.0                    # exponent of e: beyond it float64 overflows
 STEP = 16                       # keys, or elements of a row, that a matrix instruction adds at a time
 SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs compute tanh as 1 - 2/(1 + exp(2x)), everywhere
 
 @dataclass(frozen=True)
 class Law:
-  """The limit for each element of an output. `alike` marks elements for which a root mean square means nothing: roundings of equal numbers make
-  their errors few or shared with other elements, or they lie below the normal numbers of their dtype."""
+  """The accuracy law of an output: the limit of the error of each element. `alike` marks elements that a root mean square must leave out. An element
+  is marked if roundings of equal numbers make its errors few, or equal to the errors of other elements, or if the element lies below the normal
+  numbers of its dtype."""
   exact: Array
   sigma: Array
   slack: Array
   alike: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """The law of the output after a change of shape, or for a selection of its elements."""
+    """Returns the law of the output after `change`, which changes the shape or selects elements."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Replaces the law of some elements."""
+    """Replaces the law of the elements `at` by `law`."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds the law of another result, with independent errors, to some elements."""
+    """Adds to the elements `at` a second result whose errors are independent: exact values, variances and slacks add up."""
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
     self.alike[at] |= law.alike
   def rounded_to(self, dtype:str) -> Law:
-    """The law of the output after one more rounding, to `dtype`."""
+    """Returns the law of the output after it is rounded once more, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
     return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
 def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
-  """The law of an output that must be exactly `value`."""
+  """Makes the law of an output that must be exactly `value`."""
   return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
 
 @dataclass(frozen=True)
 class Laws:
-  """The law of each gradient, None for one that is not there."""
+  """The laws of the gradients. None for a gradient that is not computed."""
   q: Law
   k: Law
   v: Law
@@ -97,11 +98,11 @@ class Verdict:
   pattern: str = ""
   @property
   def ratio(self) -> float:
-    """The error divided by the limit; at most 1 within the law."""
+    """Error divided by the limit. At most 1 if the output keeps the law."""
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Whether the root mean square of error/sigma is above 1."""
+    """Whether the root mean square of error/sigma is above 1, over enough elements."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -111,7 +112,8 @@ class Verdict:
             f"rms of error/sigma {self.rms:.2f} over {self.resolved} elements")
 
 def judge(out:Array, law:Law) -> Verdict:
-  """Compares each element of the output `out` with its limit, `law`, and NaN and inf with the exact ones."""
+  """Compares the output `out` with its law. Each element's error must not exceed its limit, and NaN and inf must stand where the exact result has
+  them."""
   assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(law.exact)).any():
@@ -131,22 +133,22 @@ def judge(out:Array, law:Law) -> Verdict:
 # ***** roundings *****
 
 def _finite(x:Array) -> Array:
-  """x with 0 in place of NaN and inf."""
+  """Returns x with NaN and inf replaced by 0."""
   return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
 
 def _in_dtype(x:Array, dtype:str) -> Array:
-  """x, or inf of its sign where `dtype` has no number as large."""
+  """Returns x, with inf of the right sign where a number is too large for `dtype`."""
   return np.where(np.abs(x) >= OVERFLOWS[dtype], np.copysign(np.inf, x), x)
 
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
-  """Largest error of rounding x to `dtype`: the roundoff at the size of x, or at the smallest normal number."""
+  """Largest error of rounding x to `dtype`: the roundoff times |x|, or times the smallest normal number if |x| is smaller."""
   return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
 
 @dataclass(frozen=True)
 class _Moments:
-  """Variance and slack of a result before it is stored, and whether it has roundings of equal numbers."""
+  """Variance and slack of a result before it is stored. `alike` marks elements whose errors come from roundings of equal numbers."""
   variance: Array
   slack: Array
   alike: Array
@@ -158,18 +160,19 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """The law of a result stored as `dtype`. An element below the normal numbers is `alike`: its errors may all be as large as the law allows,
-  instead of 0.73 of that."""
+  """Returns the law of a result stored as `dtype`. Elements below the normal numbers are marked `alike`: the root mean square of their error/sigma
+  may reach 1, while that of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """(the largest error of w rounded to `dtype`, what w loses). Below the normal numbers of float16 the error is that of the smallest normal
-  number. In the last two bits of these it is no longer random: weights may be too small to count, however many they are. There it is not an error
-  but a loss, which is added up, at most w itself. A unit that `flushes` loses everything below the normal numbers, and w may come to lie there
-  that is `off` by so much. float32 is not rounded. bfloat16 reaches as far down as exponentials, so it loses nothing."""
+  """Returns (the largest error of w rounded to `dtype`, the loss of w or None). Below the normal numbers of float16 the largest error is that of the
+  smallest normal number. For weights that reach only the last two bits of these numbers, errors are no longer random: each weight may be rounded to
+  0, however many weights there are. Such an error, at most w itself, counts as a loss, and losses are added up. A unit that `flushes` loses every
+  weight below the normal numbers. `off` is the error of w: a weight that lies at most `off` above them may be lost, too. float32 is not rounded.
+  bfloat16 holds numbers as small as the exponentials of fp32, so that weights lose nothing."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
@@ -180,7 +183,7 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """The sum over j of (r_j (factor_j x_j - centre))^2, for each row of r."""
+  """Sum over j of (r_j (factor_j x_j - centre))^2, for each row of r."""
   found, of_x = r*r, r*r if factor is None else r*r*factor
   total = (of_x if factor is None else of_x*factor) @ (x*x)
   if centre is not None: total += centre*(centre*found.sum(-1, keepdims=True) - 2*(of_x @ x))
@@ -190,15 +193,15 @@ EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal
 TOGETHER = 2**21                # numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Whether each row has two values of equal size that are not negligible beside its largest."""
+  """Returns whether each row has two values of equal size that are not negligible beside the largest value of the row."""
   size = np.sort(np.abs(values), axis=-1)
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects `total` (..., n, columns) for rows with groups of equal `values` (..., n, m): such a row gets the sum over groups of the square of
-  the group's sum of terms. Also returns which rows these are (..., n, 1). `terms(rows, order)` gives the terms of some rows (count, m, columns),
-  in the order (count, m)."""
+  """Corrects `total` (..., n, columns) for the rows that have groups of equal `values` (..., n, m). The terms of such a group are added before they
+  are squared; the row's total is the sum of these squares over its groups. Also returns which rows are corrected (..., n, 1). `terms(rows, order)`
+  returns the terms of some rows (count, m, columns), in the order (count, m)."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -215,8 +218,8 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """The sum over groups of keys with equal `values` of (the group's sum of r_j (factor_j x_j - centre))^2, because their roundings are equal; and
-  which rows have such groups."""
+  """Sum over groups of keys with equal `values` of (the group's sum of r_j (factor_j x_j - centre))^2. The group is added before it is squared
+  because the roundings of equal values are equal. Also returns which rows have such groups."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]
@@ -227,8 +230,8 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """The largest sizes that the sums over j of w_j factor_j x_j, and of w_j (factor_j x_j - centre), reach on the way: exact at the ends of blocks
-  of j, and between these as for a random walk, the root of the sum of squares."""
+  """Largest sizes that two sums over j reach while they are added up: the sum of w_j factor_j x_j, and the sum of w_j (factor_j x_j - centre). The
+  size of a partial sum is exact at the ends of blocks of j. Within a block it is estimated by a random walk, as the root of the sum of squares."""
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
   largest = np.sqrt(_squares(w, x, factor))
@@ -244,17 +247,17 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Limit of the error of an fp32 sum over w, in roundoffs of the largest partial sum. A matrix instruction adds STEP terms and may truncate; a
-  chain of multiply-adds rounds each term to nearest. Only nonzero elements of w count as terms."""
+  """Limit of the error of an fp32 sum of terms with factors w, in roundoffs of the largest partial sum. A matrix instruction adds STEP terms at a
+  time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Limit of the error of an fp32 sum of products with w, whose largest partial sum is `largest`."""
+  """Limit of the error of an fp32 sum of products with factors w. `largest` is the largest partial sum."""
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """Standard deviation of the error of a dot product of n terms in fp32, from its size and the sum of squares of its terms."""
+  """Standard deviation of the error of a dot product of n terms in fp32. `size` is the dot product, `squares` the sum of the squares of its terms."""
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 # ***** the pairs of queries and keys *****
@@ -263,10 +266,11 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """What float64 knows of each pair of a query and a key, (..., H, Sq, Sk): `raw`, their scaled product; `p`, the weight P; `slope`, that of the
-  terms, with its error `slope_off`; `factor`, 1/(1 - dropout_p) or 0 as dropout keeps the pair, None without dropout; `off`, the standard
-  deviation of the score's error in fp32, and `own`, the part of it that arises after the product. Of each row (..., H, Sq, 1): lse and its error
-  `lse_off`. `rounding` is `_rounding` of the forward's weights. q, k and v all have the same number of heads."""
+  """Float64 values for each pair of a query and a key, (..., H, Sq, Sk). `raw` is the scaled product of query and key, and `p` the weight P. `slope`
+  is the slope of the terms, and `slope_off` its error. `factor` is 1/(1 - dropout_p) for a pair that dropout keeps, 0 for another pair, and None
+  without dropout. `off` is the standard deviation of the score's error in fp32, and `own` the part of this that arises after the product. For each
+  row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is the result of `_rounding` for the weights of forward. q, k and v have equal
+  numbers of heads."""
   dtype: str
   flushes: bool
   scale: float
@@ -284,7 +288,7 @@ class _Pairs:
   lse_off: Array
   rounding: tuple[Array, Array|None]
   def kept(self, a:Array) -> Array:
-    """`a` after dropout."""
+    """Returns `a` after dropout."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -292,8 +296,8 @@ def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Arr
   off = off*step.slope + 4*FP32*capped + (0 if dtype == "float32" else 2*FP32*min(x.softcap, SHORT_CAP))
   return off, 4*FP32 + 2*capped*off/x.softcap**2
 
-# terms that do more than add to a score, by the name of their option: a function from the standard deviation of the scores' error before the term
-# to that after it, and to a limit of the error of the term's slope
+# terms that do more than add to a score, by the name of their option. The function gets the standard deviation of the scores' error before the term.
+# It returns the standard deviation after the term, and a limit of the error of the term's slope
 BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] = {"softcap": _off_by_the_cap}
 
 def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool) -> _Pairs:
@@ -320,7 +324,7 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   off = np.minimum(off + own, 1)
   lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
     3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + _roundings(p))
-  above = np.exp(np.minimum(lse - top, MOST))      # forward's weights are relative to the row's largest score, or to a lower one
+  above = np.exp(np.minimum(lse - top, MOST))      # forward's weights are relative to the row's largest score, or to a lower number
   r, lost = _rounding(p*above, dtype, flushes)
   factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)
   return _Pairs(dtype, flushes, scale, q, k, v, raw, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, own, lse, lse_off,
@@ -330,8 +334,8 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False) -> tuple[Law, Law]:
-  """The laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes`: the matrix unit takes 16-bit
-  numbers below the normal ones for zero, as CDNA2 does."""
+  """Computes the laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the matrix unit
+  reads 16-bit numbers below the normal numbers as zero, as the unit of CDNA2 does."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -347,15 +351,16 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """Yields (batches, number of keys, shift of the diagonal, options): all batches together, or each batch alone if batches have different numbers
-  of keys."""
+  """Yields (batches, number of keys, shift of the diagonal, options). Without kv_lengths all batches come together. With kv_lengths each batch comes
+  by itself."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
     for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """The slack of o: the fp32 error of each score (one error for all keys with equal products, another for those with equal weights), the error of
-  adding up, the error of rescaling keys before a new reference but not those after it, and lost weights."""
+  """Slack of o. It is the sum of four errors: the fp32 error of each score, of which one part is equal for all keys with equal products and another
+  part for all keys with equal weights; the error of adding up; the error of rescaling the keys before a new reference, but not the keys after it; and
+  the loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0] + _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)[0])
@@ -369,8 +374,8 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """The laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of `reference.exact_backward`.
-  `do` belongs to an o of `out_dtype`, and has values of `dtype`."""
+  """Computes the laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of
+  `reference.exact_backward`. `do` is the gradient of an o of `out_dtype`, rounded to `dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
@@ -398,9 +403,9 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """What float64 knows of the gradients. Of each pair (..., H, Sq, Sk): dS before (`ds`) and after (`capped`) the slope of the terms, and the
-  variances of their errors in fp32 (`off`, `capped_off`). Of each row (..., H, Sq, 1): delta, the variance of its error, and the part of it that
-  fp32 causes."""
+  """Float64 values for the gradients. For each pair (..., H, Sq, Sk) there are dS before the slope of the terms (`ds`) and after it (`capped`), and
+  the variances of the fp32 errors of these (`off`, `capped_off`). For each row (..., H, Sq, 1) there are delta, the variance of its error, and the
+  part of this variance that fp32 causes."""
   t: _Pairs
   do: Array
   heads: int
@@ -430,14 +435,15 @@ class _Gradients:
     return _Gradients(t, do, heads, ds, ds*t.slope, off, off*np.square(t.slope) + np.square(ds*t.slope_off), p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
-    """Pairs with keys as rows, over all queries of the heads that share them: (..., Hkv, Sk, rows)."""
+    """Rearranges values of pairs so that rows are keys, and columns are all queries of the heads that share a key: (..., Hkv, Sk, rows)."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
-    """The queries that share keys: (..., Hkv, rows, D)."""
+    """Joins the queries of all heads that share keys: (..., Hkv, rows, D)."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, common:Array|float=0.0) -> _Moments:
-    """Moments of w @ x, where w has an error of its own, and besides one in `common` with others, and is then rounded to be a factor."""
+    """Moments of w @ x. Each element of w has an error with variance `off` of its own, and an error with variance `common` that other elements have,
+    too. After that, w is rounded, because it is a factor."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + common))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
@@ -459,7 +465,8 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Moments of fp32 sums of weights (Sq, Sk) times dS, each over the elements that were broadcast from `shape` to (B, H, Sq, Sk)."""
+    """Moments of fp32 sums of weights (Sq, Sk) times dS. Each sum runs over the elements that were broadcast from one element of `shape` to (B, H,
+    Sq, Sk)."""
     mass = weights*self.t.p
     if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
     def total(a:Array) -> Array: return summed_to(a, shape)

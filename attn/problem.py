@@ -62,22 +62,22 @@ def check_splits(name:str, x:Any) -> int:
   return values.whole_number(name, x, 0, MAX_SPLITS, supported)
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
-  """A field of Problem that belongs to a term of attn/score: whether the problem has the term, or the term's number."""
+  """Makes a field of Problem that belongs to a term of attn/score. The field says whether the problem has the term, or holds the term's number."""
   return field(default=default, metadata={"check": check, "of": "term"})
 
 @dataclass(frozen=True)
 class TensorOfTerm:
   """Name, axes and dtypes of an optional tensor that a term reads.
 
-  axes: axes of the scores. A tensor with `broadcasts` has all of them, each of full size or of size 1. Another one has the last ones,
-    as many as it has dimensions, of full size
-  dtypes: dtypes that it may have. If there are several, a field of Problem says which: the term's name with "_dtype" after it"""
+  axes: axes of the scores. A tensor with `broadcasts` has a dimension for each axis, of full size or of size 1. A tensor
+    without `broadcasts` has dimensions for the last axes, of full size, and may lack the first axes
+  dtypes: dtypes that the tensor may have. If there are several, a field of Problem says which: the term's name with "_dtype" after it"""
   name: str
   axes: tuple[str, ...]
   dtypes: tuple[str, ...] = DTYPES
   broadcasts: bool = False
   def dimensions(self, shape:Sequence[int], sizes:dict[str, int]) -> tuple[bool, ...]:
-    """Says for each dimension whether it has full size. Raises ValueError for a shape that does not broadcast to the `sizes` of axes."""
+    """Returns for each dimension of `shape` whether it has full size. Raises ValueError if `shape` does not broadcast to the `sizes` of the axes."""
     if not self.broadcasts: return (True,)*min(max(len(shape), 1), len(self.axes))
     full = tuple(sizes[axis] for axis in self.axes)
     if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full)):
@@ -85,26 +85,28 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Checks the field: what `dimensions` returns, or None if there is no such tensor."""
+    """Checks the value of the field of Problem that belongs to this tensor. It must be a result of `dimensions`, or None if the problem has no such
+    tensor."""
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
     raise values.wrong(name, x, f"None, or a tuple with True (full size) or False (size 1) for each dimension of {self.name}, {least} to {most}")
   def shape(self, dimensions:tuple[bool, ...], sizes:dict[str, int]) -> tuple[int, ...]:
-    """Shape of a tensor with these dimensions."""
+    """Shape of the tensor. `dimensions` says for each dimension whether it has full size."""
     return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
 
 def of_tensor(name:str, *axes:str, **more:Any) -> Any:
-  """A field for a term that reads a tensor `name`: None, or for each dimension of the tensor whether it has full size."""
+  """Makes a field of Problem for a term that reads the tensor `name`. The field is None, or says for each dimension of the tensor whether it has full
+  size."""
   tensor = TensorOfTerm(name, axes, **more)
   return field(default=None, metadata={"check": tensor.check, "of": "term", "tensor": tensor})
 
 def of_mask(default:Any, check:values.Check) -> Any:
-  """A field of Problem that belongs to a mask of attn/score: what the mask hides."""
+  """Makes a field of Problem that belongs to a mask of attn/score. The field says what the mask hides."""
   return field(default=default, metadata={"check": check, "of": "mask"})
 
 @dataclass(frozen=True)
 class Count:
-  """A number of rows known only at run time: the sum of tinygrad Variables, each (name, min, max), and a constant."""
+  """A number of rows that is known only at run time. It is the sum of tinygrad Variables, each (name, min, max), and a constant."""
   variables: tuple[tuple[str, int, int], ...]
   constant: int = 0
   @property
@@ -127,7 +129,8 @@ class Strided:
 
 @dataclass(frozen=True)
 class Pages:
-  """Keys in `count` pages of `size` rows each. A sequence has up to `most` pages, in the order of its table entries."""
+  """Describes keys and values in `count` pages of `size` rows each. A sequence has up to `most` pages, in the order of its entries in the block
+  table."""
   size: int
   count: int
   most: int
@@ -138,22 +141,22 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """The work of one launch when several devices hold the rows of a sequence (attn/parallel/shards.py): for some heads, the queries
-  of one device over the keys of all devices. A device holds one piece of the sequence, or two: one counted from the front and one
-  counted from the back. Pieces are equally long on all devices.
+  """The work of one launch when several devices hold the rows of a sequence (attn/parallel/shards.py): for some heads, the queries of one device over
+  the keys of all devices. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the
+  back half. Pieces are equally long on all devices.
 
-  q, o and lse have the rows that the device holds. The first `queries` are real; the others are padding, 0 in o and -inf in lse.
-  Row i is row start + i of the sequence; rows from `front` on are `jump` rows further on. A bias has its rows in this order, too.
-  All keys lie in the order of the sequence, where k_view and v_view say. Of the B*Hkv key/value heads the launch computes heads[1],
-  beginning with heads[0]. lse has the query heads of these alone. q and o do, too, as (heads, Sq, width), unless the layout puts
-  heads beside each other."""
+  q, o and lse have the rows that the device holds. The first `queries` rows are real; the rows behind them are padding, 0 in o and -inf in lse. Row i
+  is row start + i of the sequence; rows from `front` on are `jump` rows further on. A bias has its rows in this order, too. All keys lie in the order
+  of the sequence, where k_view and v_view say. Of the B*Hkv key/value heads the launch computes heads[1], beginning with heads[0]. lse has only the
+  query heads that read these key/value heads. q and o, too, have only these query heads, as (heads, Sq, width), unless the layout puts heads beside
+  each other."""
   start: int
   front: int
   jump: int
   queries: int
   heads: tuple[int, int]
   def place(self, row:Any) -> Any:
-    """Position in the sequence of row `row` of q: an int, or an expression in a kernel."""
+    """Position of row `row` of q in the sequence. `row` and the result are ints, or expressions in a kernel."""
     if not self.jump: return row + self.start
     further = self.jump*(row >= self.front) if isinstance(row, int) else (row >= self.front).where(self.jump, 0)
     return row + self.start + further
@@ -179,11 +182,11 @@ class Problem:
     alibi        tensor alibi_slopes float32 (H), or (B, H): True for each dimension
     bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
                  tensor has that size (True) or 1 (False)
-    sinks        tensor sinks float32 (H): one more logit of each head, in the softmax's denominator only, and so in lse
+    sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
     kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] only; Sk is the length of the buffer
     sk_variable  number of keys in all batches, which tinygrad Variables say; Sk is the length of the buffer
-    sq_variable  number of queries, which Variables say, only with sk_variable; offset uses it. Sq rows are computed, and those
-                 beyond the number mean nothing
+    sq_variable  number of queries, which Variables say, only with sk_variable; offset depends on it. Sq rows are computed.
+                 The rows beyond the number of queries have no meaning
     kv_starts    tensor kv_starts int32 (B), only with kv_lengths: batch b has the keys kv_starts[b] <= j < kv_lengths[b], counted
                  from the first of them
     k_view, v_view   the tensors k and v are larger buffers of one dimension; these say where the rows of k and v lie in them
@@ -194,7 +197,7 @@ class Problem:
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
                  Sq and Sk are the lengths of the longest sequences
     dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16), the others P/(1 - dropout_p); lse is
-                 that without dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head, query, key)
+                 computed without dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head, query, key)
                  decides which elements (attn/ops/dropout.py); for layout "thd" a batch is a sequence, with its own rows
     dropout_start   tensor dropout_start uint32 (2): number of the first batch and of the first head, if the tensors are a part of
                  larger ones
@@ -203,7 +206,7 @@ class Problem:
     lse_rest     with return_lse and `wide_scores`: tensor lse_rest, of the shape of lse, gets what lse lost by rounding to fp32
     dealt        one device of several that share the rows of q, k and v, for some heads: Sq is what the device holds, with
                  padding, and Sk the keys of the sequence without padding
-    num_splits   number of key ranges that workgroups of their own take (attn/kernels/combine.py). 1: no split. 0: `splits.resolve`
+    num_splits   number of key ranges, each computed by workgroups of its own (attn/kernels/combine.py). 1: no split. 0: `splits.resolve`
                  chooses"""
   B: int
   H: int
@@ -265,7 +268,7 @@ class Problem:
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def kept(self) -> float:
-    """The probability with which dropout keeps an element of P."""
+    """Probability with which dropout keeps an element of P."""
     return 1 - self.dropout_p
   @property
   def alibi_batched(self) -> bool:
@@ -273,43 +276,44 @@ class Problem:
     return self.alibi is not None and len(self.alibi) > 1
   @property
   def wide_scores(self) -> bool:
-    """Whether a score may be as large as fp32 allows, because the bias has a dtype of that range. Beside such a score, lse has no room
-    for the logarithm of the number of keys."""
+    """Whether a score may be as large as fp32 allows. This is so if the bias has a dtype with the range of fp32. Added to such a score, the logarithm
+    of the number of keys would be lost in the rounding of lse."""
     return self.bias is not None and self.bias_dtype != "float16"
   @property
   def writes_lse(self) -> bool:
-    """Whether the forward kernel writes an LSE: of whole rows, or of one key range."""
+    """Whether the forward kernel writes an lse, either of whole rows or of one key range."""
     return self.return_lse or self.num_splits > 1
   @property
   def outputs(self) -> tuple[str, ...]:
-    """Names of the tensors that forward writes, if keys are not split."""
+    """Names of the tensors that the forward kernel writes, if the keys are not split."""
     return ("o", *["lse"]*self.return_lse, *["lse_rest"]*self.lse_rest)
   @property
   def has_rows_of_none(self) -> bool:
-    """Whether q may have rows that belong to no sequence. Their o is 0 and their lse -inf."""
+    """Whether q may have rows that belong to no sequence. Such a row has 0 in o and -inf in lse."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
-    """Position of row `row` of q in its sequence."""
+    """Position of row number `row` of q in its sequence."""
     return row if self.dealt is None else self.dealt.place(row)
   @property
   def queries(self) -> int:
-    """Number of rows of q per head that are not padding."""
+    """Number of rows of q per head, without padding."""
     return self.Sq if self.dealt is None else self.dealt.queries
   @property
   def all_heads(self) -> int:
-    """Number of query heads that are computed, over all batches."""
+    """Number of query heads that the problem computes, over all batches."""
     return self.B*self.H if self.dealt is None else self.dealt.heads[1]*(self.H//self.Hkv)
   @property
   def first_head(self) -> int:
-    """First query head that is computed, counted over all batches."""
+    """Number of the first query head that the problem computes, counted over all batches."""
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Rows of the heads before `first_head`. lse does not have them; q and o have them only if the layout puts heads beside each other."""
+    """Number of rows of the heads before `first_head`. lse does not have these rows. q and o have them only if the layout puts heads beside each
+    other."""
     return self.first_head*self.Sq
   @property
   def rows(self) -> int:
-    """Rows of the output over all batches and heads, which is the number of elements of lse."""
+    """Number of rows of the output over all batches and heads. lse has this number of elements."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
   def extras(self) -> Shapes:
@@ -356,14 +360,14 @@ class Problem:
     """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Sum over all queries of the number of keys before the one `further` places after the diagonal key."""
+      """Sum, over all queries, of the number of keys that lie before the key `further` places after the diagonal key."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
     return 2*self.all_heads*visible*(self.D + self.Dv)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """First and last row of each piece of q whose rows are neighbours in their sequence."""
+    """Numbers of the first and last row of each piece of q. The rows of a piece are neighbours in their sequence."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
@@ -374,7 +378,7 @@ EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "
           "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
-  """Sum of the whole numbers before `end`, each clamped to 0..`most`."""
+  """Sum over the whole numbers below `end`, each clamped to 0..`most`."""
   rising, more = max(0, min(end, most + 1)), max(0, end - most - 1)
   return rising*(rising - 1)//2 + more*most
 
@@ -420,7 +424,7 @@ def check_scores(p:Problem) -> None:
   if p.dropout_start and not p.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: dropout_p must be positive")
 
 def check_packed(p:Problem) -> None:
-  """Checks what packed sequences need and exclude, and that other layouts have no total_q and total_k."""
+  """Checks the options that packed sequences need and those that they exclude. Checks that other layouts have no total_q and total_k."""
   if not p.varlen:
     if p.total_q or p.total_k:
       raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")
@@ -436,7 +440,7 @@ def check_packed(p:Problem) -> None:
       raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
 
 def check_numbers_of_rows(p:Problem) -> None:
-  """Checks that at most one option says how many keys there are, and that this option has what it needs."""
+  """Checks that at most one option says how many keys there are, and that the fields which this option needs are given."""
   if p.sk_variable is not None:
     if p.kv_lengths:
       raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: only one of them may say how many keys there are")
@@ -447,7 +451,7 @@ def check_numbers_of_rows(p:Problem) -> None:
     raise ValueError("kv_starts without kv_lengths: give both, keys kv_starts[b] <= j < kv_lengths[b] exist")
 
 def check_places(p:Problem) -> None:
-  """Checks where k and v lie: in tensors of their own, in larger buffers, in pages, or V in K."""
+  """Checks the fields that say where k and v lie: in tensors of their own, in larger buffers, in pages, or V in K."""
   if p.v_in_k and (p.Dv > p.D or p.v_view is not None):
     raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: V is the first Dv columns of K, so Dv must be at most D and v_view None")
   one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)
@@ -464,7 +468,7 @@ def check_places(p:Problem) -> None:
 # ***** from shapes to a Problem *****
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
-  """(B, H, S, D) of a tensor in `layout`. (B*H, S, D) and (total, H, D) count as B=1."""
+  """Returns (B, H, S, D) of a tensor in `layout`. A tensor (B*H, S, D) or (total, H, D) counts as one batch."""
   if len(shape) != (3 if layout in ("nsd", "thd") else 4):
     raise ValueError(f"{name} has shape {tuple(shape)}; layout={layout!r} needs {LAYOUTS[layout]}")
   if layout == "nsd": return 1, shape[0], shape[1], shape[2]
@@ -515,7 +519,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   return p
 
 def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:bool, sequences:int|None) -> tuple[int, ...]:
-  """B, H, Hkv, Sq, Sk, D and Dv, if q, k and v agree on them. For packed sequences Sq and Sk count the rows of all sequences."""
+  """Returns B, H, Hkv, Sq, Sk, D and Dv, after a check that q, k and v agree on them. For packed sequences Sq and Sk are the numbers of rows of all
+  sequences together."""
   of_keys = "bhsd" if paged else layout
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, of_keys)
@@ -529,7 +534,7 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
 def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
-  """Raises ValueError if o, or a given lse, has another shape than `inputs` imply."""
+  """Raises ValueError if o, or lse if it is given, has another shape than follows from the `inputs`."""
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:
@@ -540,7 +545,7 @@ def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int
     raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
 
 def _sequences(extras:GivenExtras, paged:bool) -> int:
-  """Number of packed sequences. Raises ValueError for cu_seqlens that are missing or have another shape than (sequences + 1,)."""
+  """Number of packed sequences. Raises ValueError if cu_seqlens_q or cu_seqlens_k is missing, or has another shape than (sequences + 1,)."""
   for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
     if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
@@ -552,7 +557,7 @@ def _longest(name:str, value:int|None, total:int) -> int:
   return min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
 def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
-  """The fields of Problem that say which optional tensors are given."""
+  """Returns the fields of Problem that say which optional tensors are given."""
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "dropout_start")}
@@ -564,7 +569,7 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   return there
 
 def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:
-  """Raises ValueError if the problem does not take this tensor, or takes another shape or dtype of it."""
+  """Raises ValueError if the problem has no such optional tensor, or needs another shape or dtype for it."""
   if name not in p.extras:
     of_packed = f"layout={p.layout!r}: it is for layout='thd' only"
     why = f"dropout_p={p.dropout_p}: it is for dropout only" if name.startswith("dropout") else of_packed

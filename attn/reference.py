@@ -2,7 +2,7 @@
 
 `exact` computes in float64 on the inputs as rounded to their dtype. The law of attn/accuracy.py holds every kernel to it. `same` is
 FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. `exact_backward` and `same_backward` are the gradients, of dO as rounded to
-the dtype of q, k and v, in which it is a factor. A pair that a mask hides adds exactly 0, even if its rows are NaN; docs/attention.md says how far
+the dtype of q, k and v, in which dO is a factor. A pair that a mask hides adds exactly 0, even if its rows are NaN; docs/attention.md says how far
 a NaN reaches in kernels that cannot do this."""
 from __future__ import annotations
 import functools, operator
@@ -16,22 +16,22 @@ from attn.ops.numerics import ROUNDOFF, round_bf16, round_fp16, widen
 Array = NDArray[Any]
 
 def rounded(x:Array, dtype:str) -> Array:
-  """x rounded to `dtype` (to nearest even), as float32."""
+  """Rounds x to `dtype` (to nearest even), and returns it as float32."""
   if dtype == "float32": return x.astype(np.float32)
   bits = (round_fp16 if dtype == "float16" else round_bf16)(np.ascontiguousarray(x, dtype=np.float32))
   return widen(bits, dtype)
 
 def arrange(x:Array, layout:str) -> Array:
-  """A tensor (B, H, S, D) in `layout`."""
+  """Rearranges a tensor (B, H, S, D) to `layout`."""
   if layout == "thd": return x[0].swapaxes(0, 1)
   return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
 
 def restore(x:Array, layout:str, shape:tuple[int, ...]) -> Array:
-  """The tensor of this shape that `arrange` was given."""
+  """Undoes `arrange`: returns the tensor of this shape from x in `layout`."""
   return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
-  """bool (Sq, Sk): whether query i sees key j, i + offset - left <= j <= i + offset + right."""
+  """Returns bool (Sq, Sk): whether query i sees key j. It does if i + offset - left <= j <= i + offset + right."""
   (left, right), i, j = window, np.arange(Sq)[:, None] + offset, np.arange(Sk)[None]
   return ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
 
@@ -57,7 +57,8 @@ class Options:
 PLAIN = Options()
 
 def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN) -> tuple[Array, Array]:
-  """Returns (o, lse) in float64 for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A row that sees no key gives 0 and -inf."""
+  """Returns (o, lse) in float64 for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A row that sees no key has 0 in o and -inf in
+  lse."""
   return _attention(q, k, v, scale, window, offset, np.float64, None, options)
 
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
@@ -68,14 +69,14 @@ def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1)
   return rounded(o, out_dtype), lse
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
-  """The options of batch b alone, which has `keys` keys."""
+  """Returns the options of batch b, which has `keys` keys."""
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
   if bias is not None and bias.shape[-1] > 1: bias = bias[..., :keys]
   return replace(x, kv_lengths=None, alibi_slopes=slopes, bias=bias, kept=None if x.kept is None else x.kept[b:b+1, ..., :keys])
 
 def _dropped(p:Array, x:Options) -> Array:
-  """P, or its gradient, after dropout."""
+  """Applies dropout to P, or to its gradient."""
   return p if x.kept is None else np.where(x.kept, p/p.dtype.type(1 - x.dropout_p), p.dtype.type(0))
 
 Types = tuple[str, str]     # the dtypes to which P and dS, and O, are rounded
@@ -93,7 +94,7 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     return _output(s, v, visible(q.shape[-2], k.shape[-2], window, offset), x, types), softmax_of(s, x)[1]
 
 def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
-  """O of scores, before it is rounded."""
+  """Computes o from scores, before it is rounded."""
   weights, own, _ = _weights(s, x)
   total = weights.sum(-1, keepdims=True)
   if types is not None:
@@ -103,12 +104,12 @@ def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
   return _of_visible(_dropped(weights, x), v, seen)/np.where(total == 0, 1, total)
 
 def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
-  """q, k and v in the dtype of the computation, k and v repeated to as many heads as q."""
+  """Converts q, k and v to the dtype of the computation, and repeats the heads of k and v so that there is one for each head of q."""
   ratio = q.shape[-3]//k.shape[-3]
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
 
 def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
-  """weights @ rows, in which a pair that a mask hides (not `seen`) adds exactly 0, even if its weight or row is NaN."""
+  """Computes weights @ rows. A pair that a mask hides (not `seen`) adds exactly 0, even if its weight or row is NaN."""
   nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
   odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
   total = np.asarray(weights @ np.where(odd, nothing, rows))
@@ -121,7 +122,7 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
 
 @dataclass(frozen=True)
 class TermStep:
-  """One term applied: the scores before it and after it, and its slope at each score, None if the slope is 1."""
+  """One term, applied to scores: the scores before it, the scores after it, and the term's slope at each score. A slope of None means 1."""
   name: str
   before: Array
   after: Array
@@ -145,7 +146,7 @@ def _biased(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
 TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] = {"softcap": _capped, "alibi_slopes": _moved, "bias": _biased}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
-  """The terms that raw scores go through."""
+  """Applies the terms to raw scores, and returns the steps in order."""
   found = list[TermStep]()
   for name, value in TEXTBOOK.items():
     if isinstance(given := getattr(x, name), np.ndarray) or given:
@@ -154,7 +155,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """The slope of all terms together, or of those after the term `after`, at each score."""
+  """Slope of all terms together, or of those that come after the term named `after`, at each score."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -164,12 +165,13 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """The scores that the softmax takes, from raw ones, and the terms applied to them. Scores are -inf where a query does not see a key."""
+  """Computes the scores that go into the softmax from raw scores, and returns these and the terms applied. A score is -inf where the query does not
+  see the key."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   return np.where(visible(Sq, Sk, window, offset), steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
-  """(P before division, the sink's weight, the number subtracted in the exponent) of scores."""
+  """Returns (P before division by its sum, the weight of the sink, the number subtracted in the exponent) for scores."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -177,7 +179,7 @@ def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   return np.exp(s - safe), np.exp(sink - safe), safe
 
 def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
-  """(P, lse) of scores."""
+  """Returns (P, lse) of scores."""
   weights, own, safe = _weights(s, x)
   total, nothing = weights.sum(-1, keepdims=True) + own, s.dtype.type(0)
   return np.where(total == 0, nothing, weights/total), np.where(total == 0, -np.inf, safe + np.log(total))[..., 0]
@@ -186,7 +188,7 @@ def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Gradients:
-  """The gradient of a loss for each input, in that input's shape; None for an input that is not given."""
+  """Gradient of a loss for each input, in the shape of this input. None for an input that is not given."""
   q: Array
   k: Array
   v: Array
@@ -199,7 +201,7 @@ def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, sc
   """Gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are its gradients for o and lse of `exact`; None is 0. `do` has
   values of the dtype of q, k and v; if o has a wider dtype, it was rounded to that.
 
-  A row that sees no key adds exactly 0 to each gradient, and gets 0. Keys beyond kv_lengths get 0."""
+  A row that sees no key adds exactly 0 to each gradient, and its own gradient is 0. The gradients of keys beyond kv_lengths are 0."""
   return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None)
 
 def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
@@ -248,13 +250,13 @@ def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
   return -summed_to((ds*away).sum((-1, -2)), shape)
 
 def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
-  """The sum of `a` over the dimensions that were broadcast from `shape`."""
+  """Sums `a` over the dimensions along which `shape` was broadcast to the shape of `a`."""
   a = a.sum(tuple(range(a.ndim - len(shape))))
   return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
 
 def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
                        types:Types|None) -> Gradients:
-  """Gradients batch by batch, each with the keys it has. Keys beyond get 0."""
+  """Computes gradients batch by batch, each batch with its own number of keys. Keys beyond this number get 0."""
   assert x.kv_lengths is not None
   dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
   dbias, dsinks, dslopes = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks, x.alibi_slopes))

@@ -28,10 +28,10 @@ class CheckedCall:
   arch: Chip|None
   at: Placement
   out: Tensor|None
-  variables: tuple[UOp, ...] = ()     # bound Variables that the problem's numbers of rows are sums of
+  variables: tuple[UOp, ...] = ()     # bound Variables, whose sums are the problem's numbers of rows
   shards: SequenceShards|None = None
   part: bool = False              # this call is one device's part of a call whose rows devices share
-  into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is the one for o), then the buffers that these are regions of
+  into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is the buffer for o), then the whole buffers that these lie in
   @property
   def log_sums(self) -> tuple[str, ...]:
     """Names of the outputs besides o: lse, lse_rest, both or none."""

@@ -75,7 +75,8 @@ def check_means(sink:UOp, arch:Chip) -> None:
 
 @dataclass(frozen=True)
 class CheckedKernel:
-  """A kernel's AST that checks the tensors it is called on. Without the check tinygrad would run it on a view of an output and drop what it wrote."""
+  """A kernel's AST that checks the tensors it is called on. Without the check tinygrad would run the kernel even if an output is a view, and would
+  drop the result."""
   sink: UOp
   outputs: tuple[str, ...]   # names of the leading arguments, which the kernel writes
   arch: str|None = None      # the chip that the caller named

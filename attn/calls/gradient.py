@@ -1,10 +1,10 @@
 """The gradient of attention, as the grad_fxn of its kernels.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. A
-third one, `backward_dbias`, computes the gradient of a bias. For slopes, and for problems that these kernels don't take (attn/choose/backward.py
-says why), tinygrad differentiates `three_pass` of the same inputs. Either way each gradient is an expression of its own: a gradient that nobody
-uses is never computed."""
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. A third
+kernel, `backward_dbias`, computes the gradient of a bias. For slopes, and for problems that these kernels don't take (attn/choose/backward.py says
+why), tinygrad differentiates `three_pass` of the same inputs. In both cases each gradient is an expression of its own. A gradient that is not used is
+therefore never computed."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,8 @@
 """Keeps the inputs of attention, for gradients that are taken after its outputs were computed.
 
-As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by its buffer
-in all expressions. Gradients end there: they would be zeros, without an error. So this module keeps the inputs of each call as long as its outputs
-exist. While gradients are taken, the outputs become expressions of these inputs again."""
+As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by its buffer in
+all expressions. A gradient would stop at such a buffer and be 0, without an error message. Therefore this module keeps the inputs of each call as
+long as the outputs of the call exist. While gradients are taken, the outputs become expressions of these inputs again."""
 from __future__ import annotations
 import contextlib, itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence

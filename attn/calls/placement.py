@@ -1,7 +1,7 @@
 """Sharded tensors: which axes may be sharded over devices, and where an optional tensor then has to lie.
 
-With tensors sharded along batch or heads, every device has all it needs for its part of the output, and nothing is communicated.
-attn/parallel/context.py says what devices do that share rows."""
+If tensors are sharded along batch or heads, every device holds the inputs of its part of the output, and the devices exchange nothing.
+attn/parallel/context.py says what devices do if they share rows."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any

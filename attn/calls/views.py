@@ -1,4 +1,4 @@
-"""Recognises what a Tensor is a view of: the slice of a cache, which attention reads in place, and the causal mask that comes with it.
+"""Recognises a Tensor that is a slice of a cache, so that attention reads it in place, and a Tensor that is a causal mask.
 
 tinygrad's models keep keys and values in one buffer, (2, B, S, H, D) or (2, B, H, S, D). They call `scaled_dot_product_attention` on a slice whose
 length a Variable says, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none."""

@@ -23,7 +23,7 @@ LARGEST = 8      # most registers of a fact: one for each nested branch, and EXE
 EXEC = ("exec_lo", "exec_hi")
 NEED_ALL_LANES = re.compile(r"v_(permlane|mfma|smfmac|wmma|swmmac)|ds_(b?permute|swizzle|read_b\d+_tr|load_tr)|global_load_(b\d+_)?tr")
 
-# result of a scalar instruction with operands a and b: it has the bits that all operands of the first string have, without those of the second
+# scalar instruction with operands a and b -> pairs (x, y): the result has each bit that all operands in x have and no operand in y has
 _RULES = {"mov": [("a", "")], "not": [("", "a")], "and": [("ab", "")], "or": [("a", ""), ("b", "")], "xor": [("a", "b"), ("b", "a")],
           "nand": [("", "a"), ("", "b")], "nor": [("", "ab")], "xnor": [("", "ab"), ("ab", "")],
           "andn2": [("a", "b")], "orn2": [("a", ""), ("", "b")], "andn1": [("b", "a")], "orn1": [("b", ""), ("", "a")]}

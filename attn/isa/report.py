@@ -52,8 +52,8 @@ class HotLoop:
   flops: int                        # floating point operations of the matrix instructions
   cycles: dict[str, float]          # matrix, vector, transcendental, lds -> cycles on one SIMD
   unpublished: dict[str, int]       # matrix shapes with no cycle count in the model, timed at the chip's peak
-  overlap: float                    # matrix cycles of the products / those of the busiest pipe
-  serial: float                     # matrix cycles of the products / those of matrix, vector and transcendental after one another
+  overlap: float                    # matrix cycles of the products / cycles of the busiest pipe
+  serial: float                     # matrix cycles of the products / cycles if matrix, vector and transcendental work never overlap
   # figures per score, None if the head dimension is not known
   scores: float|None                # query x key elements per trip
   queries: int|None                 # per wave
@@ -61,7 +61,7 @@ class HotLoop:
   valu_per_score: float|None        # vector instructions per score of a lane's share
   exp_per_score: float|None
   lds_bytes_per_score: float|None
-  useful: float|None                # cycles of the products that attention needs, at the chip's dense rate / those of `serial`
+  useful: float|None                # cycles of the products that attention needs, at the chip's dense rate / the cycles that `serial` divides by
 
   @property
   def valu(self) -> int: return sum(self.kinds[k] for k in VECTOR)

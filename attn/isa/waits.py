@@ -26,9 +26,9 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 class Awaited:
   """The accesses that a wait waits for."""
   accesses: int                 # number of accesses
-  last: str                     # text of the last one's instruction
+  last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction
-  instructions: int             # instructions from its issue to the wait
+  instructions: int             # instructions from the issue of the last access to the wait
   matrix: int                   # matrix instructions among these
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Context parallelism: attention over sequences whose rows are divided among devices. There are three ways:
 
 - Gathering: q, k and v are sharded along their rows. Each device computes its own queries over all keys, some heads in each launch, which writes o to
-  its final place. The device gathers the keys of these heads from all devices. During a launch the keys for the next heads are copied; two buffers
-  take turns.
-- Exchange: only k and v are sharded, and every device has all queries. Each device computes them over its own keys. Then the devices exchange the
-  results, o and lse in one buffer, and one kernel on each device merges them.
-- Ring attention (arXiv 2310.01889): q, k and v are sharded, but no single kernel can compute the problem. A device launches over the keys of one
-  device after another, whose shards take turns in two buffers, and merges the results.
+  its final place. The device gathers the keys of these heads from all devices. During a launch the keys for the next heads are copied; launches use
+  two buffers in turn.
+- Exchange: only k and v are sharded, and every device has all queries. Each device computes all queries over its own keys. Then the devices exchange
+  the results, o and lse in one buffer, and one kernel on each device merges the results.
+- Ring attention (arXiv 2310.01889): q, k and v are sharded, but no single kernel can compute the problem. A device runs launches over the keys of one
+  device after another, and merges the results. The shards of these keys are copied into two buffers in turn.
 """
 from __future__ import annotations
 import functools, itertools, math

@@ -22,7 +22,7 @@ MOST_ISSUES = 60000        # about the most instructions to step; a long loop ma
 class Stall:
   """Wait of the waves at one instruction, as a mean over the trips of a wave."""
   step: TripStep
-  cycles: float      # delay after the cycle that the instruction before allowed
+  cycles: float      # cycles from when the instruction before allowed the issue until the issue
   idle: float        # part of the delay in which the SIMD's matrix unit was idle
   why: str           # main cause: "access", "result", "unit", "barrier"
 
@@ -31,7 +31,7 @@ class LoopTiming:
   """The timing of one trip of a loop."""
   label: str
   cycles: float                    # cycles in which all waves make one trip
-  matrix_use: float                # share of these in which the matrix unit is in use
+  matrix_use: float                # share of these cycles in which the matrix unit is in use
   scores: float|None               # scores that a wave computes in a trip, None if the head dimension is not known
   flops: int                       # operations of the matrix instructions of a wave's trip
   steps: tuple[TripStep, ...]          # steps of a trip of the first wave
