@@ -1,8 +1,8 @@
 """Choice of the compiler for attn's kernels: the first compiler that can compile them, among those that ATTN_COMPILER allows.
 
-The clang of the extra `isa` comes first, because the tiles were chosen and checked for spills with it; then ROCm's comgr; then any clang on PATH.
-attn does not judge a compiler by its version but tests it: the compiler compiles `probe_source`, a few lines with all compiler features that the
-kernels need. One test for each compiler version and chip is enough.
+The clang of the extra `isa` comes first, because the tiles were chosen and checked for spills with this clang; then ROCm's comgr; then any clang on
+PATH. attn does not judge a compiler by its version but tests it: the compiler compiles `probe_source`, a few lines with all compiler features that
+the kernels need. One test for each compiler version and chip is enough.
 """
 from __future__ import annotations
 import functools, os, re

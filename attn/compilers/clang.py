@@ -41,7 +41,7 @@ PRELUDE = "".join(f'extern "C" inline __attribute__((device, always_inline, {att
 
 @dataclass(frozen=True)
 class Toolchain:
-  """Compiler and its linker (None if there is none), each as the first words of a command line."""
+  """Compiler and its linker, each as the words that begin its command line. The linker is None if none was found."""
   clang: tuple[str, ...]
   lld: tuple[str, ...]|None
   version: str
@@ -61,14 +61,14 @@ def _zig() -> str|None:
   return shutil.which("zig", path=next(iter(spec.submodule_search_locations)))
 
 def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
-  """Command of lld. The compiler's own lld is preferred, so that a code object is linked by the release that wrote it."""
+  """Command of lld. The compiler's own lld is preferred, so that compiler and linker have the same release."""
   if clang[-1] == "clang" and len(clang) == 2: return (clang[0], "ld.lld")
   own = _run((*clang, "-print-prog-name=ld.lld")).stdout.strip()
   if (path:=shutil.which(own) or shutil.which("ld.lld")) is not None: return (path,)
   return (zig, "ld.lld") if (zig:=_zig()) is not None else None
 
 def inspected(command:tuple[str, ...], where:str) -> Toolchain|str:
-  """Returns the compiler that `command` runs, or a text that tells what is wrong with it."""
+  """Returns the compiler that `command` runs, or a text that says why this compiler can't be used."""
   path = shutil.which(command[0]) or command[0]
   if os.path.isdir(path): return "a directory"
   if not os.path.exists(path): return "neither a file nor a command on PATH"

@@ -31,7 +31,7 @@ def compile_hip(source:str, arch:str) -> bytes:
   return kept("co", ("comgr", _version(), arch, source), lambda: _compile(comgr_compiler(arch), source))
 
 def loaded_comgr() -> Found|str:
-  """comgr as a compiler to choose, or a text that tells why it can't be loaded."""
+  """comgr as a `Found`, a compiler that choice.py can choose, or a text that says why comgr can't be loaded."""
   try: comgr_compiler(ANY_ARCH)
   except AssertionError as e: return str(e)
   return Found("comgr", _version(), compile_hip)

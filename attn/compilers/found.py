@@ -1,4 +1,4 @@
-"""Record of a compiler that was found, and the error for no usable compiler."""
+"""Record of a compiler that was found on this machine, and the error that is raised if no compiler can be used."""
 from __future__ import annotations
 import re
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Found:
     return llvm_release(self.version)
 
 def llvm_release(version:str) -> int|None:
-  """LLVM release in a version text, such as 22 in "clang version 22.1.8"; None if there is none."""
+  """LLVM release in a version text, such as 22 in "clang version 22.1.8"; None if the text contains no release."""
   found = re.search(r"clang version (\d+)\.", version)
   return int(found[1]) if found is not None else None
 

@@ -1,4 +1,4 @@
-"""clang of other LLVM releases than the installed one, to see what users' compilers make of the kernels.
+"""clang of LLVM releases other than the installed release, to see the machine code that users' compilers make from the kernels.
 
 Each release comes from a version of the PyPI package `ziglang`. pip installs it into a separate directory of the user's cache directory, where it
 stays.

@@ -69,8 +69,8 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Converts registers (registers, T) to matrices (waves, columns, rows). `unpack` converts registers to elements (elements, T), in the type for
-    computing. Duplicates must agree (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
+    """Converts registers (registers, T) to matrices (waves, columns, rows). `unpack` converts registers to elements (elements, T), in the type in
+    which they are multiplied. Lanes that hold duplicates must hold equal values (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
     e, l = self.split
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1
@@ -103,8 +103,8 @@ class MatrixInstruction:
     return self.c.columns, self.c.rows, self.a.columns
 
 def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
-  """MFMA: lane (h, i) holds row i of A at k = E*h + e. Rows 0 to 3 of D are in the first group of lanes, rows 4 to 7 in the second group, and so on
-  in turn."""
+  """MFMA: lane (h, i) holds E elements of row i of A, element e at k = E*h + e. Rows 0 to 3 of D are in the first group of lanes, rows 4 to 7 in the
+  second group, and so on in turn."""
   groups = 64//M
   ab = Layout("e hi -> i he", e=E, h=groups, i=M)
   return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
@@ -122,7 +122,7 @@ def _wmma3(dtype:str) -> MatrixInstruction:
   return MatrixInstruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
 
 def _wmma4(dtype:str) -> MatrixInstruction:
-  """WMMA of RDNA4: half h of the lanes holds k = 8h + e (e < 8) of A and B, and rows 8h + r of D."""
+  """WMMA of RDNA4: the lanes of half h of the wave hold A and B at k = 8h + e (e < 8), and rows 8h + r of D."""
   ab = Layout("e hi -> i he", e=8, h=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 

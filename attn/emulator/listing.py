@@ -1,9 +1,9 @@
 """Origin of each operation of a program: the line of Python that emitted it, and its statement in the source that the renderer prints.
 
 The UOps of a program contain neither the line nor the statement, and nothing is recorded while a kernel is made and run. The device only remembers,
-for the latest kernels of `Tensor.custom_kernel`, a function that makes their ASTs again. When a kernel fails, its AST is made and lowered again, and
-the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. This takes about as long as making and
-lowering the kernel did.
+for the latest kernels of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and
+lowered again, and the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. This takes about as
+long as making and lowering the kernel did.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Place:
 NOWHERE = Place(None, None, "")
 
 def _stores(ast:UOp) -> tuple[UOp, ...]:
-  """Stores of an AST, without the parameters among its SINK's sources."""
+  """Stores among the sources of an AST's SINK. Sources that are parameters are left out."""
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
@@ -74,7 +74,7 @@ class Listing:
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """Makes and lowers the AST that `make` returns, and lists the places of its program."""
+    """Makes and lowers the AST that `make` returns, and lists the places of the program's UOps."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))
@@ -82,7 +82,7 @@ class Listing:
     return listing
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
-    """Maps lines of the source (from 1) to the lines of Python that they come from, as far as these are known."""
+    """Maps lines of the source (from 1) to the lines of Python that they come from, as far as the lines of Python are known."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():
       if line + 1 not in found and (place := self._from(u)) is not None: found[line + 1] = (_relative(place[0]), place[1])

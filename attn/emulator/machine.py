@@ -111,7 +111,7 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop; `to` is the step to continue with, None for the next step."""
+    """Ends a loop. The run continues with step `to`; None stands for the next step."""
     self.pop()
     return to
 

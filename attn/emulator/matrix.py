@@ -1,10 +1,10 @@
 """Emulation of matrix instructions on the registers of waves, with the layouts of emulator/chips.py.
 
 Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. They are summed in fp32, and then C is added. The ISA does not specify the order
-in which hardware sums: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. CDNA2 treats denormals as zero, in its
-16-bit inputs and in the fp32 accumulator, as input and as output: "the FP16 and BF16 V_DOT2 and MFMA matrix instructions flush input and output
-denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the same of MFMA_F16, MFMA_BF16,
-MFMA_BF16_1K).
+in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. Matrix instructions of CDNA2
+treat denormals as zero, in their 16-bit inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix
+instructions flush input and output denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the
+same of MFMA_F16, MFMA_BF16, MFMA_BF16_1K).
 """
 from __future__ import annotations
 from dataclasses import dataclass, field
@@ -26,8 +26,9 @@ def warpgroup_operand(a:Array) -> Array:
   return layout.to_matrices(a, lambda x: _parts(x, "u2")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
-  """Computes c + A B^T in fp32: c is (registers, T), A fp32 (warpgroups, 64, k), B fp32 (warpgroups, n, k). It multiplies for each warp separately: a
-  BLAS library distributes larger products over threads, which costs more than it saves, above all when other processes use the cores."""
+  """Computes c + A B^T in fp32: c is (registers, T), A fp32 (warpgroups, 64, k), B fp32 (warpgroups, n, k). The function multiplies for each warp
+  separately: a BLAS library distributes larger products over threads, which costs more than it saves, above all when other processes use the
+  cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   products = a.reshape(groups, 4, 16, k) @ b[:, None].swapaxes(2, 3)
   return layout.add_matrices(c, products.reshape(groups*4, 16, n))
@@ -36,7 +37,8 @@ _SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32
 
 def _from_high_half(x:Array) -> Array:
   """Converts fp16 bits, in the upper halves of the int32 x, to fp32; x is overwritten. Sign, exponent and mantissa moved to their places in an fp32
-  give the value times 2^-112, exactly, for denormals too. inf and NaN first come out as 2^16 or more."""
+  give the value times 2^-112, exactly, for denormals too. inf and NaN become numbers of 2^16 or more, which the function then replaces by inf and
+  NaN."""
   x >>= 3
   x &= _SIGN_AND_REST
   found = x.view(np.float32)

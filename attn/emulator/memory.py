@@ -1,7 +1,7 @@
 """Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays.
 
 An access has `chunk` bytes (element size times vector length) at an index counted in chunks. Memory is viewed as an array of chunks, which is
-gathered or scattered for all threads at once. Another type of the same bytes is only another view.
+gathered or scattered for all threads at once. To read the bytes as another type, the emulator only makes another view of them.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 POISON, PADDING = 0xff, 64   # bytes of fresh memory (NaN in every float type); LDS buffers are padded to a multiple of PADDING, and so of every chunk
 
 def chunk_type(nbytes:int) -> np.dtype[Any]:
-  """numpy type of `nbytes` bytes, which is copied and never interpreted."""
+  """numpy type of `nbytes` bytes, for data that are copied and never interpreted."""
   return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
 
 def divided(x:Array, n:int) -> tuple[Array, Array]:
@@ -37,7 +37,8 @@ def to_chunks(x:Array, n:int, chunk:int) -> Array:
 # ***** device allocations *****
 
 class Allocation:
-  """Device memory, with one flag per byte that tells whether it was written since the allocation. Flags of None mean that every byte was written."""
+  """Device memory, with one flag per byte that tells whether the byte was written since the allocation. Flags of None mean that every byte was
+  written."""
   def __init__(self, size:int):
     self.data = np.full(size, POISON, np.uint8)
     self.written: Array|None = np.zeros(size, np.uint8)
@@ -60,7 +61,8 @@ class View:
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
   def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
-    """Notes that a kernel with this buffer as an output has run. If the kernel has no store to it, all its stores were removed during lowering."""
+    """Records that a kernel has run and has this buffer as an output. If `stores` is false, lowering has removed all stores to the buffer from the
+    kernel."""
     if stores: self.settle()
     why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no trips"
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
@@ -103,7 +105,7 @@ class Space:
     return v
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
-    """Position of each thread's chunk in the view, with bounds checked for the active threads and 0 for the others."""
+    """Position of each thread's chunk in the view of the memory. Checks the bounds for the active threads; the other threads get 0."""
     if self.begin % chunk:
       bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
       if bad.any():

@@ -8,7 +8,7 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """Pointer in a plan: the buffer, the type it points to, and (slot, bytes per unit) of each index that was added."""
+  """Pointer in a plan: the buffer, the type of the data, and (slot, bytes per unit) of each index that was added to the pointer."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()

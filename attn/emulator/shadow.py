@@ -26,15 +26,17 @@ class LdsShadow:
   """Shadow of a LOCAL buffer: the waves that wrote and read each location since the last barrier. A location is `unit` bytes, which is the narrowest
   access in the kernel.
 
-  `writer` holds interval * stride + wave of the last write (0: never written). `reader` has one plane per wave, with the interval of its last read.
-  Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves only. A wave that is one interval ahead
-  reaches a place in the program later than the others, so its accesses in interval n happen at the same time as the other waves' accesses in interval
-  n. For any order in the program, an access is safe only after a barrier, which means in a later interval.
+  `writer` holds the tag of the last write, interval * stride + wave, or 0 for a location that was never written. `reader` has one plane per wave,
+  with the interval of its last read. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves only. A
+  wave that is one interval ahead reaches a place in the program later than the others, so its accesses in interval n happen at the same time as the
+  other waves' accesses in interval n. In any order of the accesses in the program, an access is safe only after a barrier, and so only in a later
+  interval.
 
   The tag of a write that is under way has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
 
   Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads
-  never get to the planes of `reader`: they wait in a list, in order, until a write overlaps one; reads from before the last barrier are dropped."""
+  are never recorded in the planes of `reader`. Reads are first kept in a list, in order, and are recorded in the planes when a write overlaps one of
+  them. Reads from before the last barrier are dropped."""
   def __init__(self, f:Threads, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
@@ -102,7 +104,7 @@ class LdsShadow:
   # chunks as fast as numbers. If they find that something may be wrong, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Notes the read of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if something may be wrong with it."""
+    """Records the read of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if the read may be faulty."""
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
@@ -112,7 +114,7 @@ class LdsShadow:
     return True
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Notes the write of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if something may be wrong with it."""
+    """Records the write of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if the write may be faulty."""
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
     meets = self.waves > 1 and self.written_at.meet(span, f.since)
@@ -130,7 +132,8 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Tells whether the last writes, with tags (T, locations), are all safe: each was done before the last barrier, or by the same wave."""
+    """Tells whether an access may follow the last writes, which are given by their tags (T, locations): each write was made before the last barrier,
+    or by the accessing wave."""
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
@@ -199,7 +202,7 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Notes the end of the product's read: the next write of another wave needs a barrier first."""
+    """Records that the product read until now: another wave may write the locations only after a barrier."""
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
@@ -210,7 +213,7 @@ def _repeated(x:Array, per:int) -> Array:
   return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:
-  """Restricts `bad` to the active threads; None if no thread is left."""
+  """Returns the active threads of `bad`, or None if there are none."""
   if not bad.any(): return None
   if active is not None: bad = bad & active
   return bad if bad.any() else None

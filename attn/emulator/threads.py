@@ -1,4 +1,4 @@
-"""Threads of a run: their numbers, the mask of active threads, the count of barriers they have passed, and errors about one of them.
+"""Threads of a run: their numbers, the mask of active threads, the count of barriers they have passed, and errors that name one of the threads.
 
 Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so a hardware wave is a run of consecutive threads.
 Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs until the

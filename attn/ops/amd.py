@@ -99,7 +99,8 @@ def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
 
 def _in_order(*statements:str) -> str:
   """C++ text of statements across which neither clang's passes nor its scheduler move accesses to memory. The fences have the scope of one wave and
-  cost nothing. A release with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for only some."""
+  cost nothing. A release fence with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for only
+  some."""
   fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
@@ -158,7 +159,7 @@ def _load_to_lds(lanes:Any, pointer:Any, records:Array, offset:Array, lds:Any, *
   return lanes.commit_stores()    # s_waitcnt counts each load by itself
 
 def _load_to_lds_text(printer:Any, out:str) -> Body:
-  """Text that calls the instruction by its LLVM name: clang 20 has no builtin for it."""
+  """Text of `load_to_lds`. It calls the instruction by its LLVM name, because clang 20 has no builtin for the instruction."""
   shared = "__attribute__((address_space(3))) void*"
   return Body(f"__attribute__((device)) void load(__amdgpu_buffer_rsrc_t, {shared}, unsigned, int, int, int, int)\n"
               '    __asm("llvm.amdgcn.raw.ptr.buffer.load.lds");\n'
@@ -192,8 +193,8 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Loads 16-bit numbers from LDS at `lds` (an INDEX) + each of `steps` bytes, two per dword: a column of a tile that is stored by rows
-  (ds_read_u16)."""
+  """Loads a 16-bit number from LDS at `lds` (an INDEX) + s bytes, for each s in `steps`, and puts two numbers into each dword. The numbers are a
+  column of a tile that is stored by rows (ds_read_u16)."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
   """Loads 16 bytes as `buffer_load` does, but directly to LDS: lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The load is under way until

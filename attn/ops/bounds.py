@@ -1,10 +1,10 @@
 """Uniform integers clamped between two bounds, which clang would otherwise compute in vector registers.
 
 If clang knows 0 and n, it makes one vector instruction of min(max(x, 0), n), v_med3_i32, even if x is equal in all lanes; a scalar med3 does not
-exist. Everything computed from the result then lies in vector registers too. If the address or the size of a load is such a result, the load reads it
-lane by lane, in a loop. If clang does not know a bound, it makes a scalar maximum or minimum. attn hides the second bound. If clang knows x, as in a
-loop of one trip, applying the first bound takes no instruction. If the first bound were hidden instead, clang would know x and the second bound, and
-so two bounds of the hidden number.
+exist. Every number computed from the result then lies in a vector register too. If the address or the size of a load is such a number, the load reads
+it lane by lane, in a loop. If clang does not know a bound, it makes a scalar maximum or minimum. attn hides the second bound. If clang knows x, as in
+a loop of one trip, applying the first bound takes no instruction. If the first bound were hidden instead, clang would know x and the second bound,
+which are then two known bounds of the hidden number.
 """
 from __future__ import annotations
 from attn.ops.operation import Call

@@ -242,8 +242,8 @@ def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   """Returns an entry of a block table, used only in lanes where `there` is true. The emulator stops if such an entry is not in 0..count-1."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns the number of a page to which this lane writes, at `slot`, if `gate` is true. The emulator stops if another lane of the grid writes to
-  the same slot."""
+  """Returns the number of a page. If `gate` is true, this lane writes to the slot `slot`, which lies in this page. The emulator stops if another lane
+  of the grid writes to the same slot."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know about an integer *****

@@ -67,7 +67,7 @@ def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
   """Joins the bits of several lanes in one dword that all of them get; the bits of this lane begin at bit `place`."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
-LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits that swap with the bits that much higher}
+LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits exchanged with the bits `distance` higher}
 
 @compound("turned")
 def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:str) -> Value:

@@ -18,7 +18,7 @@ class Hip(Printer):
   def at(self, text:str, ctype:str, i:int) -> str: return text if length_of(ctype) == 1 else f"{text}[{i}]"
   def vector_text(self, out:str, values:Sequence[str]) -> str: return f"({out}){{{', '.join(values)}}}"
   def same(self, *xs:Value) -> tuple[str, list[Term]]:
-    """Converts the operands to one type, as clang's elementwise builtins need it; returns the type and the operands."""
+    """Converts the operands to one type, because clang's elementwise builtins need operands of one type. Returns the type and the operands."""
     terms = [self.term(x) for x in xs]
     wide = max((t.type for t in terms), key=length_of)
     return wide, [t if t.type == wide else Term(self, f"({wide})({bare(t.text)})", wide) for t in terms]
@@ -55,7 +55,8 @@ class Hip(Printer):
     if len(xs) != 2 or length_of(xs[0].type) == 1: return super().join(*xs)
     n = 2*length_of(xs[0].type)
     return Term(self, f"__builtin_shufflevector({xs[0].text}, {xs[1].text}, {', '.join(map(str, range(n)))})", vector_of(element_of(xs[0].type), n))
-  # Registers go to a function by value and come back as its result: clang makes worse code for arrays whose address is taken, though it inlines all.
+  # A function gets registers by value and returns them as its result: clang makes worse code for arrays whose address is taken, even though it
+  # inlines.
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
     if not registers: return Signature([])
     kept, kind = [x for x in registers if x.stored], name.capitalize()

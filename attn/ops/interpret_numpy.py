@@ -92,7 +92,7 @@ class Numbers:
     """Adds the two numbers in each dword of x to c."""
     return self.lanes.dot(x, np.full(x.shape, TWO_ONES[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    """Adds the product of P and a matrix of ones to c: sums of P. See `with_ones` of the matrix instruction."""
+    """Adds the product of P and a matrix of ones to c. The product consists of sums of P. See `with_ones` of the matrix instruction."""
     ones = np.full((2, p.shape[-1]), TWO_ONES[dtype], np.uint32)
     a, b = matrix.with_ones(p, ones)
     return self.lanes.matrix(matrix.name, a, b, c)

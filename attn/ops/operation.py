@@ -1,4 +1,4 @@
-"""Operations that tinygrad has no UOp for: how they stand in a kernel, in the printed source and in the emulator.
+"""Operations that tinygrad has no UOp for: how they appear in a kernel, in the printed source and in the emulator.
 
 In a kernel an operation is one `Ops.CUSTOM` whose argument is a `Call`: the operation's name and its static parameters. The renderer asks the
 `Operation` of that name for its text, the emulator asks it for its meaning in numpy. There are two kinds:
@@ -6,8 +6,9 @@ In a kernel an operation is one `Ops.CUSTOM` whose argument is a `Call`: the ope
   meaning;
 - an instruction has its text and its meaning written out, side by side (attn/ops/amd.py, nvidia.py, hopper.py).
 
-Traps of `Ops.CUSTOM` in tinygrad 0.14.0, which `emit` avoids: it needs an explicit dtype and at least one source (its shape is that of its sources);
-an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed; a CUSTOM of dtype void vanishes.
+Traps of `Ops.CUSTOM` in tinygrad 0.14.0, which `emit` avoids: a CUSTOM needs an explicit dtype and at least one source (the shape of the CUSTOM is
+the shape of its sources); an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed;
+tinygrad drops a CUSTOM of dtype void.
 """
 from __future__ import annotations
 import functools
@@ -140,6 +141,6 @@ def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
   return new_uop(Ops.CUSTOM, sources, out, Call(name, tuple(static.items())))
 
 def statement(name:str, /, *sources:UOp, **static:Any) -> UOp:
-  """Makes the UOp of an operation that is executed for its effect. Its value is 0 and must be stored somewhere: the store puts it in order among
-  other statements."""
+  """Makes the UOp of an operation that is executed for its effect. The operation's value is 0 and must be stored somewhere: the store gives the
+  operation its place in the order of statements."""
   return new_uop(Ops.CUSTOMI, sources, dtypes.float, Call(name, tuple(static.items())))

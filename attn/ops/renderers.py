@@ -61,7 +61,7 @@ class OperationsPrinter(CStyleLanguage):
     types = [c_type(u) for u in x.src]
     return self.operations.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src])
   def need_operator(self, x:UOp) -> None:
-    """Declares an operator between vectors: tinygrad prints the operator as it is and expects the language to have it."""
+    """Declares an operator between vectors: tinygrad prints the operator as it is and expects the language to define it on vectors."""
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     """Declarations that the source needs and that tinygrad prints only if a kernel computes with the type."""
@@ -120,8 +120,8 @@ class CudaOperations(OperationsPrinter):
   """Base of the CUDA renderers, whose compilers make machine code (see `machine_code`)."""
   language = "cuda"
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Declares 16-bit types by their size. If tinygrad includes no header for such a type, the kernel only has pointers to it and does not compute
-    with it, so the size is enough. A header would take NVRTC a tenth of a second."""
+    """Declares 16-bit types by their size. If tinygrad includes no header for such a type, the kernel only uses pointers to the type and does not
+    compute with it, so its size is enough. A header would take NVRTC a tenth of a second."""
     used = {u.dtype for _, (u, _) in bufs}
     half, bfloat16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
     unknown = {"half": dtypes.half in used and half not in prefix and bfloat16 not in prefix,      # cuda_bf16.h includes cuda_fp16.h

@@ -1,14 +1,14 @@
 """Correction of the online softmax: the rare branch that raises the reference values of a wave's rows, written once for all matrix units.
 
-Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in it
-exceeds 2^above: m still holds, and no maximum is computed. If a sum is larger, inf or NaN in any lane of the wave, then the reference of every row
-becomes the maximum of its scores so far, the accumulators are rescaled to it, and P and its sums are computed again.
+Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in the
+sum exceeds 2^above: the row keeps its reference, and no maximum is computed. If a sum is larger, inf or NaN in any lane of the wave, then the
+reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to it, and P and its sums are computed again.
 
-If |addend| would exceed LARGE, its rounding error would show in the result of one fma. Such a row has a NaN as its addend: then every trip takes the
-branch, which first subtracts the reference from the score. Every trip with a score that is NaN or +inf takes the branch too: correct, but slow. A row
-that has seen no key has the reference LOWEST: with it every score overflows to inf, and -inf gives 0. Wide scores
-(kernels/parts/weights/scores.py) are kept as natural logarithms and not in base 2, so not all of them would overflow: for them the addend of such a
-row is NaN.
+If |addend| exceeded LARGE, the rounding error of the addend would show in the result of S*scale + addend. Such a row has a NaN as its addend. Its
+sums are then NaN, so every trip takes the branch, and the branch subtracts the reference from the score before it multiplies by the scale. Every trip
+with a score that is NaN or +inf takes the branch too: correct, but slow. A row that has seen no key has the reference LOWEST: P of every finite score
+then overflows to inf, and P of the score -inf is 0. Wide scores (kernels/parts/weights/scores.py) are kept as natural logarithms and not in base 2,
+so not all of them would overflow: for them the addend of such a row is NaN.
 """
 from __future__ import annotations
 import functools, operator
@@ -174,12 +174,12 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
-  """Corrects P of one trip if a reference no longer holds. This is one statement, because tinygrad has no branch around stores to registers.
+  """Corrects P of one trip if a reference must be raised. This is one statement, because tinygrad has no branch around stores to registers.
 
   All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `addend` of the rows, `l` the
   running sums, `acc` the accumulators of O, `p` the trip's P, packed to `dtype`, `scores` the trip's scores, and `part` the trip's sums, one kind of
   `sums` after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the reference,
-  and it follows every larger maximum."""
+  and the reference is raised to every larger maximum."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]

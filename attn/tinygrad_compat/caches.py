@@ -24,12 +24,13 @@ def forget_oldest_kernels(prefix:str, most:int) -> None:
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
-  """Key of a PROGRAM that is valid in other processes: everything that tinygrad makes it depend on."""
+  """Key of a PROGRAM that is also valid in other processes. It contains everything that tinygrad's own key of the PROGRAM contains."""
   key, kind, *rest = to_program_key(ast, renderer)
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 
 def launch_of(program:UOp) -> dict[str, Any]|None:
-  """Describes a PROGRAM, without its UOps and machine code, by plain numbers and texts. None if some of them are not plain, as with a Variable."""
+  """Describes a PROGRAM, except its UOps and machine code, by plain numbers and texts. Returns None if a part of the description is not plain, such
+  as a Variable."""
   info, own = program.arg, program.src[0].arg
   estimates, sizes = own.estimates, (info.global_size, info.local_size)
   numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)

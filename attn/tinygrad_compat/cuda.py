@@ -91,7 +91,7 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
   return SelectedInputs
 
 def holds(whole:Buffer, part:Buffer) -> bool:
-  """Tells whether `part` is a region of `whole` in the same allocation, and smaller than it."""
+  """Tells whether `part` is a region of `whole` in the same allocation, and smaller than `whole`."""
   ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 

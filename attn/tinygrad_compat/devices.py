@@ -25,13 +25,13 @@ def opened_devices(name:str) -> list[Compiled]:
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class Means:
-  """Means of a device for kernels of plain UOps: the bytes of local memory that a workgroup may use, and whether the device is `serial`, without
+  """Resources of a device for kernels of plain UOps: the bytes of local memory that a workgroup may use, and whether the device is `serial`, without
   workgroups. The bytes are 0 if threads are faster without local memory."""
   local_memory: int
   serial: bool = False
 
 def workgroups_of(device:str) -> Means|None:
-  """Means of a device for which tinygrad renders C or LLVM; None for another device."""
+  """Resources (`Means`) of a device for which tinygrad renders C or LLVM; None for another device."""
   opened = Device[device]
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return Means(0, serial=True)

@@ -66,7 +66,8 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Number of the TinyJit input that an argument of a call is taken from: the whole input, a region of it, or one device's part. None otherwise."""
+  """Number of the TinyJit input that an argument of a call is taken from: the whole input, a region of it, or one device's part. None for other
+  arguments."""
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 

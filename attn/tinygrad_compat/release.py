@@ -13,7 +13,7 @@ RELEASED = {
   "tinygrad.codegen:full_rewrite_to_sink": ("ast", "ren", "optimize"), "tinygrad.codegen.late.linearizer:linearize": ("sink",)}
 
 def difference(name:str, parameters:tuple[str, ...]) -> str|None:
-  """Returns a text that tells how tinygrad's `name` differs from the release, or None if it does not."""
+  """Returns a text that tells how tinygrad's `name` differs from the release, or None if nothing differs."""
   module, path = name.split(":")
   try:
     found:Any = importlib.import_module(module)

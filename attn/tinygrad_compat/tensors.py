@@ -9,8 +9,8 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop, on_top
 
 def written_to(buffer:UOp, kernel:UOp) -> None:
-  """Makes every Tensor that is `buffer`, or a view of it, refer to its content after `kernel`, which writes to the buffer. (Tensor.assign does this
-  for views, and also for values computed from them that are not yet realized.)"""
+  """Makes every Tensor that is `buffer`, or a view of `buffer`, refer to the buffer's content after `kernel`, which writes to the buffer.
+  (Tensor.assign does this for views, and also for values computed from views that are not yet realized.)"""
   after = buffer.after(kernel)
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := on_top(t.uop, buffer, after)) is not None: t.uop = view
