@@ -1,4 +1,4 @@
-"""Helpers that call `attention` on the emulator and check the results against the accuracy law; the tests of the API share them."""
+"""Helper functions for the tests of the API: they call `attention` on the emulator and check the results against the accuracy law."""
 from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterator
@@ -11,7 +11,7 @@ from cases import DTYPES, Inputs, arrange, array, hold, normal, problem, restore
 
 @contextlib.contextmanager
 def computed_on(device:str, kernel:str="") -> Iterator[None]:
-  """Sets DEV to `device`, and ATTN_KERNEL to `kernel`."""
+  """Sets DEV to `device` and ATTN_KERNEL to `kernel`."""
   with Context(DEV=device), pytest.MonkeyPatch.context() as patch:
     patch.setenv("ATTN_KERNEL", kernel)
     yield
@@ -32,8 +32,8 @@ def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
 
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
-  """Runs `attention` on the problem, checks o and lse against the accuracy law and returns them as (B, H, Sq, Dv) and (B, H, Sq). `place` receives
-  each tensor and its name, and may move the tensor."""
+  """Runs `attention` on the problem and checks o and lse against the accuracy law. Returns o as (B, H, Sq, Dv) and lse as (B, H, Sq). `place`
+  receives each tensor with its name, and may move the tensor to other devices."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}

@@ -16,7 +16,7 @@ from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, normal, n
 
 @dataclass(frozen=True)
 class Loss:
-  """Gradients of o (B, H, Sq, Dv) and of lse (B, H, Sq); the second may be None. dO has the dtype of o."""
+  """Gradients of the loss with respect to o (B, H, Sq, Dv) and lse (B, H, Sq). The gradient of lse may be None. dO has the dtype of o."""
   do: np.ndarray
   dlse: np.ndarray|None
 
@@ -26,7 +26,7 @@ def loss_of(p:Problem, dlse:bool=False, size:float=1.0) -> Loss:
   return Loss(do, rng.standard_normal(rows, dtype=np.float32) if dlse else None)
 
 def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Computes (o, lse) by the textbook. Rows that belong to no sequence get 0 and -inf."""
+  """Computes (o, lse) by the textbook. Rows that belong to no sequence get o 0 and lse -inf."""
   if not p.varlen: return same(x.q, x.k, x.v, p.softmax_scale, p.window, p.offset, options_of(p, extras), dtype=p.dtype, out_dtype=p.out_dtype)
   o, lse = np.zeros((1, p.H, p.total_q, p.Dv), np.float32), np.full((1, p.H, p.total_q), -np.inf, np.float32)
   for b, (qs, ks) in enumerate(packed_sequences(p, extras)):
@@ -37,19 +37,19 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
   return o, lse
 
 def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
-  """Options of the reference for the whole problem, or for one packed sequence: (its number, its query count, its key count)."""
+  """Options that the reference needs for the whole problem, or for one packed sequence: (its index, its number of queries, its number of keys)."""
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
-  """Accuracy laws of dq, dk and dv, and of dbias if there is a bias. Rows that belong to no sequence have gradient 0."""
+  """Accuracy laws of dq, dk and dv, and of dbias if the problem has a bias. Rows that belong to no sequence have gradient 0."""
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
-  """Runs the backward kernels on the textbook's o and lse, and returns dq, dk and dv in the shapes of q, k and v. `only` runs one kernel: "dq", or
-  "dkdv" or "dbias" with the textbook's delta. With `parts`, the kernels write that many partial gradients, which are added here. The kernels run on
-  the emulator, or on the GPU where `arch` is "CUDA"."""
+  """Runs the backward kernels on the textbook's o and lse, and returns dq, dk and dv in the shapes of q, k and v. `only` selects one kernel: "dq", or
+  "dkdv" or "dbias", which then get the textbook's delta. With `parts`, the kernels write that many partial gradients, and this function adds them.
+  The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
   on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
   dq_tile, dkdv_tile = map(tiles, tiles_of(p, on))
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
@@ -77,9 +77,9 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
                            size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
-  """Builds the problem with any of its options, runs both kernels, and checks dq, dk and dv against the accuracy law. Gradients are exactly 0 for a
-  query that sees no key, for a key that no query sees, and for a row of no sequence. `size` scales dO, `tiles` changes the chosen tiles; `only` and
-  `parts` are those of `run_backward`."""
+  """Builds the problem with any of its options, runs the backward kernels, and checks dq, dk and dv against the accuracy law. Gradients are exactly 0
+  for a query that sees no key, for a key that no query sees, and for a row of no sequence. `size` scales dO, and `tiles` changes the chosen tiles.
+  `run_backward` explains `only` and `parts`."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   x, loss = make(p), loss_of(p, dlse, size)

@@ -1,4 +1,4 @@
-"""Inputs and checks that the tests of kernels share."""
+"""Inputs and checks for the tests of kernels."""
 from __future__ import annotations
 import inspect, zlib
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ WIDTHS = (64, 80, 96, 128, 192, 256)                     # head dimensions for w
 DTYPES_AND_MASKS = (("bfloat16", True), ("float16", "top-left"), ("float16", False))
 
 def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any], Any]:
-  """Parametrizes a test over `on`: two values, chosen by the test's name, run by default, and the others carry the mark `thorough`. Values in
-  `always` are never marked."""
+  """Parametrizes a test over the chips `on`. Two of them, chosen by the name of the test, run by default; the others get the mark `thorough`. Chips
+  in `always` never get the mark."""
   def parametrized(test:Any) -> Any:
     first = zlib.crc32(test.__name__.encode()) % len(on)
     chosen = {first, (first + len(on)//2) % len(on)}
@@ -43,9 +43,9 @@ on_the_emulator = on_two("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
-  """Parametrizes a test over pairs (case, chip): case i runs on one chip of `on`, case i + 1 on the next, and so on. All other pairs carry the mark
-  `thorough`. Every case also runs on the chips in `always`. `among`: one pair in that many runs by default (0 means the length of `on`), and `turn`
-  says which one. Cases in `besides` also run on the last chip of `on`."""
+  """Parametrizes a test over pairs (case, chip). Case i runs on one chip of `on`, case i + 1 on the next chip, and so on; all other pairs get the
+  mark `thorough`. Every case also runs on the chips in `always`. By default one of `among` pairs runs (0 means the length of `on`), and `turn`
+  selects which one. Cases in `besides` also run on the last chip of `on`."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
@@ -56,11 +56,12 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
   return pytest.mark.parametrize(names, found)
 
 def every_other(cases:Iterable[Any]) -> list[Any]:
-  """Marks every second case `thorough`; in a list of pairs it marks the second of one pair, the first of the next, and so on."""
+  """Marks every second case `thorough`. For a list of pairs, the mark goes to the second case of one pair, the first case of the next pair, and so
+  on."""
   return [pytest.param(x, marks=() if (i + i//2) % 2 == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
 def drawn(test:Any) -> Any:
-  """Parametrizes a test by `draws`, its number of random problems: a few by default, many in the thorough run."""
+  """Parametrizes a test by `draws`, its number of random problems. The number is small by default and large in the thorough run."""
   return pytest.mark.parametrize("draws", (6, pytest.param(100, marks=pytest.mark.thorough)))(test)
 
 # Runs each case on one of the matrix units.
@@ -98,8 +99,8 @@ def array(t:Tensor) -> np.ndarray:
 def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:int=32, Dv:int|None=None, dtype:str="float16",
             out_dtype:str|None=None, layout:str="bhsd", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
             **options:Any) -> Problem:
-  """Builds a Problem. `extras` holds its optional tensors by name. With layout "thd", Sq and Sk are the rows of all sequences together. D is 32
-  where a test does not care about the head dimension, because the time to lower a kernel grows with its number of operations."""
+  """Builds a Problem. `extras` holds its optional tensors by name. With layout "thd", Sq and Sk count the rows of all sequences. D is 32 by default,
+  because the time to lower a kernel grows with its number of operations."""
   Hkv, Sk, Dv = Hkv or H, Sk or Sq, Dv or D
   shape = lambda h, s, d: {"nsd": (B*h, s, d), "bshd": (B, s, h, d), "thd": (s, h, d)}.get(layout, (B, h, s, d))
   return problem_of(shape(H, Sq, Dv), shape(H, Sq, D), shape(Hkv, Sk, D), shape(Hkv, Sk, Dv),
@@ -125,12 +126,12 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 # ***** kernels without the API, with every option *****
 
 def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
-  """Makes dispatch use a copy of a kernel's record with these fields changed."""
+  """Makes dispatch use a copy of a kernel's record in which these fields are changed."""
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
 def chip(arch:str) -> Chip:
-  """Chip that the emulator simulates, or the GPU of this machine where `arch` is "CUDA"."""
+  """Chip that the emulator simulates, or the GPU of this machine if `arch` is "CUDA"."""
   if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
@@ -153,7 +154,7 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
 def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
-  """Checks o and lse of a forward kernel that takes no options against the accuracy law, on the emulator."""
+  """Checks o and lse of a forward kernel without options against the accuracy law, on the emulator."""
   with Context(DEV=f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
     o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
@@ -166,7 +167,7 @@ def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> No
 # ***** dropout *****
 
 def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
-  """Computes Philox4x32-10 as its authors define it (Random123, philox.h)."""
+  """Computes Philox4x32-10 by the definition of its authors (Random123, philox.h)."""
   low32 = 0xffffffff
   x, (k0, k1) = [np.asarray(c, np.uint64) for c in counter], key
   for _ in range(10):
@@ -176,8 +177,8 @@ def philox4x32(counter:Sequence[Any], key:Sequence[int]) -> list[np.ndarray]:
   return x
 
 def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:int=0, head:int=0) -> np.ndarray:
-  """Mask of the weights that dropout keeps, bool (B, H, Sq, Sk). Key j of query i is kept if half j%2 of word j%8//2 of Philox(i, j//8, head, batch)
-  is at least p*2^16."""
+  """Mask of the elements of P that dropout keeps, bool (B, H, Sq, Sk). Dropout keeps key j of query i if half j%2 of word j%8//2 of Philox(i, j//8,
+  head, batch) is at least p*2^16."""
   b, h, i, j = np.meshgrid(np.arange(B) + batch, np.arange(H) + head, np.arange(Sq), np.arange(Sk), indexing="ij")
   words = np.stack(philox4x32((i, j//8, h, b), [int(x) for x in seed]))
   word = np.take_along_axis(words, (j % 8//2)[None], 0)[0]
@@ -193,7 +194,7 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
 def numbers_of_rows(p:Problem) -> dict[str, float]:
-  """Terms of the score and masks that are plain numbers, under the names that the reference gives them."""
+  """Options of the score and of the masks that are plain numbers, under the names that the reference uses for them."""
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
@@ -203,7 +204,7 @@ def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, Law]:
-  """Accuracy laws of o and lse. Packed sequences are computed one at a time; rows of no sequence have 0 and -inf."""
+  """Accuracy laws of o and lse. Packed sequences are computed one at a time. Rows of no sequence have o 0 and lse -inf."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
@@ -218,14 +219,15 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, La
   return found
 
 def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
-  """Row ranges of each sequence, in q and in k."""
+  """Row ranges of each sequence in q and in k."""
   if not p.varlen: return [(slice(None), slice(None))]
   q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
-  """Accuracy laws of the gradients of q, k, v, bias, sinks and slopes, as far as the problem has them. The gradients of o and lse are given: (B, H,
-  Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed sequences are computed one at a time; rows of no sequence get 0."""
+  """Accuracy laws of the gradients of q, k and v, and of bias, sinks and slopes if the problem has them. The arguments include the gradients of o and
+  lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed sequences are computed one at a time; rows of no sequence
+  get gradient 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)

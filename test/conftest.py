@@ -18,7 +18,7 @@ def pytest_sessionfinish() -> None: gc.freeze()
 
 @pytest.fixture(scope="session", autouse=True)
 def offsets_of_our_kernels() -> Iterator[None]:
-  """Fails if a test emulates a kernel of attn in which a part of an offset may be negative, as far as the lowered program shows
+  """Fails if a test emulates a kernel of attn in which a part of an offset may be negative according to the lowered program
   (attn/emulator/offsets.py). The emulator does not check this while a kernel runs."""
   own = plan.Plan.__init__
   def made(self:plan.Plan, *args:object, **named:object) -> None:
@@ -30,13 +30,13 @@ def offsets_of_our_kernels() -> Iterator[None]:
 
 @pytest.fixture
 def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
-  """Lowers tinygrad's own kernels, around and beside those of attn, without unrolling. Unrolling takes most of the time of a test with many kernels.
-  On a real device they are optimized."""
+  """Lowers tinygrad's own kernels, which run around and beside attn's kernels, without unrolling. Unrolling takes most of the time of a test with
+  many kernels. On a real device tinygrad optimizes them."""
   on_a_gpu = request.node.get_closest_marker("gpu") is not None
   with Context(NOOPT=NOOPT.value if on_a_gpu else 1): yield
 
 @pytest.fixture
 def without_places(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Skips the search for the Python line of a fault, for which the emulator lowers the kernel once more. These tests only need the emulator to stop
-  at the fault."""
+  """Skips the search for the Python line of a fault, because the emulator lowers the kernel a second time for it. These tests only need the emulator
+  to stop at the fault."""
   monkeypatch.setattr(plan.Plan, "place", lambda self, u: NOWHERE)

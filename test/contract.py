@@ -53,8 +53,8 @@ class Case:
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
   def kernel(self) -> str:
-    """Value of ATTN_KERNEL for this case. It is empty for a split problem, which has too few queries for wgmma. The wgmma backward kernels take no
-    dO of float32, so dispatch chooses there."""
+    """Value of ATTN_KERNEL for this case. It is empty for a problem with splits, because wgmma needs more queries. The wgmma backward kernels do not
+    support a dO of float32; there the value names no backward kernel, and dispatch chooses one."""
     if "splits" in self.shape: return ""
     backward = BACKWARD.get(self.unit, "") if self.gradients and (self.unit != "sm_90" or self.out_dtype == self.dtype) else ""
     return ",".join(filter(None, (KERNELS.get(self.unit, ""), backward)))
@@ -62,7 +62,8 @@ class Case:
   def key(self) -> tuple[str, ...]: return (self.shape, self.unit, self.dtype, self.out_dtype, self.kind)
 
 def cases_of(units:Iterable[str]) -> list[Case]:
-  """All cases of these units. Cases that share a kernel are neighbours, because a process keeps the kernels that it has lowered."""
+  """Returns all cases of these units. Cases with a common kernel are neighbours in the list, because a process keeps the kernels that it has
+  lowered."""
   every = [Case(shape, unit, dtype, out, kind) for shape in SHAPES for unit in units for dtype in ("float16", "bfloat16")
            for out in (dtype, "float32") for kind in KINDS]
   return [case for case in every if case.gradients or not case.kind.startswith(BY_GRADIENTS)]
@@ -70,12 +71,12 @@ def cases_of(units:Iterable[str]) -> list[Case]:
 # ***** one case *****
 
 def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict]:
-  """Judges n draws together, and returns a verdict for each output. They run on the emulator of the case's chip or on a GPU."""
+  """Judges n draws together, and returns a verdict for each output. The draws run on the emulator of the case's chip, or on a GPU."""
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
-  if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # tiled's backward takes none
+  if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # `tiled` computes no dbias
   p = problem(B=n, dtype=case.dtype, out_dtype=case.out_dtype, extras=extras, **options)
-  if case.kind == DEEP and extras: extras["sinks"] += np.float32(4*-12*p.D*p.softmax_scale)      # else a sink would take all of P
+  if case.kind == DEEP and extras: extras["sinks"] += np.float32(4*-12*p.D*p.softmax_scale)      # without this term a sink gets all of P
   x = KINDS[case.kind](p, seed)
   do = rounded(floats(n, p.H, p.Sq, p.Dv, seed=seed + 4)*np.float32(1000.0 if case.kind == LARGE else 1.0), p.dtype)
   call = {name: options[name] for name in ("causal", "num_splits") if name in options}
@@ -91,9 +92,9 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """Result for one output over a number of draws. `limit` is the largest error as a fraction of its limit; it must be at most 1. `sigmas` and `rms`
-  are the largest error/sigma and its root mean square, over the elements whose error fp32 does not dominate; they are 0 where such elements are too
-  few. `resolved` is the percentage of these elements. `device` computed the output."""
+  """Result for one output over a number of draws. `limit` is the largest error as a fraction of the law's limit; it must be at most 1. `sigmas` is
+  the largest error/sigma, and `rms` is the root mean square of error/sigma. These two numbers count the elements whose error fp32 does not dominate,
+  and are 0 if such elements are too few. `resolved` is the percentage of these elements. `device` computed the output."""
   output: str
   draws: int
   limit: float
@@ -112,14 +113,14 @@ class Line:
 HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %", "device"]
 
 def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) -> Line:
-  """Combines the verdicts of several launches, each given with its number of elements, into one line."""
+  """Combines the verdicts of several launches into one line. Each verdict comes with its number of elements."""
   resolved = sum(v.resolved for v, _ in found)
   rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved >= ENOUGH_ELEMENTS else 0.0
   worst = max(math.inf if v.pattern else v.ratio for v, _ in found)
   return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found), device)
 
 def lines_of(case:Case, draws:int, device:str=EMULATOR, seed:int=0, together:int=TOGETHER) -> list[Line]:
-  """Runs the kernels on this many draws, `together` at a time, and judges each element."""
+  """Runs the kernels on this number of draws, `together` draws in one launch, and judges each element."""
   runs = [judged(case, min(together, draws - first), seed + first, device) for first in range(0, draws, together)]
   return [line_of(name, draws, [(run[name], run[name].count) for run in runs], device) for name in runs[0]]
 
@@ -145,7 +146,7 @@ BEGIN, END = "<!-- of docs/contract.csv -->\n", "<!-- end -->\n"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsinks")
 
 def worst_of(lines:list[Line]) -> str:
-  """Formats the largest error/limit, and the largest rms if there is one."""
+  """Formats the largest error/limit of the lines, and the largest rms if any line has one."""
   if not lines: return ""
   of_many = [line.rms for line in lines if line.rms]
   return f"{max(line.limit for line in lines):.2f}" + (f", {max(of_many):.2f}" if of_many else "")
@@ -167,11 +168,11 @@ def with_table(page:str, lines:Lines) -> str:
 # ***** many cases *****
 
 def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
-  """Lines of a case, or None if the time `until` has passed before the case begins."""
+  """Lines of a case, or None if the time `until` passes before the case begins."""
   return None if time.time() > until else lines_of(case, draws, device)
 
 def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:
-  """Yields each case when it is done, computed by `jobs` processes. After `seconds` no new case begins."""
+  """Yields the lines of each case when they are ready. `jobs` processes compute the cases. No case begins later than `seconds` after the start."""
   os.environ["OMP_NUM_THREADS"] = "1"      # for the worker processes: each one has one core
   with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
     begun = {pool.submit(lines_until, case, draws, device, time.time() + seconds): case for case in cases}
@@ -199,7 +200,7 @@ def main() -> int:
     if given.write is None: continue
     write(given.write, lines)
     page = given.write.with_suffix(".md")
-    page.write_text(with_table(page.read_text(), read(given.write)))      # read back, so that numbers are rounded as in the file
+    page.write_text(with_table(page.read_text(), read(given.write)))      # read from text, to round the numbers as in the file
   for text in over: print(f"the law is broken: {text}", file=sys.stderr)
   print(f"drawn {done} of {len(wanted)} cases", file=sys.stderr)
   return bool(over)

@@ -1,4 +1,4 @@
-"""Buffers of DEV=CPU that lie between protected pages: a kernel that reads or writes outside its buffer crashes the process at once."""
+"""Buffers of DEV=CPU between protected memory pages: a kernel that reads or writes outside its buffer crashes the process at once."""
 from __future__ import annotations
 import contextlib, ctypes, mmap
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ SIDES = ("end", "begin")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 def closed(address:int) -> None:
-  """Protects this page, so that any access to it kills the process."""
+  """Protects this page: any access to it kills the process."""
   if LIBC.mprotect(ctypes.c_void_p(address), PAGE, 0): raise OSError(ctypes.get_errno(), "mprotect")
 
 @contextlib.contextmanager
 def guarded(side:str) -> Iterator[None]:
-  """Context in which every CPU buffer has memory of its own between two protected pages. The buffer ends as close to the second page as ALIGNED
-  allows for side "end", or begins right behind the first page for side "begin". Memory that nobody has written is NaN in every float type."""
+  """Context in which every CPU buffer has its own memory between two protected pages. For side "end", the buffer ends as close to the second page as
+  ALIGNED allows. For side "begin", it begins directly after the first page. Memory that no kernel has written is NaN in every float type."""
   own = CPUAllocator._alloc
   def alloc(self:Any, size:int, options:BufferSpec) -> HCQBuffer:
     if options.external_ptr is not None: return own(self, size, options)
@@ -31,6 +31,6 @@ def guarded(side:str) -> Iterator[None]:
     for address in (first - PAGE, first + inner): closed(address)
     at = first + (inner - size)//ALIGNED*ALIGNED if side == "end" else first
     return HCQBuffer(at, size, meta=memory, view=MMIOInterface(at, size, fmt="B"), owner=self.dev)
-  with pytest.MonkeyPatch.context() as patch, Context(NO_MEMORY_PLANNER=1, LRU=0):      # each buffer needs memory of its own
+  with pytest.MonkeyPatch.context() as patch, Context(NO_MEMORY_PLANNER=1, LRU=0):      # each buffer needs its own memory
     patch.setattr(CPUAllocator, "_alloc", alloc)
     yield

@@ -1,4 +1,4 @@
-"""Kinds of input on which the accuracy law is sampled. Each kind stresses a different part of the arithmetic."""
+"""Kinds of input for samples of the accuracy law. Each kind stresses a different part of the arithmetic."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +10,8 @@ from cases import Inputs, normal
 def plain(p:Problem, seed:int) -> Inputs: return normal(p, seed)
 
 def peaked(p:Problem, seed:int, ramp:np.ndarray) -> Inputs:
-  """Keys whose length follows `ramp`, times a factor between 2 and 16 that differs by draw. Rows of P are peaked, and their maxima follow the
-  ramp."""
+  """Inputs whose key lengths follow `ramp`, times a factor between 2 and 16 that differs by draw. Each row of P has one large weight, and the row
+  maxima follow the ramp."""
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   longest = rng.uniform(2, 16, (p.B, 1, 1, 1)).astype(np.float32)
   return replace(x, q=np.abs(x.q), k=rounded(x.k*ramp[:, None]*longest, p.dtype))
@@ -24,24 +24,24 @@ def steep(p:Problem, seed:int) -> Inputs:
   return replace(x, q=rounded(8*x.q, p.dtype))
 
 def constant_rows(p:Problem, seed:int) -> Inputs:
-  """Identical keys, so all scores of a row are equal."""
+  """Inputs with identical keys: all scores of a row are equal."""
   x = normal(p, seed)
   return replace(x, k=np.broadcast_to(x.k[:, :, :1], x.k.shape).copy())
 
 def huge_key(p:Problem, seed:int) -> Inputs:
-  """One key of each draw is 30 times as long as it was, so its score is each query's largest or smallest."""
+  """Inputs in which one key of each draw is 30 times as long as before, so its score is each query's largest or smallest score."""
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   k = x.k.copy()
   k[np.arange(p.B), :, rng.integers(0, p.Sk, p.B)] *= 30
   return replace(x, k=rounded(k, p.dtype))
 
 def all_equal(p:Problem, seed:int) -> Inputs:
-  """Queries that are 0, so every score is 0."""
+  """Inputs whose queries are 0: every score is 0."""
   x = normal(p, seed)
   return replace(x, q=np.zeros_like(x.q))
 
 def one_hot(p:Problem, seed:int) -> Inputs:
-  """Each query gives all of P, except e^-9 to e^-5, to one key: the longest of the keys along that query's axis."""
+  """Inputs in which each query gives one key nearly all of P; the rest is e^-9 to e^-5. This key is the longest of the keys on that query's axis."""
   x, rng = normal(p, seed), np.random.default_rng(seed + 1)
   far = rng.uniform(5, 9, (p.B, p.H, p.Sq, 1)) + np.log(p.Sk)
   k = np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32)
@@ -51,12 +51,12 @@ def one_hot(p:Problem, seed:int) -> Inputs:
   return replace(x, q=rounded(q.astype(np.float32), p.dtype), k=rounded(k, p.dtype))
 
 def deep(p:Problem, seed:int) -> Inputs:
-  """Scores so low that every lse is below -100."""
+  """Inputs with such low scores that every lse is below -100."""
   x = normal(p, seed)
   return replace(x, q=np.full_like(x.q, 4), k=rounded(x.k*0.125 - 12, p.dtype))
 
 def level(p:Problem, seed:int) -> Inputs:
-  """Values near 3, so that dP and delta nearly cancel."""
+  """Inputs near 3, for which dP and delta nearly cancel."""
   x = normal(p, seed)
   return replace(x, v=rounded(3 + 0.1*x.v, p.dtype))
 

@@ -37,7 +37,7 @@ CALLS_OF_A_WORKER = 60      # then a new process takes over, because memory that
 
 @dataclass(frozen=True)
 class Outcome:
-  """Result of a call: its state "right", "refused" or "failed" and the reason. `seconds` is the process time that it took."""
+  """Outcome of a call: its state "right", "refused" or "failed" and the reason. `seconds` is the process time that the call used."""
   seed: int
   state: str
   why: str = ""
@@ -46,7 +46,7 @@ class Outcome:
 # ***** one call *****
 
 def in_attn(error:BaseException) -> bool:
-  """Tells whether attn raised the error, or `by_attn` did because attn left the call to tinygrad."""
+  """Tells whether the error comes from attn, or from `by_attn` because attn passed the call on to tinygrad."""
   last = traceback.extract_tb(error.__traceback__)[-1]
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
 
@@ -63,7 +63,7 @@ def run(call:Call) -> Outcome:
   return outcome("failed" if wrong else "right", "; ".join(wrong))
 
 def work(pipe:Connection, does:Callable[[Call], Outcome]) -> None:
-  """Runs, in a worker process, the calls that arrive through the pipe."""
+  """Runs, in a worker process, the calls that it receives through the pipe."""
   import gc
   gc.disable()
   while True:
@@ -109,7 +109,7 @@ def opens(device:str) -> bool:
   return subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "DEV": device}).returncode == 0
 
 def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -> Iterator[Call]:
-  """Calls of the seeds from `first` on, until each direction has its wanted number of calls."""
+  """Yields the calls of the seeds from `first` on, until forward and backward each have the wanted number of calls."""
   left, seed = dict(wanted), first
   while any(left.values()):
     call = drawn(seed, device)
@@ -119,8 +119,8 @@ def seeds(first:int, wanted:dict[str, int], chips:tuple[str, ...], device:str) -
     yield call
 
 def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tuple[Call, Outcome]]:
-  """Runs calls in parallel, and begins none after `until`. Each device of this machine has workers of its own, because the drivers conflict within
-  one process."""
+  """Runs calls in parallel, and starts none after `until`. Each device of this machine has its own workers, because drivers conflict within one
+  process."""
   own = threading.local()
   def worker(call:Call) -> Worker:
     workers = own.__dict__.setdefault("workers", {})
@@ -138,8 +138,8 @@ def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tupl
   with ThreadPoolExecutor(jobs) as pool: yield from pool.map(one, calls)
 
 def reason(why:str) -> str:
-  """Reason of a refusal, with # for numbers. Where several kernels refused, it keeps the reason of `tiled`, the last one and the one that takes the
-  most problems."""
+  """Reason of a refusal, with # instead of numbers. If several kernels refused the call, it is the reason of `tiled`, the last kernel, which supports
+  the most problems."""
   return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "#", why[max(why.find("tiled: "), 0):])[:170]
 
 def table(done:list[tuple[Call, Outcome]]) -> str:

@@ -1,5 +1,5 @@
-"""Random calls of attention. The seed determines a call completely, down to the last number. A call is a script, which night.py runs and a person
-can paste."""
+"""Random calls of attention. The seed determines a call completely, including every input number. A call is a script, which night.py runs and a
+person can paste."""
 from __future__ import annotations
 import itertools, random
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ class Call:
 
 @dataclass
 class Posed:
-  """Call while it is drawn. `arrays` holds the code of the inputs by name, in shape (B, H, S, D). `outside` holds the code of the tensors made of
-  them, `inside` the code of the step, beginning with views of these tensors. `restored` holds the code that brings a result back to the oracle's
-  shape."""
+  """Call during the draw. `arrays` holds the code of the inputs by name, in shape (B, H, S, D). `outside` holds the code of the tensors that are made
+  from the inputs. `inside` holds the code of the step, beginning with views of these tensors. `restored` holds the code that brings a result back to
+  the oracle's shape."""
   rng: random.Random
   on: str
   backward: bool
@@ -92,7 +92,7 @@ class Posed:
     self.Dv = self.D if self.chance(.75) else self.width()
 
   def held_to_work(self) -> None:
-    """Halves the longer sequence, then the wider rows, until the call computes no more than fits in a second."""
+    """Reduces the problem until its call needs at most about a second: halves the longer sequence, and then the head dimensions."""
     most = WORK["tiled" if self.plain_uops and self.on not in MACHINE else ""]/(2.5 if self.backward else 1)
     def work() -> int: return self.B*self.H*(self.Sq + 32)*(self.Sk + 32)*(self.D + self.Dv)
     while work() > most and (longest := max(self.Sq, self.Sk)) > 8: self.Sq, self.Sk = (-(-n//2) if n == longest else n for n in (self.Sq, self.Sk))
@@ -101,12 +101,13 @@ class Posed:
   # ***** inputs *****
 
   def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
-    """Adds an input of this kind, with other numbers in each turn of a TinyJit."""
+    """Adds an input of this kind. Each step of a TinyJit gets other numbers."""
     seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
     self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
 
   def profile(self) -> dict[str, str]:
-    """Draws the kinds of q, k and v. No kind has NaN or inf in v, because these spread to other rows where there are masks (docs/attention.md)."""
+    """Draws the kinds of q, k and v. No kind has NaN or inf in v, because they would spread to other rows if the problem has a mask
+    (docs/attention.md)."""
     hard = [{"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"k": "large"}, {"v": "large"}, {"k": "huge"},
             {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"v": "constant"}]
     odd = [{"q": "nan"}, *([] if self.facts.get("v_dim") else [{"k": "nan"}, {"q": "positive", "k": "-inf"}, {"q": "positive", "k": "inf"}])]
@@ -114,7 +115,7 @@ class Posed:
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
   def inputs(self, may_be_same:bool=False, kinds:dict[str, str]|None=None) -> None:
-    """Adds q, k and v. Sometimes all batches, or all heads, of k and v are equal, and become views of one."""
+    """Adds q, k and v. In some draws all batches, or all heads, of k and v are equal, and k and v become views of one batch or head."""
     if kinds is None: kinds = self.profile()
     shapes = {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D), "v": (self.B, self.Hkv, self.Sk, self.Dv)}
     same = self.one(0, 1) if may_be_same and self.chance(.08) else None
@@ -124,13 +125,15 @@ class Posed:
     if same is not None: self.settings["same"] = same
 
   def far_reaching(self) -> dict[str, str]:
-    """Kinds with a row of NaN or inf that spreads to other rows: in v to all rows that see it, and in a gradient from any input."""
+    """Kinds of inputs with a row of NaN or inf that spreads to other rows. In v it spreads to all rows that see the row. In a gradient it spreads
+    from any input."""
     return {self.one("q", "k", "v"): "nan"} if self.backward else {"v": self.one("nan", "inf", "-inf")}
 
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
 
   def steps(self, name:str, shape:tuple[int, ...], dtype:str) -> list[tuple[Any, ...]]:
-    """Draws steps that make a view of this shape from a base. Each step is drawn from the shape that it produces, so the last step is drawn first."""
+    """Draws steps that produce a view of this shape from a base tensor. Each step is drawn from the shape that it produces, so the last step is drawn
+    first."""
     found: list[tuple[Any, ...]] = []
     if (same := self.settings.get("same")) is not None and name in "kv" and self.layout == "bhsd":
       found.append(("expand", same, shape[same]))
@@ -163,7 +166,8 @@ class Posed:
     return tuple(sizes[axis] for axis in AXES[layout])
 
   def place(self, name:str, text:str, dtype:str, shape:tuple[int, ...], views:bool=True, after:str="") -> None:
-    """Adds a tensor made of the array that `text` computes. `after` is code appended to it before the call receives it, for example a shard."""
+    """Adds a tensor with the array that `text` computes. `after` is code appended to the tensor before the call receives it, for example to shard
+    it."""
     steps = ", ".join(map(repr, self.steps(name, shape, dtype))) if views else ""
     realized = ".realize()" if self.jit or self.chance(.3) else ""
     made = f"tensor(base({text}, {steps}), {dtype!r}, {self.device!r})" if steps else f"tensor({text}, {dtype!r}, {self.device!r})"
@@ -235,7 +239,7 @@ class Posed:
   # ***** the call *****
 
   def call(self, text:str, lse:bool|None=None, shape_of_o:tuple[int, ...]|None=None, between:str="") -> None:
-    """Adds the call and draws what it returns: o, lse or both, or gradients through them. `text` is its code, with {options} in it."""
+    """Adds the call and draws its results: o, lse, o and lse, or gradients through them. `text` is the code of the call, and contains {options}."""
     lse = self.chance(.5) if lse is None else lse
     if self.backward: return self.gradients(text, lse, between)
     self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)
@@ -257,7 +261,7 @@ class Posed:
     batch, terms = 1 if self.layout == "thd" else self.B, []
     if "o" in through:
       self.values("do", self.one("normal", "normal", "large"), (batch, self.H, self.Sq, self.Dv), self.out_dtype)
-      if self.dtype != self.out_dtype: self.arrays["do"] = f"rounded({self.arrays['do']}, {self.dtype!r})"     # the law takes dO in this type
+      if self.dtype != self.out_dtype: self.arrays["do"] = f"rounded({self.arrays['do']}, {self.dtype!r})"     # the law expects dO in this type
       self.outside["do"] = f"tensor(arrange(x['do'], {self.layout!r}), {self.out_dtype!r}, {self.device!r})" + self.of_shards("do")
       terms.append("(o*do).float().sum()")
     if "lse" in through:
@@ -312,7 +316,7 @@ class Posed:
     self.common()
 
   def lengths(self) -> None:
-    """Adds kv_lengths as a tensor, a number or a Variable, and sometimes kv_starts."""
+    """Adds kv_lengths as a tensor, a number or a Variable, and in some draws kv_starts."""
     self.layout = self.one("bhsd", "bshd")
     self.held_to_work()
     self.inputs()
@@ -339,13 +343,13 @@ class Posed:
     self.common()
 
   def poison(self) -> None:
-    """Fills the rows beyond a length or before a start with NaN, which must have no effect."""
+    """Replaces the rows beyond a length or before a start by NaN, which must have no effect."""
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")
 
   def ends(self, count:int, total:int) -> list[int]:
-    """Draws cumulative row counts of this many packed sequences. Sometimes a sequence is empty, and some rows belong to no sequence."""
+    """Draws cumulative row counts of this number of packed sequences. In some draws a sequence is empty, and some rows belong to no sequence."""
     inner = sorted(self.rng.randint(0, total) for _ in range(count - 1))
     first, last = (0, total) if self.chance(.7) else (min(2, total), max(total - 3, min(2, total)))
     return [first, *(min(max(n, first), last) for n in inner), last]
@@ -387,7 +391,7 @@ class Posed:
     self.common()
 
   def flash(self) -> None:
-    """Draws a call with FlashAttention's names, for whole or packed sequences, with q, k and v in separate tensors or in one."""
+    """Draws a call of FlashAttention's functions, for whole or packed sequences, with q, k and v in separate tensors or in one tensor."""
     self.out_dtype = self.dtype
     form, varlen = self.one("", "kv", "qkv"), self.chance(.5)
     if form: self.Dv = self.D
@@ -422,7 +426,7 @@ class Posed:
     self.call(f"{function}({names}, {sequences}{options})".replace(", )", ")") + ("[:2]" if lse else ""), lse)
 
   def sdpa(self) -> None:
-    """Draws a call with tinygrad's argument names, of attn's function or of tinygrad's method while attn is installed."""
+    """Draws a call of scaled_dot_product_attention: attn's function, or tinygrad's method while attn is installed."""
     self.out_dtype = self.dtype
     self.held_to_work()
     self.inputs()
@@ -453,7 +457,7 @@ class Posed:
     self.call(f"{function}({three}{given})", False, between=back)
 
   def custom(self) -> None:
-    """Draws a kernel for Tensor.custom_kernel."""
+    """Draws a call that runs a kernel by Tensor.custom_kernel."""
     self.layout = self.one("bhsd", "bshd", "nsd")
     if self.layout == "nsd": self.B = 1
     self.held_to_work()
@@ -480,7 +484,7 @@ class Posed:
   # ***** several devices *****
 
   def shards(self) -> None:
-    """Draws a call over several devices, which share the batch, heads, rows or keys, or each hold everything."""
+    """Draws a call over several devices. The devices share the batch, heads, rows or keys, or each device holds everything."""
     self.device_count = n = self.one(*COUNTS)
     shared = self.one("batch", "heads", "rows", "rows", "rows", "keys", "keys", "none", "one head")
     self.layout = self.one("bhsd", "bhsd", "bshd") if shared in ("batch", "none") else self.one("bhsd", "bshd", "nsd")
@@ -513,7 +517,7 @@ class Posed:
     self.bias(.15)
     if shared in ("batch", "heads", "one head", "none"): self.dropout()
     if shared in ("batch", "none") and self.chance(.2): self.integers("kv_lengths", *(self.rng.randint(0, self.Sk) for _ in range(self.B)))
-    for name in [x for x in self.outside if x not in before]:       # already on each device, or on the first one, from where attention moves it
+    for name in [x for x in self.outside if x not in before]:       # on each device, or on the first device, from which attention copies it
       if self.chance(.6): self.outside[name] += f".shard({at})"
     if shared in ("rows", "keys"):
       self.options["sequence_order"] = repr(order)
@@ -534,8 +538,8 @@ class Posed:
     self.common(lse, back)
 
   def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
-    """Adds a tensor whose rows the devices share. It is sharded before the call, or inside the step, where the gradient flows back to the whole
-    tensor."""
+    """Adds a tensor whose rows the devices share. The script shards it before the call or inside the step. If it shards inside the step, the gradient
+    is the gradient of the whole tensor."""
     if self.jit or (not self.backward and self.chance(.5)):
       self.outside[name] = f"attn.shard_sequence(tensor({text}, {dtype!r}, {self.device!r}), {self.devices}, {axis}, {order!r}).realize()"
       if self.backward:
@@ -553,7 +557,8 @@ class Posed:
   # ***** caches *****
 
   def cache(self) -> None:
-    """Draws several steps that append rows to a cache and attend to it, with whole caches or pages, through each of the public functions."""
+    """Draws several steps that append rows to a cache and attend to it, with a cache without pages or in pages, through each of the public
+    functions."""
     self.out_dtype = self.dtype
     paged, form = self.chance(.45), self.one("kv_cache", "append", "flash")
     self.layout = "bshd" if form == "flash" else self.one("bhsd", "bshd")
@@ -634,7 +639,7 @@ class Posed:
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 
   def turned(self, positions:int) -> None:
-    """Replaces q and the new rows of k by rows that the rotary embedding turns into them. Angles are quarter turns, so the rotation is exact in
+    """Replaces q and the new rows of k by rows from which the rotary embedding computes them. Angles are quarter turns, so the rotation is exact in
     every type."""
     half, interleaved = self.rng.randint(1, max(self.D//2, 1)), self.one(True, False)
     moving = "causal" in self.options or "window" in self.options
@@ -647,7 +652,7 @@ class Posed:
     self.options |= {"rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin", "rotary_interleaved": repr(interleaved)}
 
   def pages(self) -> None:
-    """Draws keys in pages whose table has invalid entries that no kernel may read; sometimes queries are packed."""
+    """Draws keys in pages. The block table has invalid entries that no kernel may read. In some draws the queries are packed."""
     self.layout = self.one("bhsd", "bshd", "nsd", "bhsd")
     self.held_to_work()
     size = self.one(1, 3, 7, 8, 16, 20, 32, 64, 128)
@@ -722,7 +727,7 @@ def drawn(seed:int, on:str="") -> Call:
   direction = "backward" if rng.random() < 1/3 else "forward"
   chosen = rng.choice((*CHIPS, "CPU", "CL"))
   p = Posed(rng, on or chosen, direction == "backward")
-  several = p.on not in ("CL", "CUDA")     # a machine has one such device
+  several = p.on not in ("CL", "CUDA")     # a machine has only one device of this kind
   p.kind, = rng.choices(list(KINDS), [weights[p.backward]*(several or kind != "shards") for kind, weights in KINDS.items()])
   p.jit = rng.random() < .15
   p.turns = 3 if p.jit else 1

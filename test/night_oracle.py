@@ -1,4 +1,5 @@
-"""Oracle for random calls: computes attention sequence by sequence in float64 for every kind of call, and holds the results to the accuracy law."""
+"""Oracle for random calls: computes attention sequence by sequence in float64 for every kind of call, and checks the results against the accuracy
+law."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Facts:
-  """Facts about a call that its arrays do not tell. `wanted` names its results: o and lse, or the inputs whose gradients it returns. If `v_dim` is
+  """Facts about a call that its arrays do not show. `wanted` names its results: o and lse, or the inputs whose gradients it returns. If `v_dim` is
   set, V is the first `v_dim` columns of K. `types` lists the inputs whose type is not `dtype`."""
   dtype: str
   out_dtype: str
@@ -29,7 +30,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sequence:
-  """Queries and keys of one softmax: a batch, or packed sequence `number` in batch `batch`."""
+  """Queries and keys of one softmax: one batch, or the packed sequence `number` in batch `batch`."""
   batch: int
   number: int
   rows: slice
@@ -39,8 +40,8 @@ class Sequence:
   def offset(self, f:Facts) -> int: return 0 if f.top_left else self.counts[1] - self.counts[0]
 
 def sequences(x:Arrays) -> Iterator[Sequence]:
-  """Sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D): the packed sequences if there are cu_seqlens, else one for each batch, with its keys from
-  kv_starts to kv_lengths."""
+  """Sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D). With cu_seqlens these are the packed sequences; otherwise each batch is one sequence, with
+  its keys from kv_starts to kv_lengths."""
   if "cu_seqlens_q" in x:
     ends = x["cu_seqlens_q"], x["cu_seqlens_k"]
     for i in range(len(ends[0]) - 1):
@@ -55,7 +56,7 @@ def sequences(x:Arrays) -> Iterator[Sequence]:
 def four(bias:np.ndarray) -> np.ndarray: return bias.reshape((1,)*(4 - bias.ndim) + bias.shape)
 
 def where_of_bias(bias:np.ndarray, s:Sequence) -> tuple[Any, ...]:
-  """Index of a sequence's part of a 4-dimensional bias."""
+  """Index that selects the part of a 4-dimensional bias for one sequence."""
   return slice(s.batch, s.batch + 1) if len(bias) > 1 else slice(None), slice(None), slice(None), s.keys if bias.shape[3] > 1 else slice(None)
 
 def bias_of(bias:np.ndarray, s:Sequence) -> np.ndarray: return four(bias)[where_of_bias(four(bias), s)]
@@ -96,12 +97,13 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
     if laws.sinks is not None and "sinks" in total: total["sinks"].add(..., laws.sinks)
     if laws.alibi_slopes is not None and "alibi_slopes" in total:
       total["alibi_slopes"].add(slice(s.number, s.number + 1) if x["alibi_slopes"].ndim == 2 else ..., laws.alibi_slopes)
-  return total | {name: total[name].rounded_to(f.type_of(name)) for name in ("sinks", "alibi_slopes") if name in total}    # rounds sums once
+  return total | {name: total[name].rounded_to(f.type_of(name)) for name in ("sinks", "alibi_slopes") if name in total}    # one rounding of the sums
 
 # ***** the judge *****
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """Lists errors in the results, which have the shapes of `forward` or of the inputs. The list is empty if every result keeps the accuracy law."""
+  """Lists errors in the results, which have the shapes of `forward`'s results or of the inputs. The list is empty if every result keeps the accuracy
+  law."""
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)
   wrong = []
   for name in f.wanted:

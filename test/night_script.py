@@ -19,7 +19,7 @@ __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "arr
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
-  """Sets DEV, ATTN_KERNEL and settings of tinygrad. `guard` names the side of CPU buffers that lies at a protected page, if any."""
+  """Sets DEV, ATTN_KERNEL and settings of tinygrad. `guard` names the side of CPU buffers that touches a protected page, or is empty."""
   with Context(DEV=device, **settings), pytest.MonkeyPatch.context() as patch, guarded(guard) if guard else contextlib.nullcontext():
     patch.setenv("ATTN_KERNEL", kernel)
     Tensor.manual_seed(0)
@@ -28,7 +28,7 @@ def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None
 # ***** inputs *****
 
 def lowest(dtype:str) -> float:
-  """Lowest finite number of a type. Models write it into masks instead of -inf."""
+  """Lowest finite number of a type, which models write into masks instead of -inf."""
   return {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": -3.4028234663852886e38}[dtype]
 
 def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=None) -> np.ndarray:
@@ -67,7 +67,7 @@ def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=Non
 def integers(kind:type, *of:int) -> np.ndarray: return np.array(of, kind)
 
 def bools(x:np.ndarray) -> np.ndarray:
-  """Bias of 0 and -inf that is equivalent to a mask of bools."""
+  """Converts a mask of bools to an equivalent bias of 0 and -inf."""
   return np.where(x > -.5, np.float32(0), np.float32(-np.inf))
 
 def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
@@ -81,7 +81,7 @@ def unseen(a:np.ndarray, x:dict[str, np.ndarray]) -> np.ndarray:
 Step = tuple[Any, ...]
 
 def base(a:np.ndarray, *steps:Step) -> np.ndarray:
-  """Builds the array from which `view` with these steps makes `a`. Elements that no step keeps are NaN."""
+  """Builds the array from which `view` with these steps produces `a`. Elements that every step skips are NaN."""
   for name, *at in reversed(steps):
     match name, *at:
       case "permute", *axes: a = a.transpose(np.argsort(axes))
@@ -114,7 +114,7 @@ def view(t:Tensor, *steps:Step) -> Tensor:
 # ***** caches *****
 
 def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
-  """Spreads rows (B, Hkv, S, D) over pages of `size` rows as the table says. Everything else in the pages is NaN."""
+  """Stores rows (B, Hkv, S, D) in pages of `size` rows as the block table says. All other elements of the pages are NaN."""
   B, heads, rows, width = a.shape
   found = np.full((pages, size, heads, width), np.nan, np.float32)
   for b in range(B):
@@ -129,24 +129,25 @@ def entries(table:np.ndarray, lengths:Sequence[int], size:int) -> np.ndarray:
   return found
 
 def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
-  """Replaces the rows of each batch beyond its end by NaN."""
+  """Replaces the rows of each batch after its end by NaN."""
   found = a.copy()
   for b, n in enumerate(ends): found[b, :, n:] = np.nan
   return found
 
 def rows_of_steps(a:np.ndarray, start:Sequence[int], count:int) -> np.ndarray:
-  """Takes `count` rows of each batch, from its start on."""
+  """Selects `count` rows of each batch, from the start of the batch on."""
   return np.stack([a[b, :, at:at + count] for b, at in enumerate(start)])
 
 def indexed(a:np.ndarray, batches:np.ndarray, count:int) -> np.ndarray:
-  """Cache of `count` batches that holds the batches of `a` at the indices `batches`, and NaN elsewhere."""
+  """Cache of `count` batches. The batches at the indices `batches` contain `a`, and the other batches contain NaN."""
   found = np.full((count, *a.shape[1:]), np.nan, np.float32)
   found[batches] = a
   return found
 
 def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved:bool, moving:bool) -> np.ndarray:
-  """Rows (B, H, S, D) that a rotary embedding turns into `a`. It turns pair i of row j of batch b by quarters[at[b] + j, i] quarters of a circle, or
-  by quarters[at[b], i] if rows are not `moving`. A pair is two neighbouring columns if `interleaved`, else columns half of the turned width apart."""
+  """Rows (B, H, S, D) from which a rotary embedding computes `a`. The embedding rotates pair i of row j of batch b by quarters[at[b] + j, i] quarters
+  of a circle, or by quarters[at[b], i] if rows are not `moving`. A pair is two neighbouring columns if `interleaved`; otherwise its two columns are
+  half of the rotated width apart."""
   found, half = a.copy(), quarters.shape[1]
   first, second = (slice(0, 2*half, 2), slice(1, 2*half, 2)) if interleaved else (slice(0, half), slice(half, 2*half))
   for b, start in enumerate(at):
@@ -160,7 +161,7 @@ def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved
 # ***** calls and results *****
 
 def by_attn(q:Tensor, *args:Any, **options:Any) -> Tensor:
-  """Calls Tensor.scaled_dot_product_attention with attn installed. Raises NotImplementedError if attn left the call to tinygrad."""
+  """Calls Tensor.scaled_dot_product_attention with attn installed. Raises NotImplementedError if attn passed the call on to tinygrad."""
   with attn.installed() as decisions: o = q.scaled_dot_product_attention(*args, **options)
   if decisions[-1].kernel is None: raise NotImplementedError(f"left to tinygrad's own: {decisions[-1].reason}")
   return o
@@ -171,6 +172,6 @@ def whole(t:Tensor) -> Tensor:
   return t.to(t.device[0]).contiguous() if isinstance(t.device, tuple) else t
 
 def read(results:dict[str, Tensor], order:Sequence[str], together:bool) -> dict[str, np.ndarray]:
-  """Reads results as arrays, one after another in this order, or all at once if `together`. A gradient that depends on nothing is a constant 0."""
+  """Reads results as arrays, one by one in this order, or all at once if `together`. The gradient of an input that has no effect is a constant 0."""
   if together and (computed := [results[name] for name in order if results[name].device is not None]): Tensor.realize(*computed)
   return {name: array(whole(t)) if (t := results[name]).device is not None else np.zeros(t.shape, np.float32) for name in order}

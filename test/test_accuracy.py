@@ -1,4 +1,4 @@
-"""Tests of the accuracy law in numpy: FlashAttention-2's arithmetic keeps it for every kind of input, and faulty arithmetic breaks it."""
+"""Tests of the accuracy law in numpy: FlashAttention-2's arithmetic keeps the law for every kind of input, and faulty arithmetic breaks it."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ def gradient_of_o(p:Problem, seed:int, size:float=1.0) -> np.ndarray:
   return rounded(floats(p.B, p.H, p.Sq, p.Dv, seed=seed)*np.float32(size), p.dtype)
 
 def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> dict[str, Verdict]:
-  """Judges FlashAttention-2's arithmetic, as the textbook computes it, with outputs of the inputs' type."""
+  """Judges FlashAttention-2's arithmetic in the form of the textbook. Outputs have the type of the inputs."""
   of = (p.softmax_scale, p.window, p.offset, options)
   found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
                                                      law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}
@@ -57,7 +57,7 @@ def test_flash_attention_2_keeps_the_law_with_options(name:str, dtype:str) -> No
   check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
 
 def test_errors_that_scores_share() -> None:
-  """Equal keys share one rounding error in all of their scores. Beside a sink that has most of P, that error does not cancel."""
+  """Equal keys have one common rounding error in all of their scores. Beside a sink with most of P, this error does not cancel."""
   p = problem(B=50, H=1, Sq=4, Sk=18, D=118, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 4, 118), 0.3, np.float32), k=np.full((50, 1, 18, 118), -2.0, np.float32))
   dot = np.zeros((), np.float32)
@@ -70,7 +70,7 @@ def test_errors_that_scores_share() -> None:
     assert (verdict := judge(got, law)).ok, verdict
 
 def test_errors_that_scores_do_not_share() -> None:
-  """All products are equal, but a bias makes the scores round independently. These errors do not cancel, whatever V is."""
+  """All products of q and k are equal, but a bias makes the scores round independently. The rounding errors do not cancel, whatever V is."""
   p, bias = problem(B=50, H=1, Sq=1, Sk=18, D=128, dtype="float32"), floats(50, 1, 1, 18, seed=1)
   x = replace(normal(p), q=np.full((50, 1, 1, 128), 0.25, np.float32), k=np.full((50, 1, 18, 128), -2.0, np.float32))
   up_or_down = np.where(floats(50, 1, 1, 18, seed=2) > 0, 1, -1)
@@ -82,7 +82,8 @@ def test_errors_that_scores_do_not_share() -> None:
     assert verdict.ok is ok, verdict
 
 def test_sums_that_cancel() -> None:
-  """Equal weights leave only the additions to err. A sum that ends near 0 was larger on its way, and the law must allow for that."""
+  """Equal weights leave only the additions to err. A sum that ends near 0 was larger before, and the law must allow for the errors of the larger
+  sum."""
   p = problem(B=50, H=1, Sq=1, Sk=23, D=64, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 1, 64), 0.25, np.float32), k=np.ones((50, 1, 23, 64), np.float32))
   sums = np.zeros((50, 1, 1, 64), np.float32)
@@ -91,8 +92,8 @@ def test_sums_that_cancel() -> None:
   assert (verdict := judge(sums/np.float32(23), law)).ok, verdict
 
 def test_gradients_below_the_normal_numbers() -> None:
-  """Errors of numbers below the normal range have the same size for every mantissa, so their root mean square is about the law's sigma, and not 0.73
-  of it."""
+  """Errors of numbers below the normal range are of one size for every mantissa. So their root mean square is about the law's sigma, and not 0.73 of
+  it."""
   p = problem(H=6, Hkv=2, Sq=3, Sk=150, D=48)
   x, dlse = normal(p, 2), floats(1, 6, 3, seed=7)
   x = replace(x, q=rounded(x.q*np.float32(1e-3), p.dtype))
@@ -110,7 +111,7 @@ def test_scores_far_below_a_sink() -> None:
   assert all(np.isfinite(law.limit).all() for law in vars(laws).values() if law is not None)
 
 def test_float32() -> None:
-  """Only the error of fp32 itself is allowed for float32, in every kind, with dO of normal size and 1000 times as large."""
+  """The law for float32 allows only the errors of fp32 itself, in every kind of input, with dO of normal size and 1000 times as large."""
   for kind in KINDS:
     p = problem(B=2, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype="float32")
     check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
@@ -118,7 +119,7 @@ def test_float32() -> None:
 # ***** parts of the law *****
 
 def test_rounded_once_more() -> None:
-  """A sum in fp32 that is stored in 16 bits gets one more rounding, as the gradient of a 16-bit tensor does."""
+  """A sum in fp32 that is stored in 16 bits is rounded once more, like the gradient of a 16-bit tensor."""
   x = floats(1000)
   law = replace(without_error(x.shape), exact=x.astype(np.float64), slack=np.full(x.shape, 1e-6))
   stored = law.rounded_to("bfloat16")
@@ -128,7 +129,8 @@ def test_rounded_once_more() -> None:
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
 
 def test_each_batch_has_its_own_law() -> None:
-  """A batch with kv_lengths has the laws of its visible keys alone. Gradients that batches share add up like variances."""
+  """A batch with kv_lengths has the laws of its visible keys alone. For gradients of a tensor that batches share, the law adds the batches'
+  variances."""
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
   how, found = dict(dtype="float16", out_dtype="float16"), []
@@ -150,8 +152,8 @@ def test_each_batch_has_its_own_law() -> None:
   np.testing.assert_allclose(np.square(gradients.sinks.sigma), sum(parts), rtol=1e-6)
 
 def test_equal_scores_are_rounded_alike() -> None:
-  """Equal scores round alike. Half of the keys have one score, half another; a law that assumed independent roundings would put this row 20 sigma
-  off."""
+  """Equal scores have equal rounding errors. Half of the keys have one score, and the other half another score. A law that assumed independent
+  roundings would put this row 20 sigma off."""
   n, q = 16384, np.float32([[[1.0, 0, 0, 0, 0, 0, 0, 0]]])
   k, v = np.zeros((1, n, 8), np.float32), np.zeros((1, n, 8), np.float32)
   k[:, n//2:, 0] = np.log(1 + 1.98*ROUNDOFF["float16"])*-1
@@ -171,12 +173,13 @@ def test_nan_and_inf_must_match() -> None:
 
 @pytest.mark.parametrize("count, alike, ok", ((10**4, False, False), (9999, False, True), (10**4, True, True)))
 def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> None:
-  """Elements that are all 1.1 sigma off are wrong together, although each alone is far from its limit."""
+  """Elements that all have an error of 1.1 sigma break the law together, although the error of each element is far below its limit."""
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
 def test_what_a_unit_that_flushes_makes_of_the_inputs_may_lose_a_weight() -> None:
-  """dS is +-2^-14 and a little more, of which 2^-17 come from an element of V that the unit takes for 0: then all of dS is lost, and dq is 0."""
+  """dS is slightly more than 2^-14 in size, and 2^-17 of it come from an element of V that the unit treats as 0. Then dS as a whole becomes 0, and dq
+  is 0."""
   q, k, do = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, 2, 16), np.float32), np.ones((1, 1, 1, 16), np.float32)
   k[0, 0, :, 0], v = (1, -1), np.zeros((1, 1, 2, 16), np.float32)
   v[0, 0, 0, :2] = 4*(2.0**-14 + 2.0**-18 - 2.0**-17), 4*2.0**-17
@@ -212,7 +215,7 @@ def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.n
 
 def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
             window:tuple[int, int]=(-1, -1)) -> Found:
-  """Computes o and lse with wrong inputs, a wrong scale or a wrong diagonal, and pairs them with the right laws."""
+  """Computes o and lse with wrong inputs, a wrong scale or a wrong diagonal. Pairs them with the laws of the right problem."""
   how = dict(dtype=dtype, out_dtype=out or dtype)
   laws = law_of(*x, SCALE, window, **how)
   got = same(*(wrong or x), scale, window, offset, **how)
@@ -224,7 +227,7 @@ def dropped_key(dtype:str) -> Found:
   return {"o": forward((q, k, v), dtype, wrong=(q, k[:, :, left], v[:, :, left]))["o"]}
 
 def truncated(dtype:str) -> Found:
-  """Rounds P towards zero, but divides by the sum of P before that rounding."""
+  """Rounds P towards zero, but divides by the sum of P before this rounding."""
   q, k, v = arrays(512, 300, dtype, near=3.0)
   s = q @ k.swapaxes(2, 3)*np.float32(SCALE)
   weights = np.exp(s - s.max(-1, keepdims=True))
@@ -233,7 +236,7 @@ def truncated(dtype:str) -> Found:
   return {"o": (rounded(down @ v/weights.sum(-1, keepdims=True), dtype), law_of(q, k, v, SCALE, dtype=dtype, out_dtype=dtype)[0])}
 
 def wrong_split(dtype:str) -> Found:
-  """Merges two key ranges, with values near 1 and near -1, where the first range weighs 1 + 2^-10 times what it should."""
+  """Merges two key ranges, with values near 1 and near -1. The weight of the first range is too large by a factor of 1 + 2^-10."""
   q, k, v = arrays(200, 256, dtype)
   v = rounded(v*np.float32(0.1) + np.where(np.arange(256) < 128, 1, -1)[:, None].astype(np.float32), dtype)
   parts = [same(q, k[:, :, at], v[:, :, at], SCALE, dtype=dtype, out_dtype="float32") for at in (slice(128), slice(128, None))]
@@ -249,7 +252,7 @@ def gradients(dtype:str, out:str="", wrong_out:str="", wrong_dlse:bool=False, ne
   got = same_backward(q[:, some], k, v, do[:, some], None if wrong_dlse else dlse[:, some], SCALE, dtype=dtype, out_dtype=wrong_out or out or dtype)
   return {n: (getattr(got, n), getattr(laws, n)) for n in ("kv" if dropped else "qk")}
 
-DROPPED = "a key of 16384 is dropped"      # in bfloat16 its weight is smaller than the rounding errors of the others
+DROPPED = "a key of 16384 is dropped"      # in bfloat16 the key's weight is smaller than the rounding errors of other keys
 
 FAULTS:dict[str, Callable[[str], Found]] = {
   DROPPED: dropped_key,
@@ -268,8 +271,9 @@ def test_faults_break_the_law(fault:str, dtype:str) -> None:
   for name, (got, law) in FAULTS[fault](dtype).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 def test_errors_that_roundings_hide() -> None:
-  """Some errors hide below the roundings of the types: a wrong weight of a split where all key ranges have the same mean, and a dropped key whose
-  weight is smaller than the rounding errors of the others. A truncated P hides, too, where V has no mean."""
+  """The law does not find some errors, because they are smaller than the roundings of the types. One is a wrong weight of a split whose key ranges
+  have equal means. Another is a dropped key whose weight is smaller than the rounding errors of the other keys. A truncated P is a third, if the mean
+  of V is 0."""
   q, k, v = arrays(16, 256, "bfloat16")
   law = law_of(q, k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
   parts = [exact(q, k[:, :, at], v[:, :, at], SCALE) for at in (slice(128), slice(128, None))]

@@ -1,4 +1,4 @@
-"""Every example runs by itself, without settings, and prints what it should."""
+"""Tests that every example runs by itself, without settings, and prints the right output."""
 import os, re, subprocess, sys
 from pathlib import Path
 import pytest
@@ -26,7 +26,7 @@ def run(name:str, *args:str, **settings:str) -> subprocess.CompletedProcess[str]
 
 def test_every_example_is_here() -> None: assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
 
-# Smaller runs of the examples: each new prompt length and each layer of a training step needs kernels of its own. NOOPT=1 stops tinygrad from
+# Smaller runs of the examples: each new prompt length and each layer of a training step needs its own kernels. NOOPT=1 stops tinygrad from
 # unrolling its own kernels.
 SETTINGS = {"train_gpt": {"STEPS": "8", "LAYERS": "1", "NOOPT": "1"}, "long_context": {"GRADIENT": "0", "NOOPT": "1"}, "tiny_gpt": {"TOKENS": "2"},
             "decode_kv_cache": {"TOKENS": "6"}, "serve": {"NOOPT": "1"}}

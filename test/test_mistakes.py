@@ -35,8 +35,8 @@ def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
 ROWS = 200     # two key tiles or more in every kernel
 
 def packed(arch:str, kernel:str, ends:tuple[int, ...], longest:int|None, sinks:bool) -> None:
-  """Rows of a sequence equal those of a call with that sequence alone. Rows of no sequence are 0 with lse -inf, even where the output held other
-  numbers before the call."""
+  """Checks that rows of a packed sequence equal the rows of a call with this sequence alone. Rows of no sequence are 0 with lse -inf, even if the
+  output buffer held other numbers before the call."""
   with emulated(arch, kernel):
     more: dict[str, Any] = {"num_splits": 2} if kernel == "split_kv" else {}
     if sinks: more["sinks"] = draw(2, dtype="float32")
@@ -69,7 +69,7 @@ def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(
 def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70, 72), 11, False)
 
 def test_padding_under_jit() -> None:
-  """Padding at the end is 0 after every call: no row keeps what an earlier call with the same shapes wrote."""
+  """Padding at the end is 0 after every call: no row keeps a value that an earlier call with these shapes wrote."""
   with emulated("gfx942"):
     @TinyJit
     def step(q:Tensor, ends:Tensor) -> Tensor:
@@ -97,8 +97,7 @@ def test_bounds_beyond_the_lengths_are_none(kernel:str, window:tuple[int, int]) 
     rounded_to(q, k, v, o, window=tuple(-1 if n > 1000 else n for n in window), offset=50)
 
 def test_window_bounds_that_hide_nothing_are_dropped() -> None:
-  """A window bound is dropped only if it hides no key from any query, wherever the queries stand: at every offset that a problem or a shard can
-  have."""
+  """attn drops a window bound only if the bound hides no key from any query, at every offset of the queries that a problem or a shard can have."""
   def cut(window:tuple[int, int], offset:int, Sq:int=40, Sk:int=90) -> tuple[int, int]:
     return Problem(1, 1, 1, Sq, Sk, 16, 16, window=window, offset=offset, softmax_scale=1.0).window
   def seen(window:tuple[int, int], offset:int, Sq:int, Sk:int) -> np.ndarray:
@@ -115,7 +114,7 @@ def test_window_bounds_that_hide_nothing_are_dropped() -> None:
 @pytest.mark.parametrize("options", ({"softcap": 2.0**100}, {"softcap": 1e-30}, {"softmax_scale": 1e30}, {"softmax_scale": 1.2e-38},
                                      {"softcap": 1e20, "softmax_scale": 1e-10}), ids=str)
 def test_scales_that_fp32_holds(kernel:str, options:dict[str, float]) -> None:
-  """Results are right, and never NaN, at both ends of the accepted scales."""
+  """Results are right, and never NaN, at the smallest and the largest accepted scale."""
   from attn.reference import Options
   with emulated("gfx942", kernel):
     q, k, v = (draw(1, 1, 20, 32, seed=i) for i in range(3))
@@ -167,7 +166,7 @@ def test_a_refused_call_appends_nothing() -> None:
     assert (array(k) == 0).all() and (array(v) == 0).all()
 
 def clang(folder:Path) -> str:
-  """Value of PATH with which `clang` runs the clang of the PyPI package ziglang."""
+  """Value of PATH with which the command `clang` runs the clang of the PyPI package ziglang."""
   pytest.importorskip("ziglang")
   (script := folder/"clang").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang clang "$@"\n')
   script.chmod(0o755)
@@ -229,7 +228,7 @@ def test_another_librarys_method_comes_back() -> None:
       q = draw(1, 1, 4, 520)                            # no kernel of attn takes rows this wide
       q.scaled_dot_product_attention(q, q)
       assert calls
-    with attn.installed():                              # a method set over ours stays, and still works, when ours is removed
+    with attn.installed():                              # a method that replaced attn's method stays, and still works, after attn's method is removed
       ours = Tensor.scaled_dot_product_attention
       over = lambda self, *args, **kwargs: ours(self, *args, **kwargs)
       setattr(Tensor, name, over)
@@ -275,7 +274,7 @@ def test_numbers_of_numpy_and_lists_are_accepted() -> None:
 # ***** error messages *****
 
 def said(call:Callable[[], Any]) -> str:
-  """Message of a refusal. The refused call must launch nothing, and the message must not print a graph."""
+  """Message of a refused call. The refused call must launch nothing, and the message must not print a graph of UOps."""
   before = GlobalCounters.kernel_count
   with pytest.raises(REFUSALS) as e: call()
   assert GlobalCounters.kernel_count == before and "UOp(" not in str(e.value) and "<UOp" not in str(e.value) and len(str(e.value)) < 500, str(e.value)
@@ -317,7 +316,7 @@ def test_a_kernel_for_another_chip_is_not_launched() -> None:
   with emulated("gfx942"):
     q = half(1, 2, 4, 64)
     assert "arch='gfx1100': EMU is gfx942" in said(lambda: half(1, 2, 4, 64).custom_kernel(q, q, q, fxn=attn.flash_attention_fn(arch="gfx1100")))
-    assert attn.explain(q, q, q, arch="gfx950").arch.name == "gfx950"      # explaining a kernel for another chip is allowed: it launches nothing
+    assert attn.explain(q, q, q, arch="gfx950").arch.name == "gfx950"      # `explain` for another chip is allowed: it launches nothing
 
 def test_a_grid_beyond_the_chip_is_named() -> None:
   with emulated("gfx942"):

@@ -1,5 +1,5 @@
-"""Random calls from test/night.py: a few with fixed seeds by default, many more in the thorough run. Other tests check what a night reports as a
-failure."""
+"""Tests with random calls from test/night.py: a few with fixed seeds by default, many more in the thorough run. Other tests check which outcomes a
+night reports as failures."""
 from __future__ import annotations
 import os, random, signal, sys, time
 from pathlib import Path
@@ -13,7 +13,7 @@ from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
 def emulated_seeds(first:int, count:int) -> list[int]:
-  """First `count` seeds, counted from `first`, whose calls run on emulated chips."""
+  """First `count` seeds from `first` on whose calls run on emulated chips."""
   return [seed for seed in range(first, first + 3*count) if drawn(seed).on in CHIPS][:count]
 
 CHEAP = (1003, 1004)     # each takes about a second
@@ -34,7 +34,8 @@ def test_views_have_the_numbers_of_their_array() -> None:
     np.testing.assert_array_equal(view(Tensor(base(a, *steps), device="PYTHON"), *steps).numpy(), a, err_msg=str(steps))
 
 def test_rows_before_a_rotary_embedding() -> None:
-  """Rows that `turned_back` has turned become the original rows when their column pairs, as complex numbers, are turned by the same angles."""
+  """`turned_back` inverts a rotary embedding. The test rotates its rows by the embedding's angles, with column pairs as complex numbers, and gets the
+  original rows."""
   rng = np.random.default_rng(0)
   a, quarters, at = rng.standard_normal((2, 3, 4, 8)).astype(np.float32), rng.integers(4, size=(9, 3)), (5, 2)
   for interleaved, moving in ((True, True), (False, True), (True, False)):
@@ -48,7 +49,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
-  """Copy of a call with one more line in its script."""
+  """Copy of a call whose script has one more line."""
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:
@@ -79,7 +80,7 @@ def of_a_number(o:UOp, x:UOp) -> UOp:
   return o[0].store(x[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_a_number", opts_to_apply=()))
 
 def of_its_own(o:UOp, x:UOp) -> UOp:
-  """Kernel that copies x into a private array of eight elements and reads element x[0] of it."""
+  """Kernel that copies x into its private array of eight elements and reads element x[0] of this array."""
   own, i = UOp.placeholder((8,), dtypes.float, 3, AddrSpace.REG), UOp.range(8, 0, AxisType.LOOP)
   filled = own.after(own[i].store(x[i].load()).end(i))
   return o[0].store(filled[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_its_own", opts_to_apply=()))
@@ -87,7 +88,7 @@ def of_its_own(o:UOp, x:UOp) -> UOp:
 BEYOND = {"end": (of_a_number, 8, -signal.SIGSEGV), "begin": (of_a_number, -1, -signal.SIGSEGV), "array": (of_its_own, 8, -signal.SIGILL)}
 
 def reads(call:Any) -> Outcome:
-  """Runs the kernel of BEYOND named `call.on`, which reads element 7, or with seed 1 an element that does not exist."""
+  """Runs the kernel of BEYOND named `call.on`. The kernel reads element 7, or, with seed 1, an element that does not exist."""
   with on("CPU", guard="begin" if call.on == "begin" else "end"):
     x = Tensor(np.full(8, BEYOND[call.on][1] if call.seed else 7, np.float32), device="CPU").realize()
     return Outcome(call.seed, str(Tensor.empty(8, device="CPU").custom_kernel(x, fxn=BEYOND[call.on][0])[0].numpy()[0]))

@@ -1,4 +1,4 @@
-"""Every command in README.md runs, and the samples there look like the real output."""
+"""Tests that every command in README.md runs, and that the samples there have the form of the real output."""
 import os, re, subprocess, sys, tomllib
 from pathlib import Path
 import pytest
@@ -25,7 +25,7 @@ def run(command:str, folder:Path) -> str:
   return done.stdout
 
 def shape(line:str) -> str:
-  """Strips figures and widths from a line. What is left must be equal in a sample and in a real run."""
+  """Removes figures and widths from a line. The rest must be equal in a sample and in a real run."""
   return " ".join(re.sub(r"[\d.]+", "#", line).split())
 
 def test_the_main_commands_are_there() -> None:
@@ -52,7 +52,7 @@ def test_the_test_commands_collect(tmp_path:Path) -> None:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "COMPARE=1" in c])
 def test_a_comparison_needs_a_gpu(command:str, tmp_path:Path) -> None:
-  """The command's settings are valid: it stops only because there is nothing to compare with."""
+  """The settings of the comparison command are valid: the command stops only because this machine has nothing to compare with."""
   with pytest.raises(AssertionError, match=r"bench\.py: COMPARE=1 on EMU: it is for DEV=CUDA"): run(command, tmp_path)
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, GPU_TESTS, INSTALL) and "examples/" not in c and "COMPARE=1" not in c])
@@ -70,12 +70,13 @@ def test_every_example_is_shown_and_tested() -> None:
   assert shown == set(test_examples.SAYS)
 
 def test_it_stays_short() -> None:
-  """README.md has at most 100 lines of prose. Tables and blocks of commands do not count: each chip has a row, each example a command."""
+  """README.md has at most 100 lines of prose. Tables and blocks of commands do not count, because each chip has a row and each example has a
+  command."""
   prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
   assert 20 < len([line for line in prose.splitlines() if line and not line.startswith("|")]) <= 100
 
 def test_the_table_of_chips_is_the_one_in_code() -> None:
-  """The README calls a chip measured only if measurements were made on that GPU."""
+  """README.md calls a chip measured only if measurements ran on a GPU with this chip."""
   table = re.search(r"^\| chip \|.*\n.*\n((?:\|.*\n)+)", README, re.MULTILINE)
   assert table is not None
   rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]

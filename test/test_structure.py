@@ -1,4 +1,4 @@
-"""Rules of the code base: what `import attn` loads, which way imports point, and that a name at module level has one meaning."""
+"""Rules of the code base: what `import attn` loads, which modules a module may import, and that a name at module level has one meaning."""
 from __future__ import annotations
 import ast, graphlib, json, os, subprocess, sys
 from collections import defaultdict
@@ -13,7 +13,7 @@ MODULES = sorted((ROOT/"attn").rglob("*.py"))
 ALLOWED = {"main", "Array"}     # the entry of a module that can be run; a type alias for numpy's array
 
 def defined(tree:ast.Module) -> set[str]:
-  """Names that a module defines at module level, without imported and private names."""
+  """Names that a module defines at module level, except imported and private names."""
   names = set()
   for node in tree.body:
     if isinstance(node, ast.FunctionDef|ast.ClassDef): names.add(node.name)
@@ -28,7 +28,7 @@ def test_a_name_means_one_thing() -> None:
   assert not {name: paths for name, paths in where.items() if len(paths) > 1 and name not in ALLOWED}
 
 def test_no_module_only_forwards() -> None:
-  """Every module except the package's own defines something, or consists of one docstring."""
+  """Every module except `__init__` of the package defines something, or consists of a docstring only."""
   for path in MODULES:
     tree = ast.parse(path.read_text())
     if path == ROOT/"attn/__init__.py" or all(isinstance(node, ast.Expr) for node in tree.body): continue
@@ -51,7 +51,7 @@ def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suf
 NAMES = {module_of(path) for path in MODULES}
 
 def imports(path:Path) -> set[str]:
-  """Modules of attn that a file imports anywhere, inside functions and for types as well."""
+  """Modules of attn that a file imports anywhere. Imports inside functions and imports for types count, too."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -77,12 +77,13 @@ def test_few_modules_are_in_no_room() -> None:
   assert len(list((ROOT/"attn").glob("*.py"))) <= 8
 
 def test_no_kernel_imports_another() -> None:
-  """No kernel imports another kernel; what two kernels share is a part."""
+  """No kernel imports another kernel. Code that two kernels share is in attn/kernels/parts."""
   for path in (ROOT/"attn/kernels").glob("*.py"):
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
 def test_an_algorithm_knows_no_unit() -> None:
-  """Modules with the algorithms import nothing, directly or indirectly, that computes the steps of an algorithm."""
+  """Modules of the algorithms import no module of a matrix unit or of plain UOps, directly or indirectly. Such modules compute the steps of an
+  algorithm."""
   of = {module_of(path): imports(path) for path in MODULES}
   for name in ("forward", "backward"):
     taken = {f"attn.kernels.{name}"}
@@ -99,7 +100,7 @@ def test_forward_knows_nothing_of_backward() -> None:
 
 # ***** functions that fit on a screen *****
 
-LONGEST = 60     # lines of a function of a kernel, nested functions included
+LONGEST = 60     # lines of a function of a kernel, with its nested functions
 
 def test_functions_fit_on_a_screen() -> None:
   for path in (ROOT/"attn/kernels").rglob("*.py"):
@@ -110,7 +111,7 @@ def test_functions_fit_on_a_screen() -> None:
 # ***** what `import attn` loads *****
 
 def test_import_loads_no_tools() -> None:
-  """`import attn` starts no process, and loads neither the reports on machine code, nor the search for a compiler, nor what only a command needs."""
+  """`import attn` starts no process. It loads no reports on machine code, no search for a compiler, and no modules that only a command needs."""
   script = ("import subprocess, sys, json\n"
             "def started(*args, **kwargs): raise AssertionError(f'import attn starts {args}')\n"
             "subprocess.Popen.__init__ = started\n"
@@ -135,8 +136,8 @@ def family_names_in(tree:ast.AST) -> list[str]:
   return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
 
 def test_a_family_is_known_in_its_own_file() -> None:
-  """Only attn/chips uses names of chip families. Excepted are the emulator, which knows the families from the vendors' documents independently, and
-  the names of tinygrad's instruction tables."""
+  """Only attn/chips uses names of chip families. One exception is the emulator, which has its own tables of the families from the vendors' documents.
+  Names of tinygrad's instruction tables are another."""
   wrong = ast.parse('if arch.family == "rdna4": x = {"cdna3": 1, "gfx950": 2}')
   assert family_names_in(wrong) == ["rdna4", "cdna3"] and keys_that_are_chips(wrong) == ["gfx950"]
   for path in MODULES:

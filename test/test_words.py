@@ -1,4 +1,4 @@
-"""The words of the project: docstrings say what they describe, and pages name only what there is."""
+"""Rules for the words of the project: docstrings name what they describe, and pages name only existing files and names."""
 import ast, re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ BLOCK, TEXT_BLOCK = r"^```.*?^```$", re.MULTILINE | re.DOTALL
 
 # ***** docstrings *****
 
-# A docstring that begins so is about something that stands above it, which a reader of the docstring alone does not see.
+# A docstring that begins with one of these words refers to the code above it, which a reader of the docstring alone does not see.
 POINTS_ELSEWHERE = re.compile(r"(That|Those|These|The same|The others?|Of|Their|Its|It|They|Them|In|On|At|By|To|From|For|With|Without|As|Among|"
                               r"Beside|Into|Over|Under|Between|After|Before|Than|Likewise|There|So|Such)\b")
 
@@ -21,7 +21,7 @@ def docstrings(program:str) -> Iterator[tuple[int, str]]:
     if isinstance(node, ast.Module|ast.ClassDef|ast.FunctionDef) and (text := ast.get_docstring(node)): yield getattr(node, "lineno", 1), text
 
 def points_elsewhere(program:str) -> list[int]:
-  """Returns the lines of docstrings that begin with a pronoun or a preposition."""
+  """Returns the line numbers of docstrings that begin with a pronoun or a preposition."""
   return [line for line, text in docstrings(program) if POINTS_ELSEWHERE.match(text)]
 
 def test_docstrings_begin_with_what_they_describe() -> None:
@@ -45,12 +45,12 @@ def test_the_pages_are_short() -> None:
 FILES = [path.relative_to(ROOT) for name in ("*.*", ".ci/*", *(f"{folder}/**/*.*" for folder in ("attn", "docs", "examples", "test")))
          for path in ROOT.glob(name)]
 TYPES = "py|md|csv|txt|svg|png|sh|toml"
-# Files of others, and files that a command of a page writes.
+# Files of other projects, and files that a command of a page writes.
 ELSEWHERE = {"examples/gpt2.py", "examples/llama.py", "tinygrad/llm/model.py", "docs/compatibility/compatibility-matrix-historical-6.0.csv",
              "docs/mem_latency.md", "docs/mfma-valu-coissue.md", "h200.csv", "h200.png", "f.csv", "f.png", "trip.svg"}
 
 def missing_files(text:str) -> list[str]:
-  """Returns the files that a text names and that do not exist. A name may leave out the folders before it."""
+  """Returns the file names in a text for which no file exists. A name may omit the first folders of the path."""
   there = {"/".join(path.parts[i:]) for path in FILES for i in range(len(path.parts))}
   named = re.findall(rf"(?<![\w/.*-])([\w.][\w./-]*\.(?:{TYPES}))(?![\w*])", re.sub(r"https?://\S+", "", text))
   return sorted({name for name in named if (bare := name.removeprefix("../")) not in there and bare not in ELSEWHERE})
@@ -66,12 +66,12 @@ def test_pages_that_programs_name_exist() -> None:
              if not (ROOT/name).exists() and name not in ELSEWHERE}
   assert not missing
 
-# Names in backticks that are not the project's: instructions, other programs' variables and functions, and what stands for a name.
+# Names in backticks that the project does not define: instructions, variables and functions of other programs, and placeholders.
 OTHERS = {"compilersupport", "ds_bpermute", "ds_permute", "ds_swizzle", "every_kernel", "gfxNNNN", "reg5", "sched_group_barrier", "TC", "ulimit",
           "UPAT_COMPILE", "v_cos", "v_log", "v_pk_add_f32", "v_rcp", "v_rsq", "v_sin", "v_sqrt", "__launch_bounds__"}
 
 def unknown_names(text:str) -> list[str]:
-  """Returns the names in backticks of a text that are no words of the project's programs."""
+  """Returns the names in backticks of a text that do not occur in the project's programs."""
   sources = [path.read_text() for path in [*PROGRAMS, ROOT/".ci/run", ROOT/"pyproject.toml"] if path != Path(__file__)]
   known = set(re.findall(r"\w+", " ".join(sources)))
   for name in ELSEWHERE: text = text.replace(name, "")
@@ -84,7 +84,7 @@ def test_names_in_backticks_are_in_code() -> None:
   assert not unknown_names("\n".join(page.read_text() for page in PAGES))
 
 def missing_members(text:str) -> list[str]:
-  """Returns the modules and members of the package that a text names, in blocks of code as well, and that do not exist."""
+  """Returns the modules and members of the package that a text names but that do not exist. Blocks of code count as text."""
   def source(module:str) -> str:
     path = ROOT.joinpath(*module.split("."))
     return next((file.read_text() for file in (path.with_suffix(".py"), path/"__init__.py") if file.exists()), "")

@@ -1,4 +1,4 @@
-"""Tests of `attention`: each option on each kernel that supports it, placement on devices, TinyJit, dispatch, and refused calls."""
+"""Tests of `attention`: each option on each kernel that supports it, tensors on one and on several devices, TinyJit, dispatch, and refused calls."""
 import itertools
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_an_empty_split_weighs_nothing():
 
 @on_two("kernel", KERNELS)
 def test_nan_beyond_the_lengths(kernel):
-  """NaN in the cache beyond each batch's length (32, 64, 96 and 48 of 128 keys) must not reach the output."""
+  """NaN in the cache beyond the length of each batch (32, 64, 96 and 48 of 128 keys) does not reach the output."""
   def poisoned(p:Problem) -> Inputs:
     x = normal(p)
     for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:], x.v[b, :, n:] = np.nan, np.nan
@@ -74,7 +74,8 @@ def test_nan_beyond_the_lengths(kernel):
 
 @on_two("kernel", KERNELS)
 def test_window_counts_the_diagonal(kernel):
-  """The window (W-1, 0) shows W keys, the diagonal included; causal equals the window (-1, 0). Here one query sees W=128 of 256 keys."""
+  """The window (W-1, 0) shows W keys, including the key on the diagonal. A causal mask equals the window (-1, 0). Here one query sees W=128 of 256
+  keys."""
   with emulated(arch_of(kernel), kernel):
     q, k, v = draw(1, 2, 1, 64), draw(1, 2, 256, 64, seed=1), draw(1, 2, 256, 64, seed=2)
     more = SPLITS.get(kernel, {})
@@ -85,7 +86,8 @@ def test_window_counts_the_diagonal(kernel):
 
 @in_turn("causal, kernel", (False, True), KERNELS, among=2)
 def test_empty_sequences(kernel, causal):
-  """Sequences without queries, without keys or without both, at the start, in the middle and at the end, give right results."""
+  """Results are right if packed sequences have no queries, no keys, or neither queries nor keys. Such sequences stand first, in the middle and
+  last."""
   on_kernel(kernel, H=2, Sq=50, Sk=170, D=32, layout="thd", causal=causal,
             extras={"cu_seqlens_q": int32(0, 0, 20, 20, 30, 50, 50), "cu_seqlens_k": int32(0, 10, 10, 30, 150, 170, 170)})
 
@@ -113,8 +115,8 @@ def test_low_scores_are_not_taken_for_masked_ones(kernel):
 
 @pytest.mark.parametrize("kernel", ("forward", "forward_mma", "three_pass"))
 def test_huge_scores(kernel):
-  """Scores of 1.7e10 in bfloat16, scaled by 0.25, give finite results. split_kv is left out: fp32 rounds an lse of this size to multiples of 256, so
-  merging the splits gives finite but no exact results."""
+  """Scores of 1.7e10 in bfloat16, scaled by 0.25, give finite results. The test leaves out split_kv. Its merge reads lse in fp32, where an lse of
+  this size is a multiple of 256, so the merged result is finite but inexact."""
   def huge(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:], x.k[:] = 16384.0, 16384.0
@@ -251,7 +253,7 @@ def test_explain(capsys):
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
-  """Dispatch on NVIDIA chooses the same way, with mma.sync: no score option, length or split leads to three_pass."""
+  """Dispatch on NVIDIA chooses mma.sync kernels also for calls with a score option, a length or a split, and does not fall back to three_pass."""
   for arch in ("sm_80", "sm_90"):
     with emulated(arch):
       q, k = draw(1, 8, 1, 64), draw(1, 1, 4096, 64)
@@ -398,8 +400,8 @@ def test_flash_attn_names():
 # ***** caches of a process *****
 
 def test_old_kernels_are_forgotten(monkeypatch) -> None:
-  """A full cache of tinygrad forgets kernels until half of the limit remains. Calls captured earlier still replay, and a forgotten kernel is made
-  again."""
+  """When the number of cached kernels reaches the limit, tinygrad's cache drops kernels until half of the limit remains. TinyJit still replays calls
+  that it captured earlier, and a new call rebuilds a dropped kernel."""
   most, scale, before = 4, 0.25, set(schedule.schedule_cache)
   monkeypatch.setattr(launch, "MOST_KERNELS", most)
   with emulated("gfx942"):
@@ -411,7 +413,7 @@ def test_old_kernels_are_forgotten(monkeypatch) -> None:
     asts, programs = {key[0] for key in ours}, {x.key for x in ours.values()}
     launched = [call.src[0] for key, linear in schedule.schedule_cache.items() if key not in before for call in linear.src]
     of_ours = [x for x in launched if x.op is Ops.SINK and x.arg is not None and x.arg.name.startswith("attn_")]
-    assert 1 <= len(ours) <= most + 1 and {x.key for x in of_ours} <= asts      # one kernel is made after the count was checked
+    assert 1 <= len(ours) <= most + 1 and {x.key for x in of_ours} <= asts      # one more kernel is cached after the cache's size is checked
     assert sum(key[0] in programs for key in realize.runtime_cache) <= most + 1
     np.testing.assert_array_equal(array(captured(*(t.clone().realize() for t in (q, k, v)))), first)
     np.testing.assert_array_equal(array(attn.attention(q, k, v, softmax_scale=scale)), first)

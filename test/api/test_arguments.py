@@ -1,5 +1,5 @@
-"""Every argument of every public function, with wrong types, wrong values and extreme values. Each call gives the right result, or raises ValueError
-or NotImplementedError that names the argument. Random problems follow, as many as ATTN_EXAMPLES says:
+"""Tests of every argument of every public function with values of wrong type, wrong values and extreme values. Each call gives the right result, or
+raises a ValueError or NotImplementedError that names the argument. The environment variable ATTN_EXAMPLES sets the number of random problems:
 
     ATTN_EXAMPLES=2000 python -m pytest test/api/test_arguments.py -k random
 """
@@ -71,7 +71,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 def packed_but(*names:str) -> dict[str, Any]: return {name: x for name, x in packed().items() if name not in names}
 def pages(k:str, v:str) -> dict[str, Any]:
-  """Arguments for one page of four rows and four heads; the page also works as a cache of one batch."""
+  """Arguments for a cache of one page with four rows and four heads. The page also works as a cache without pages, of one batch."""
   found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
   return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
 
@@ -114,7 +114,8 @@ def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 def mentions(value:Any, text:str) -> bool:
-  """Tells whether a message shows the value that was given. For a Tensor it need not; for a missing argument it may say what needs it."""
+  """Tells whether an error message shows the value of an argument. The message need not show a Tensor. If the argument is missing, the message may
+  instead name what needs it."""
   if isinstance(value, (Tensor, np.ndarray)): return True
   if value is None and "needs" in text: return True
   parts = value if isinstance(value, (tuple, list)) else ()
@@ -123,7 +124,7 @@ def mentions(value:Any, text:str) -> bool:
   return any(x in text for x in told)
 
 def right(name:str, given:dict[str, Any], result:Any) -> None:
-  """Checks a result: o of `attention` in layout bhsd against the accuracy law, other results for finite numbers."""
+  """Checks the result of a call. The output o of `attention` in layout bhsd must keep the accuracy law; all other results must be finite."""
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
   if tensors: Tensor.realize(*tensors)
   if name == "attention" and not any(given.get(x) is not None for x in ("kv_lengths", "bias")) and given.get("layout", "bhsd") == "bhsd":
@@ -138,8 +139,8 @@ def right(name:str, given:dict[str, Any], result:Any) -> None:
     for t in tensors[:1]: assert np.isfinite(array(t) if dtypes.is_float(t.dtype) else t.numpy()).all()
 
 def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|None:
-  """Calls a function with one argument replaced, and returns the arguments and the result, not yet computed. Returns None if the function refuses
-  the call with a good message."""
+  """Calls a function with one argument replaced. Returns the arguments and the result, which is not computed yet, or None if the function raises an
+  error with a good message."""
   function, make = FUNCTIONS[name]
   given, before = make() | {argument: VALUES[label]()}, GlobalCounters.kernel_count
   try: return given, function(**given)
@@ -156,7 +157,8 @@ def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|N
 ARGUMENTS = [(name, argument) for name in FUNCTIONS for argument in parameters(name)]
 
 def check_argument(name:str, argument:str, computed:slice) -> None:
-  """Calls the function with every value. Of the accepted calls, it computes and checks those in the slice `computed`."""
+  """Calls the function once for each test value of the argument. Computes and checks the results of those accepted calls that the slice `computed`
+  selects."""
   with emulated("gfx942"):
     accepted = [(label, found) for label in VALUES if (found := result_of(name, argument, label)) is not None]
     for label, (given, result) in accepted[computed]:
@@ -165,7 +167,8 @@ def check_argument(name:str, argument:str, computed:slice) -> None:
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_every_argument(name:str, argument:str) -> None:
-  """Each value is refused with a good message or accepted. Which accepted results are computed and checked differs by argument, to save time."""
+  """A function either accepts a value of an argument, or refuses it with a good message. To save time, the test computes only every twentieth
+  accepted result, and starts at a different one for each argument."""
   turn = ARGUMENTS.index((name, argument))
   check_argument(name, argument, slice(turn % 20, None, 20))
 
@@ -206,7 +209,7 @@ def random_problems(d:Any) -> dict[str, Any]:
   return p | {"extras": extras}
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Parametrizes a test by its number of random problems. A few problems are the same in every run."""
+  """Parametrizes a test by its number of random problems. Up to 25 problems are identical in every run."""
   problems = given(random_problems(), st.sampled_from(("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90")))
   many = settings(max_examples=examples, deadline=None, derandomize=examples <= 25, suppress_health_check=list(HealthCheck))
   return lambda test: many(problems(test))

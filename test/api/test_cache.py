@@ -1,4 +1,4 @@
-"""Tests of the key/value cache: append in place, lengths that the host or only the device knows, decoding under TinyJit, overflow."""
+"""Tests of the key/value cache: append in place, lengths that the host knows or that only the device knows, decoding under TinyJit, and overflow."""
 import numpy as np
 import pytest
 from tinygrad import TinyJit, Variable
@@ -18,12 +18,12 @@ DEVICES = ("EMU:0", "EMU:1")
 def lengths(*n): return Tensor(list(n), dtype=dtypes.int, device="EMU").realize()
 
 def poisoned(layout="bhsd", capacity=CAPACITY, dtype=dtypes.half):
-  """Makes two caches full of NaN."""
+  """Creates a key cache and a value cache full of NaN."""
   shape = {"bhsd": (B, HKV, capacity, D), "bshd": (B, capacity, HKV, D), "nsd": (B*HKV, capacity, D)}[layout]
   return [Tensor.full(shape, float("nan"), dtype=dtype, device="EMU").contiguous().realize() for _ in range(2)]
 
 def close(got, q, k, v, dtype="float16"):
-  """Checks causal attention, whose last query stands at the last key, against the accuracy law."""
+  """Checks causal attention against the accuracy law. The last query stands at the position of the last key."""
   args = (q.shape[-1]**-.5, (-1, 0), k.shape[2] - q.shape[2])
   verdict = judge(got, law_of(q, k, v, *args, dtype=dtype, out_dtype=dtype)[0])
   assert verdict.ok, verdict
@@ -46,8 +46,8 @@ def test_rows_land_where_they_belong(layout, new):
 
 @pytest.mark.parametrize("arch", every_other(EVERY_ARCH))
 def test_decoding_is_the_uncached_computation(arch):
-  """Decoding with a cache full of NaN gives what attention without a cache gives, at every position: first the rows of a prompt, then row by row
-  under TinyJit at the offset of a Variable."""
+  """Decoding with a cache, which is full of NaN at first, gives the result of attention without a cache at every position. The test appends the rows
+  of a prompt, and then single rows under TinyJit at an offset that a Variable gives."""
   with emulated(arch):
     q, k, v = (np.random.default_rng(i).standard_normal((B, h, 90, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))
     k_cache, v_cache = poisoned()
@@ -105,8 +105,8 @@ def test_an_overflow_that_the_host_knows_of_is_an_error():
     assert append_kv(new, new, k_cache, v_cache, 5).tolist() == [8, 8]
 
 def test_an_overflow_that_only_the_device_knows_of_writes_nothing_beyond():
-  """Rows beyond the capacity are dropped where only the device knows the length. The emulator checks every access, and neighbouring rows of the
-  cache do not change."""
+  """If only the device knows the length, append drops rows beyond the capacity of the cache. The emulator checks every access, and the neighbouring
+  rows of the cache do not change."""
   with emulated("gfx942"):
     k_cache, v_cache = poisoned(capacity=8)
     new = draw(B, HKV, 3, D)
@@ -157,8 +157,8 @@ def test_refused():
 
 @pytest.mark.parametrize("axis", (0, 1))
 def test_a_cache_on_two_devices(axis):
-  """A cache sharded along batch or heads takes lengths of every kind. Once, a length given as a number was applied to the batches of one device
-  instead of all."""
+  """A cache sharded along batch or heads accepts lengths of every kind. In an earlier version, a length given as a number applied only to the batches
+  of one device."""
   with emulated("gfx942"):
     q, k, v = (np.random.default_rng(i).standard_normal((B, h, 10, D)).astype(np.float16) for i, h in enumerate((H, HKV, HKV)))
     k_cache, v_cache = (t.shard(DEVICES, axis).realize() for t in poisoned())
@@ -184,8 +184,8 @@ def test_flash_attn_with_kvcache():
 
 @pytest.mark.parametrize("name, arch", [("K and V in one", "sm_80"), ("interleaved", "gfx942"), ("rows apart", "gfx1201")])
 def test_caches_in_one_buffer(name, arch):
-  """Rows appended through views of one buffer appear in the buffer and in a view made earlier. The rest of the buffer, full of NaN, does not
-  change."""
+  """Rows appended through views of one buffer appear in the buffer, and in a view that was created before. All other elements of the buffer are NaN
+  and do not change."""
   with emulated(arch):
     shape = {"K and V in one": (2, B, HKV, 24, D), "interleaved": (B, HKV, 24, 2, D), "rows apart": (B, HKV, 24, 3, D + 4)}[name]
     base = Tensor.full(shape, float("nan"), dtype=dtypes.half, device="EMU").contiguous().realize()

@@ -1,5 +1,5 @@
-"""Tests of dropout: its random bits are equal on every chip and statistically random, every matrix unit drops P and its gradient by these bits, and
-each way to ask for dropout works."""
+"""Tests of dropout: its random bits are equal on every chip and statistically random, the kernels of every matrix unit drop elements of P and of its
+gradient by these bits, and every way to ask for dropout works."""
 from __future__ import annotations
 import functools, itertools, re
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Runs case i on one chip and case i + 1 on the next one. All other pairs carry the mark `thorough`."""
+  """Parametrizes a test over pairs (case, chip). Case i runs on one chip and case i + 1 on the next chip; all other pairs get the mark `thorough`."""
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])
@@ -57,7 +57,7 @@ class OneLane:
 
 @pytest.mark.parametrize("counter, key, result", VECTORS)
 def test_philox(counter:tuple[int, ...], key:tuple[int, ...], result:tuple[int, ...]) -> None:
-  """The operation's definition and the tests' own Philox both give the published numbers."""
+  """The definition of the operation and the tests' own implementation of Philox give the published numbers."""
   def words(xs:tuple[int, ...]) -> list[np.ndarray]: return [np.array([x], np.uint32) for x in xs]
   interpreter: Any = Numbers(OneLane())     # type: ignore[arg-type]
   assert tuple(int(x[0]) for x in philox(interpreter, words(counter), words(key))) == result
@@ -72,7 +72,8 @@ def test_the_mask_in_tensor_operations() -> None:
     assert attn.dropout_mask(seed, 0.0, 1, 1, 3, 9).numpy().all()
 
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Pairs of elements at several distances along each axis: within one octet, in neighbouring octets, and further apart."""
+  """Yields pairs of equally shaped arrays: the elements of a mask, and the elements at a fixed distance along one axis. The distances reach keys of
+  one octet, of neighbouring octets, and further away."""
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
       if lag < mask.shape[axis]:
@@ -82,8 +83,8 @@ SIGMAS = 5      # one of these 150 statistics exceeds it by chance for 1 of 10,0
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rate_and_independence(p:float) -> None:
-  """The rate of kept elements is right in all, in each head, query and key, and at each place of an octet. No correlation shows over distances along
-  each axis, between neighbouring seeds, or between (i, j) and (j, i)."""
+  """The rate of kept elements is right in the whole mask, in each head, query and key, and at each place of an octet. The mask shows no correlation
+  along any axis, between neighbouring seeds, or between (i, j) and (j, i)."""
   mask = kept_mask(SEED, p, 4, 4, 160, 160)
   q, n = round(p*65536)/65536, mask.size
   def held(name:str, mean:np.ndarray, count:int, variance:float) -> None:
@@ -100,7 +101,8 @@ def test_rate_and_independence(p:float) -> None:
     held(f"seed {i} {bit}", (x*(kept_mask(other, p, 4, 4, 160, 160) - (1 - q))).mean(), n, variance**2)
 
 def test_a_rate_that_is_wrong_is_noticed() -> None:
-  """The statistics detect a rate of 26/256, which 8 bits for each score would give for p = 0.1 (6 sigma away), and a mask that all heads share."""
+  """The statistics detect a rate of 26/256, which is 6 sigma away from p = 0.1 (8 random bits for each score would give this rate). They also detect
+  a mask that is equal in all heads."""
   mask = kept_mask(SEED, 26/256, 4, 4, 320, 320)
   assert abs(mask.mean() - 0.9) > SIGMAS*np.sqrt(0.09/mask.size)
   shared = np.broadcast_to(mask[:, :1], mask.shape) - 0.9
@@ -111,13 +113,13 @@ def test_a_rate_that_is_wrong_is_noticed() -> None:
 UNITS = (*ARCHS, "sm_80", "sm_90")      # sm_90 uses wgmma from 64 queries on
 
 def showing(p:Problem) -> Inputs:
-  """Inputs that make the mask visible: all keys weigh the same, and column j of O is the part of key j."""
+  """Inputs that make the dropout mask visible: all keys have equal weight, and column j of O is the weight of key j."""
   assert p.Dv >= p.Sk
   v = np.broadcast_to(np.eye(p.Sk, p.Dv, dtype=np.float32), (p.B, p.Hkv, p.Sk, p.Dv)).copy()
   return Inputs(np.zeros((p.B, p.H, p.Sq, p.D), np.float32), np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32), v)
 
 def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -> np.ndarray:
-  """Mask of the elements of P that the kernels keep."""
+  """Dropout mask: true for each element of P that the kernels keep."""
   p = problem(**{**dict(B=2, H=2, Sq=70, Sk=104, D=8, Dv=104, lse=False), **with_seed(), **parameters})
   o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(choose_tile(p, get_chip(arch))))
   found = o != 0
@@ -181,7 +183,7 @@ def test_rates_near_0_and_1(p:float) -> None:
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
 def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
-  """Faulty `weigh` that sums only the kept elements of P."""
+  """Faulty version of `weigh`: the sum of P contains only the elements that dropout keeps."""
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, addends = s.softmax.addends(self.dual)
@@ -242,7 +244,7 @@ def test_a_fault_is_caught(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_comparisons_stay_packed(arch:str) -> None:
-  """Two 16-bit numbers are compared at a time, by two packed instructions. clang would otherwise use a comparison and a select for each number."""
+  """Two packed instructions compare two 16-bit numbers at a time. clang would otherwise emit a comparison and a select for each number."""
   pytest.importorskip("ziglang")
   from attn.compilers.clang import assembly
   p, chip = problem(Sq=256, Sk=256, D=64, lse=False, **with_seed()), get_chip(arch)
@@ -276,7 +278,8 @@ def shards(of_q:int|None, of_k:int|None) -> Callable[[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("of_q, of_k, heads", [(0, 0, 2), (1, 1, 2), (1, None, 1), (None, None, 2)])
 def test_shards_use_the_mask_of_the_whole(of_q:int|None, of_k:int|None, heads:int) -> None:
-  """Each shard uses the mask of its place in the whole: sharded along batch, along heads, along the heads of q alone, and replicated."""
+  """Each shard uses its own section of the dropout mask of the whole tensor. The tensors are sharded along batch or heads, only q is sharded along
+  heads, or all tensors are replicated."""
   check_gradients(**{**SMALL, "Hkv": heads}, place=shards(of_q, of_k), **with_seed())
 
 def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatch) -> None:
@@ -285,12 +288,12 @@ def test_shards_with_masks_of_their_own_are_caught(monkeypatch:pytest.MonkeyPatc
     with pytest.raises(AssertionError, match="error"): check_attention(**SMALL, place=shards(of, of), **with_seed())
 
 def drops(call:Callable[[], Tensor]) -> bool:
-  """Tells whether two calls give different results."""
+  """Tells whether two calls of a function give different results."""
   return not np.array_equal(array(call()), array(call()))
 
 def test_a_seed_is_drawn() -> None:
-  """Every call without a seed draws a new one from tinygrad's generator. o and its gradients use the same seed; as o is linear in v, the gradient of
-  v shows this."""
+  """Every call without a seed draws a new seed from tinygrad's generator. o and its gradients use one seed. The gradient of v shows this, because o
+  is linear in v."""
   with emulated("gfx942"), Context(TRAINING=1):
     q, k, v = draw(1, 2, 12, 16), draw(1, 2, 20, 16, seed=1), draw(1, 2, 20, 16, seed=2)
     def call() -> Tensor: return attn.attention(q, k, v, dropout_p=P)
@@ -389,7 +392,7 @@ def test_what_is_wrong_with_a_seed() -> None:
     np.testing.assert_array_equal(array(attn.attention(q, q, q, dropout_seed=seed)), array(attn.attention(q, q, q)))
 
 def test_a_seed_is_copied_to_every_device() -> None:
-  """A seed on the first of several devices is copied to all."""
+  """attention copies a seed that lies on the first of several devices to all of them."""
   with emulated("gfx942"):
     t = [draw(2, 2, 12, 16, seed=i) for i in range(3)]
     want = attn.attention(*t, dropout_p=P, dropout_seed=Tensor(SEED, device="EMU"))

@@ -1,4 +1,4 @@
-"""Tests of FlashAttention's functions: every argument of each function is run, and the table of docs/flash_attention.md is made from these runs."""
+"""Tests of FlashAttention's functions. The tests run every argument of each function, and these runs produce the table in docs/flash_attention.md."""
 from __future__ import annotations
 import inspect, sys
 from pathlib import Path
@@ -32,7 +32,7 @@ CU_Q, CU_K = [(0, n, 2*n) for n in (SQ, SK)]
 # ***** the functions on the same numbers: each returns out (B, SQ, H, D), and lse where wanted *****
 
 def whole(function:str, **more:Any) -> Any:
-  """Calls a function that takes whole keys, on the shared inputs, with these arguments."""
+  """Calls a FlashAttention function without a cache on the shared inputs, with these extra arguments."""
   q, k, v = qkv()
   if function == "flash_attn_func": return flash_attn.flash_attn_func(q, k, v, **more)
   if function == "flash_attn_kvpacked_func": return flash_attn.flash_attn_kvpacked_func(q, half(np.stack([K, V], 2)), **more)
@@ -59,7 +59,8 @@ def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
   return run
 
 def close_packed(function:str) -> None:
-  """Causal attention agrees by the accuracy law and not bit by bit, because packed sequences may get another tile."""
+  """Checks causal attention by the accuracy law. The results need not be equal bit by bit, because dispatch may choose another tile for packed
+  sequences."""
   o = array(whole(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
   k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, k, v)]
@@ -89,12 +90,12 @@ def softcap(function:str) -> None:
   agrees({}, softcap=-1.0)(function)
 
 def longest(function:str) -> None:
-  """A longest length above the number of rows sets no bound."""
+  """Checks that a max_seqlen above the number of rows changes no result."""
   q = function == "flash_attn_varlen_qkvpacked_func"
   agrees({}, **({"max_seqlen": 99} if q else {"max_seqlen_q": 99, "max_seqlen_k": 999}))(function)
 
 def in_pages(function:str) -> None:
-  """Keys and values in pages of 6 rows, in another order, give the same result."""
+  """Checks that keys and values in pages of 6 rows, stored in another order, give the result of keys and values without pages."""
   pages = [half(x.reshape(2*B, 6, HKV, D)[[3, 0, 1, 2]]) for x in (K, V)]
   o = flash_attn.flash_attn_varlen_func(half(packed_rows(Q)), *pages, int32(*CU_Q), int32(*CU_K), SQ, SK, block_table=int32([1, 2], [3, 0]))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, K, V)]
@@ -132,14 +133,14 @@ TABLE["flash_attn_varlen_func", "block_table"] = ("int32 (B, max_blocks); k and 
 START = (5, 8)       # rows already in the cache
 
 def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=None, new:int=2, **more:Any) -> Tensor:
-  """Calls `flash_attn_with_kvcache` with `new` new rows."""
+  """Calls `flash_attn_with_kvcache` and appends `new` rows."""
   k_cache, v_cache = caches or [half(x) for x in (K, V)]
   at = int32(*START) if start is None else start
   return flash_attn.flash_attn_with_kvcache(half(Q[:, :new]), k_cache, v_cache, half(Q[:, :new, :HKV]), half(Q[:, :new, 2:]), cache_seqlens=at,
                                             causal=causal, **more)
 
 def appended(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
-  """Caches as they must be after the call."""
+  """Expected contents of the key and value caches after the call."""
   out = []
   for cache, rows in ((K, Q[:, :new, :HKV] if k_new is None else k_new), (V, Q[:, :new, 2:])):
     full = cache.copy()
@@ -163,7 +164,8 @@ def cache_full(_:str) -> None:
   o = flash_attn.flash_attn_with_kvcache(*qkv(), causal=True)
   judged(o, Q, K, V, (SK, SK))
 def cache_more_batches(_:str) -> None:
-  """Caches of three batches with queries for two of them: chosen in another order by cache_batch_idx, or the first two."""
+  """Checks caches of three batches with queries for two of them. cache_batch_idx selects two batches in another order; without it, the queries belong
+  to the first two batches."""
   larger = [np.concatenate([x[1:], numbers(1, SK, HKV, D, seed=9).astype(np.float16), x[:1]]) for x in (K, V)]
   caches = [half(x) for x in larger]
   judged(cached(caches=(caches[0], caches[1]), cache_batch_idx=int32(2, 0)), Q[:, :2], *appended(), ENDS)
@@ -177,7 +179,7 @@ def cache_in_pages(_:str) -> None:
   judged(cached(caches=(k_pages, v_pages), block_table=int32([1, 2], [3, 0])), Q[:, :2], *appended(), ENDS)
 
 def turned(x:np.ndarray, places:np.ndarray, cos:np.ndarray, sin:np.ndarray, interleaved:bool) -> np.ndarray:
-  """Rotary embedding by complex numbers: a pair of columns is one number, multiplied by e^(i*angle)."""
+  """Computes rotary embedding with complex numbers: a pair of columns is one complex number, multiplied by e^(i*angle)."""
   half_, y = cos.shape[1], x.astype(np.float64)
   a, b = (y[..., 0:2*half_:2], y[..., 1:2*half_:2]) if interleaved else (y[..., :half_], y[..., half_:2*half_])
   z = (a + 1j*b)*(cos + 1j*sin)[places][:, :, None]
@@ -240,12 +242,12 @@ def test_argument(function:str, argument:str) -> None:
   with emulated("gfx942"): TABLE[function, argument][1](function)
 
 def table() -> str:
-  """Table of arguments in docs/flash_attention.md."""
+  """Builds the table of arguments in docs/flash_attention.md."""
   lines = ["| function | argument | here |", "|---|---|---|"]
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 
 def test_the_table_has_every_argument_and_is_in_the_document() -> None:
-  """The table has every argument, and docs/flash_attention.md holds it. To rewrite the table: python test/api/test_flash_attn.py."""
+  """The table lists every argument, and docs/flash_attention.md contains the table. To rewrite the table: python test/api/test_flash_attn.py."""
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
     given = set(inspect.signature(f).parameters)

@@ -1,5 +1,5 @@
-"""Tests of keys and values in pages: attention and append through a block table on every matrix unit, and the errors that the emulator finds in a
-table."""
+"""Tests of keys and values in pages: attention and append through a block table on every matrix unit, and faults in a block table that the emulator
+finds."""
 from __future__ import annotations
 import os, subprocess, sys
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32
 
 @dataclass(frozen=True)
 class Paged:
-  """Sequences of these lengths in pages of random order. Elements that belong to no sequence are NaN."""
+  """Key and value sequences of these lengths, stored in pages of random order. Elements that belong to no sequence are NaN."""
   lengths: tuple[int, ...]
   k: np.ndarray
   v: np.ndarray
@@ -64,8 +64,8 @@ CASES = (   # page size, queries, lengths, head dimension, arguments, chip that 
   pytest.param(*case[:-1], arch, marks=() if arch == case[-1] else pytest.mark.thorough)
   for case in CASES for arch in (*EVERY_ARCH, "sm_90", "gfx1030")])
 def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dict[str, Any], arch:str) -> None:
-  """Attention over pages of any size, with fewer and more queries than a tile, rows that do not fill 16-byte units, and splits. A sequence of length
-  0 gives 0."""
+  """Attention over pages of any size is right with fewer and with more queries than a tile, with rows that do not fill 16-byte units, and with
+  splits. The output of a sequence of length 0 is 0."""
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
   with emulated(arch):
     o = array(attn.attention(tensor(q, "float16"), *x.tensors(), block_table=int32(x.table), kv_lengths=int32(lengths), causal=True, **options))
@@ -74,7 +74,7 @@ def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dic
 
 @pytest.mark.parametrize("layout, arch", [("bshd", "gfx942"), pytest.param("nsd", "sm_80", marks=pytest.mark.thorough)])
 def test_with_options_in_any_layout(layout:str, arch:str) -> None:
-  """Pages that are views of one tensor work with a window, softcap, sinks and packed GQA in any layout; three_pass gives the same."""
+  """Pages that are views of one tensor work with a window, softcap, sinks and packed GQA in any layout. three_pass gives equal results."""
   x, q = Paged.of((9, 5), 4), np.random.default_rng(5).standard_normal((2, H, 2, D)).astype(np.float16)
   sinks = np.random.default_rng(6).standard_normal(H).astype(np.float32)
   for kernel in ("", "three_pass"):
@@ -86,8 +86,8 @@ def test_with_options_in_any_layout(layout:str, arch:str) -> None:
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=() if a == "sm_80" else pytest.mark.thorough) for a in EVERY_ARCH])
 def test_a_prefix_that_two_sequences_share(arch:str) -> None:
-  """Two sequences share their first two pages and continue in pages of their own, one row at a time under TinyJit. Each result is as if the sequence
-  were alone."""
+  """Two sequences share their first two pages, and each continues in its own pages by one row at a time under TinyJit. The result of each sequence
+  equals its result without the other sequence."""
   rng = np.random.default_rng(3)
   prefix = [rng.standard_normal((1, h, 16, D)).astype(np.float16) for h in (HKV, HKV)]
   own = [rng.standard_normal((2, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV)]
@@ -105,7 +105,7 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
 @pytest.mark.parametrize("count, arch, kernel", [(2, "sm_90", ""), pytest.param(4, "gfx942", "", marks=pytest.mark.thorough),
                                                  pytest.param(2, "gfx942", "three_pass", marks=pytest.mark.thorough)])
 def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
-  """A model sharded by heads: each device holds its heads of every page and the whole table."""
+  """A model is sharded by heads: each device holds its own heads of every page, and the whole block table."""
   devices, rng = tuple(f"EMU:{i}" for i in range(count)), np.random.default_rng(3)
   old, new = ([rng.standard_normal((2, h, n, D)).astype(np.float16) for h in (8, 4, 4)] for n in (8, 1))
   pages = [np.concatenate([np.zeros((4, 8, 4, D), np.float16), x.transpose(0, 2, 1, 3)]) for x in old[1:]]      # the rows lie in pages 4 and 5
@@ -128,7 +128,8 @@ def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"pages of {case[0]}, {case[1]} queries")
 def test_on_a_gpu(case:tuple[Any, ...]) -> None:
-  """The cases above on a GPU, and rows that are appended. A table entry that is no page reads some other page and stops nothing."""
+  """The cases above, and append, are right on a GPU. A table entry that is not a valid page number makes a kernel read another page; the kernel does
+  not stop."""
   page, Sq, lengths, d, options, _ = case
   if 0 in lengths: lengths = lengths[:1]
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)
@@ -145,8 +146,8 @@ def test_on_a_gpu(case:tuple[Any, ...]) -> None:
     attn.attention(tensor(q, "float16", "CUDA"), k_pages, v_pages, block_table=wild, kv_lengths=int32(lengths, "CUDA"), **options).realize()
 
 def test_a_single_page_keeps_its_table() -> None:
-  """Kernels over a single page do not read the table, but keep it as a parameter: a CUDA graph under TinyJit passes every tensor of a call to each
-  program, and would fail otherwise."""
+  """Kernels over a single page do not read the block table, but keep it as a parameter. A CUDA graph under TinyJit passes every tensor of a call to
+  each program, and fails if a parameter is missing."""
   with emulated("sm_90"):
     k, v = attn.empty_paged_cache(1, 64, HKV, D, device="EMU")
     table, n = int32([[0]]), attn.append_kv(*[draw(1, HKV, 3, D)]*2, k, v, int32([5]), block_table=int32([[0]]))
@@ -155,7 +156,7 @@ def test_a_single_page_keeps_its_table() -> None:
   given = {call.src[0].src[0].arg.name: (len(call.src[0].arg.globals), len(get_call_arg_uops(call))) for call in programs}
   assert len(given) == 2 and all(taken == count for taken, count in given.values()), given
 
-# ***** what is wrong with a table *****
+# ***** faults in a block table *****
 
 def test_the_emulator_stops_at_an_entry_that_is_no_page() -> None:
   x, q = Paged.of((6, 3), 4), draw(2, H, 1, D)
@@ -172,7 +173,7 @@ def test_the_emulator_stops_at_an_entry_that_is_no_page() -> None:
     k_pages.realize()
 
 def test_the_emulator_stops_at_two_rows_for_one_slot() -> None:
-  """Two sequences that share a page may write different rows of it; two rows for the same slot are an error."""
+  """Two sequences that share a page may write different rows of it. The emulator reports an error if they write two rows to one slot."""
   with emulated("gfx942"):
     k_pages, v_pages = attn.empty_paged_cache(3, 8, HKV, D, device="EMU")
     new, table = draw(2, HKV, 2, D), int32([[1], [1]])
@@ -211,8 +212,9 @@ def test_refused() -> None:
 
 @pytest.mark.parametrize("starts, there", (((14, -2), (14, 15, 16)), ((5, 16), (5, 6, 7))))
 def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[int, ...]) -> None:
-  """New rows beyond the table are dropped when only the device knows the lengths. Once, the append read behind the table's row for them: past the
-  table's end for the last sequence, and an entry of the next sequence for the others, which the emulator reported as two rows in one slot."""
+  """If only the device knows the lengths, append drops new rows beyond the block table. An earlier version read past the end of the table's row. For
+  the last sequence it read past the end of the table; for other sequences it read an entry of the next sequence, which the emulator reported as two
+  rows in one slot."""
   with emulated("gfx942"):
     k, v = attn.empty_paged_cache(4, 8, HKV, D, device="EMU")
     new = draw(2, HKV, 3, D)
@@ -221,7 +223,7 @@ def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[in
     for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
 
 def test_append_in_plain_uops() -> None:
-  """Append uses tinygrad's own UOps on a device that does not print attn's operations, such as CPU."""
+  """Append uses tinygrad's own UOps on a device that cannot print attn's operations, such as CPU."""
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
   shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)
   for checked in (False, True):
@@ -230,7 +232,7 @@ def test_append_in_plain_uops() -> None:
 
 @pytest.mark.thorough
 def test_on_a_cpu() -> None:
-  """Pages on a CPU work, slowly: tinygrad's operations first gather the rows from the pages."""
+  """Pages work on a CPU, but slowly: tinygrad's operations first gather the rows from the pages."""
   pytest.importorskip("ziglang")
   root = Path(__file__).parent.parent.parent
   script = "import numpy as np, attn, test_paged as t\n" \
@@ -244,7 +246,7 @@ def test_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("arch", ("sm_80", pytest.param("gfx1100", marks=pytest.mark.thorough)))
 def test_flash_attn_varlen_func(arch:str) -> None:
-  """FlashAttention's varlen function takes packed queries over pages."""
+  """FlashAttention's varlen function accepts packed queries over pages."""
   x, counts = Paged.of((30, 17), 8), (5, 3)
   q = np.random.default_rng(5).standard_normal((8, H, D)).astype(np.float16)
   with emulated(arch):
@@ -254,10 +256,11 @@ def test_flash_attn_varlen_func(arch:str) -> None:
     one = Paged(x.lengths[b:b+1], x.k[b:b+1], x.v[b:b+1], x.pages, x.table)
     close(o[first:first + n].swapaxes(0, 1)[None], q[first:first + n].swapaxes(0, 1)[None], one)
 
-# ***** a single page, whose table no kernel reads *****
+# ***** a single page: no kernel reads its block table *****
 
 def step_of_one_page(device:str) -> Callable[[int], tuple[Tensor, Paged, np.ndarray]]:
-  """Step under TinyJit that appends row i to a single page. It returns what the row's query computes, the keys so far and the query."""
+  """Returns a step under TinyJit that appends row i to a single page. The step returns the output for the query of that row, the keys stored up to
+  it, and the query."""
   rng, pages, table = np.random.default_rng(3), attn.empty_paged_cache(1, 8, HKV, D, device=device), int32([[0]], device)
   q, k, v = (rng.standard_normal((1, h, 4, D)).astype(np.float16) for h in (H, HKV, HKV))
   jitted = TinyJit(lambda q, k, v, n: attn.attention_with_kv_cache(q, k, v, *pages, n, block_table=table).realize())

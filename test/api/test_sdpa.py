@@ -1,5 +1,5 @@
-"""Tests of `scaled_dot_product_attention` as a drop-in: it agrees with tinygrad's method by the accuracy law, alone and installed under a
-transformer."""
+"""Tests of `scaled_dot_product_attention` as a replacement for tinygrad's method: its results agree with the method's by the accuracy law, in direct
+calls and when it is installed under a transformer."""
 import os, subprocess, sys
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from cases import EVERY_ARCH, array, in_turn, tensor
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def law(q, k, v, mask=None, is_causal=False, scale=None, dtype=""):
-  """Accuracy law of PyTorch's definition, with any broadcast axes before the last two. A row that sees no key gives 0."""
+  """Accuracy law for PyTorch's definition of scaled_dot_product_attention. Axes before the last two may be broadcast. A row that sees no key gives
+  0."""
   if q.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]): k, v = (np.repeat(x, q.shape[-3]//x.shape[-3], -3) for x in (k, v))
   lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], () if mask is None else mask.shape[:-2])
   flat = lambda x, *last: np.broadcast_to(x, (*lead, *(last or x.shape[-2:]))).reshape(-1, 1, *(last or x.shape[-2:]))
@@ -73,7 +74,7 @@ def test_refused():
       attn.scaled_dot_product_attention(q, draw(2, 3, 40, 32), draw(2, 3, 40, 32), enable_gqa=True)
     with pytest.raises(ValueError, match=r"query has shape \(3,\)"): attn.scaled_dot_product_attention(draw(3), k, k)
 
-# ***** in place of tinygrad's own *****
+# ***** in place of tinygrad's own method *****
 
 class Block:
   """Layer of a transformer with grouped queries, written as a user of tinygrad would."""
@@ -100,7 +101,7 @@ HOW = {"causal": {"is_causal": True}, "mask": {"attn_mask": np.random.default_rn
 @pytest.mark.parametrize(("name", "arch"), [pytest.param(name, arch, marks=() if how and k == 2*i else pytest.mark.thorough)
                                             for i, (name, how) in enumerate(HOW.items()) for k, arch in enumerate(EVERY_ARCH)])
 def test_a_transformer_both_ways(name, arch):
-  """A transformer in half precision is as close to its fp32 results with attn's attention as with tinygrad's, up to a factor of 2."""
+  """A transformer in half precision differs from its fp32 results by at most twice as much with attn's attention as with tinygrad's."""
   with emulated(arch):
     x = draw(2, 24, 64)
     how = {option: Tensor(x) if isinstance(x, np.ndarray) else x for option, x in HOW[name].items()}
@@ -113,7 +114,7 @@ def test_a_transformer_both_ways(name, arch):
     assert np.abs(ours - own).max() > 0     # different kernels round differently
 
 def goes_through_ours(method=None) -> bool:
-  """Tells whether a call of tinygrad's method, or of an earlier reference to it, reaches attn's dispatch."""
+  """Tells whether a call of tinygrad's method reaches attn's dispatch. `method` may be a reference to tinygrad's method that was taken earlier."""
   with emulated("gfx942"):
     q, before = draw(1, 1, 4, 16), len(sdpa.decisions)
     (method or Tensor.scaled_dot_product_attention)(q, q, q)
@@ -143,8 +144,8 @@ def test_what_was_bound_before_is_ours_too():
   assert not goes_through_ours(BOUND_EARLY)
 
 def test_another_library_in_its_place(monkeypatch):
-  """attn's function is installed over another library's function. When that function calls the one that it replaced, the call reaches tinygrad's
-  own, and not attn's again."""
+  """attn's function is installed over the function of another library. That function calls the method that it replaced itself. This call reaches
+  tinygrad's own method, and does not reach attn's function a second time."""
   calls = []
   def others(*args, **kwargs):
     calls.append(args)
@@ -158,7 +159,8 @@ def test_another_library_in_its_place(monkeypatch):
   assert Tensor.scaled_dot_product_attention is others and not goes_through_ours()
 
 def test_without_wrapped_methods():
-  """TRACEMETA=0 leaves tinygrad's methods without a wrapper. A reference taken before attn was imported still reaches attn while it is installed."""
+  """TRACEMETA=0 leaves tinygrad's methods without a wrapper. A reference to a method that was taken before the import of attn still reaches attn
+  while attn is installed."""
   script = ("from tinygrad import Tensor; early = Tensor.scaled_dot_product_attention; import attn; q = Tensor.empty(1, 1, 4, 16, dtype='half')\n"
             "with attn.installed() as decisions: early(q, q, q)\nassert len(decisions) == 1; early(q, q, q); assert len(decisions) == 1")
   subprocess.run([sys.executable, "-c", script], env={**os.environ, "TRACEMETA": "0", "DEV": "EMU::gfx942"}, check=True)
@@ -203,7 +205,7 @@ def test_tinygrads_own_where_dispatch_says_no(q, call, reason):
     np.testing.assert_array_equal(got, want)
 
 def test_training_with_dropout():
-  """Training with dropout uses attn's kernels. tinygrad's method handles dropout_p=1.0, which drops all of P."""
+  """Training with dropout uses attn's kernels, except for dropout_p=1.0, which drops all of P: there tinygrad's own method computes the result."""
   with emulated("gfx942"), Context(TRAINING=1), attn.installed() as decisions:
     q = draw(1, 2, 8, 32)
     assert np.isfinite(q.scaled_dot_product_attention(q, q, dropout_p=.5).float().sum().gradient(q)[0].numpy()).all()

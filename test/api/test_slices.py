@@ -1,5 +1,5 @@
-"""Tests of `scaled_dot_product_attention` under tinygrad's models: caches are read where they lie by one kernel for every position, and only the
-models' causal mask is recognized as causal."""
+"""Tests of `scaled_dot_product_attention` under tinygrad's models: one kernel reads a cache in place for every position, and only the models' causal
+mask is recognized as causal."""
 from __future__ import annotations
 import math, warnings
 from typing import Any
@@ -49,8 +49,8 @@ class Llm:
   for n, model in enumerate((Gpt2, Llm)) for dtype in ("float16", "bfloat16") for i, arch in enumerate(EVERY_ARCH)]
   + [pytest.param(model, "float16", "CUDA", marks=pytest.mark.gpu) for model in (Gpt2, Llm)])
 def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
-  """A prompt in two chunks and then single tokens under TinyJit: attn's kernels take every call, one capture serves all tokens, and no kernel copies
-  the cache."""
+  """A model processes a prompt in two chunks and then single tokens under TinyJit. attn's kernels compute every attention call, one capture serves
+  all tokens, and no kernel copies the cache."""
   if model is Llm and dtype == "bfloat16": pytest.skip("this model's cache is always half")
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV="CUDA") if arch == "CUDA" else emulated(arch), attn.installed() as decisions:
@@ -77,8 +77,8 @@ def test_a_model_of_tinygrad(model:Any, dtype:str, arch:str) -> None:
 INF = -math.inf
 
 def test_the_causal_mask_is_known_and_nothing_else() -> None:
-  """The causal mask of tinygrad's models is recognized in every form. A similar mask is not, if it hides other keys or hides keys by another number
-  than -inf."""
+  """attn recognizes the causal mask of tinygrad's models in every form. It does not recognize a similar mask that hides other keys, or that hides
+  keys by a number other than -inf."""
   with emulated("gfx942"):
     n, other, T = Variable("n", 0, 15).bind(3), Variable("m", 0, 15).bind(3), UOp.variable("T", 1, 4).bind(2)
     def full(rows:Any, columns:Any, value:float=INF) -> Tensor: return Tensor.full((1, 1, rows, columns), value, dtype=dtypes.float)
@@ -96,7 +96,7 @@ def test_the_causal_mask_is_known_and_nothing_else() -> None:
       assert not is_causal_mask(mask, rows, keys), (rows, keys)
 
 def test_where_rows_lie() -> None:
-  """Slices with constant strides are read in place; a tensor without constant strides is not taken for a cache."""
+  """Kernels read slices with constant strides in place. A tensor without constant strides does not count as a cache."""
   with emulated("gfx942"):
     base, n = Tensor.zeros(3, 2, 16, 2, 8, dtype="half", device="EMU").contiguous().realize(), Variable("n", 1, 15).bind(3)
     def places(x:Tensor, y:Tensor) -> Any:

@@ -1,4 +1,5 @@
-"""Tests of the first call of a kernel: what it does on the way to the device, in this process and in the next one. No device is needed."""
+"""Tests of the first call of a kernel: what attn computes and caches before the kernel reaches the device, in this process and in the next process.
+No device is needed."""
 from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,17 +23,17 @@ from cases import TYPES, problem
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
 @pytest.mark.parametrize(("arch", "named"), (("sm_80", "sm_80"), ("sm_90", "sm_90a")))
 def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
-  """The CUDA compiler returns machine code for the chip itself, under a key that tinygrad's disk cache never used for PTX. The renderer keeps its
+  """The CUDA compiler returns machine code for the chip itself. Its key in tinygrad's disk cache was never a key of PTX. The renderer keeps its
   target."""
   from tinygrad.runtime.autogen import nvrtc
-  monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the library may be missing here
+  monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the compiler's library may be missing on this machine
   made = renderer(Target("CUDA", "", arch))
   assert (made.compiler.arch, made.compiler.ptx, made.target.arch) == (named, False, arch)
   assert made.compiler.cachekey not in (None, type(made.compiler)(named, ptx=True, cache_key="cuda").cachekey)
 
 @pytest.mark.parametrize(("lib", "shown"), ((b"\x7fELF\x02\x80\xff", 4), (b".version 9.0", 5)))
 def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
-  """DEBUG is lowered while machine code is loaded: with DEBUG=5 tinygrad would decode it as text. PTX is still printed."""
+  """attn lowers DEBUG while it loads machine code, because tinygrad with DEBUG=5 would decode machine code as text. tinygrad still prints PTX."""
   from tinygrad.runtime import ops_cuda
   monkeypatch.setattr(ops_cuda, "CUDAProgram", lambda dev, obj, smem: (DEBUG.value, smem))
   with Context(DEBUG=5):
@@ -42,7 +43,7 @@ def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
 FP16, BF16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
 @pytest.mark.parametrize(("headers", "left"), (((), ["half", "nv_bfloat16"]), ((FP16,), ["nv_bfloat16"]), ((BF16,), []), ((FP16, BF16), [])))
 def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> None:
-  """A 16-bit type is declared once: not where a header already declares it. The header of bfloat16 includes the header of half."""
+  """A 16-bit type is declared once: the source does not declare a type that a header declares. The header of bfloat16 includes the header of half."""
   buffers = [(None, (SimpleNamespace(dtype=dtype), None)) for dtype in (dtypes.half, dtypes.bfloat16)]
   found = printer_of("sm_90").declarations(list(headers), buffers, "")
   assert [line.split()[1] for line in found] == left
@@ -65,7 +66,7 @@ def kernel(arch:str, **options:Any) -> tuple[UOp, Any]:
   return single_kernel(p, get_chip(arch))[0](*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]), renderer
 
 def lowerings(monkeypatch) -> list[str]:
-  """Names of the kernels that are lowered from now on."""
+  """List of the names of kernels that tinygrad lowers during the test."""
   seen, own = [], codegen.full_rewrite_to_sink
   def lower(ast:UOp, *args:Any, **kwargs:Any) -> UOp:
     seen.append(ast.arg.name)
@@ -75,7 +76,7 @@ def lowerings(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_cached_program(arch:str, cache, monkeypatch) -> None:
-  """The next process gets the same program from the cache and lowers nothing. A damaged file counts as missing."""
+  """The next process loads the same program from the cache and lowers nothing. A damaged file counts as a missing file."""
   ast, renderer = kernel(arch)
   assert not kept_programs.has_program(ast, renderer)
   first, seen = codegen.do_to_program(ast, renderer), lowerings(monkeypatch)
@@ -93,7 +94,7 @@ def test_cached_program(arch:str, cache, monkeypatch) -> None:
   assert len(seen) == 1
 
 def test_what_a_cached_program_depends_on(cache, monkeypatch) -> None:
-  """A cached program is not used with another operation text, lowering code, setting, problem or chip."""
+  """A cached program is not used if the text of an operation, the code that lowers, a setting, the problem or the chip is different."""
   ast, renderer = kernel("sm_90")
   codegen.do_to_program(ast, renderer)
   assert kept_programs.has_program(ast, renderer)
@@ -109,15 +110,15 @@ def test_what_a_cached_program_depends_on(cache, monkeypatch) -> None:
   assert {"softmax.py", "lowering.py"} <= {path.name for path in printing}
 
 def test_a_cache_that_cannot_be_entered(cache, monkeypatch) -> None:
-  """A cache that cannot be read counts as empty and does not end the call."""
+  """A cache directory that cannot be read counts as empty, and the call continues."""
   ast, renderer = kernel("sm_90")
   monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x"*300)      # longer than a file name may be
   assert not kept_programs.has_program(ast, renderer)
   assert kept_programs.kept("program", ("a",), lambda: b"made") == b"made"
 
 def test_what_is_not_cached(cache) -> None:
-  """The cache does not keep other libraries' kernels, nor kernels on the emulator, which needs their UOps. It keeps nothing where tinygrad is told
-  not to cache or to show its work."""
+  """The cache does not keep kernels of other libraries. It does not keep kernels on the emulator, which needs their UOps. It keeps nothing if
+  settings tell tinygrad not to cache, or to show how it lowers."""
   ast, renderer = kernel("sm_90")
   assert kept_programs.key_of(ast, renderer) is not None
   assert kept_programs.key_of(ast.replace(arg=checked_kernel.replace(ast.arg, name="r_64")), renderer) is None
@@ -135,8 +136,8 @@ def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
   assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
 
 def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
-  """A cached kernel is compiled when it is called: for several kernels at once tinygrad would start processes, which takes longer than reading the
-  cache."""
+  """A cached kernel is compiled when it is called. tinygrad would start processes to compile several kernels at once, which takes longer than reading
+  the cache."""
   compiled: list[str] = []
   monkeypatch.setattr(checked_kernel, "compile_at_once", lambda call, device: compiled.append(call.src[0].arg.name))
   q = Tensor(np.zeros((1, 1, 32, 16), np.float16), device="EMU").realize()
@@ -149,14 +150,14 @@ def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Three(InOrder):
-  """Two register arrays and statements."""
+  """State of a test kernel: two register arrays and its statements."""
   a: UOp
   b: UOp
   statements: Statements
 
 def test_steps_come_in_order() -> None:
-  """A step that uses the result of an earlier step comes after it, and later steps then need to come after the last one only. A step that uses only
-  older values comes after nothing, and later steps must come after both. Inside a loop, everything comes after the loop's begin, too."""
+  """A step that uses the result of an earlier step comes after it, and later steps then only wait for the later of the two. A step that uses only
+  older values waits for no step, and later steps wait for both steps. Inside a loop, every step also waits for the begin of the loop."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
   s = Three(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])
@@ -165,18 +166,18 @@ def test_steps_come_in_order() -> None:
   second, = awaited_by(two.a)
   assert awaited_by(two.b) == {second} and first in second.toposort()
   assert awaited_by(two.statements.latest) == {first, second}     # else a register that only other stores precede would be dropped
-  apart = one.store([s.b[0].store(2.0)])       # made of values from before the first step
+  apart = one.store([s.b[0].store(2.0)])       # uses a value from before the first step
   assert first in awaited_by(apart.a) and len(awaited_by(apart.a)) == 2
   r = UOp.range(3, 0)
   inside = two.after(r)
   assert awaited_by(inside.a) == {second, r}
   third, = awaited_by(inside.store([inside.a[0].store(inside.b[0].load())]).b)
   assert {second, r} <= set(third.toposort())
-  assert r in awaited_by(inside.store([two.a[0].store(3.0)]).b)     # not made of values inside the loop
+  assert r in awaited_by(inside.store([two.a[0].store(3.0)]).b)     # stores to an array from outside the loop
 
 def test_uops_of_a_plain_problem() -> None:
-  """A first call takes time in proportion to the UOps of its kernel. The causal forward kernel of wgmma with 192 queries and 96 keys must have fewer
-  than 900 UOps; it once had 1285."""
+  """The time of a first call grows with the number of UOps of its kernel. The causal forward kernel of wgmma with 192 queries and 96 keys must have
+  fewer than 900 UOps; an earlier version had 1285."""
   p = problem(B=4, H=16, Sq=4096, Sk=4096, D=128, dtype="bfloat16", causal=True, lse=False)
   made, tile = single_kernel(p, get_chip("sm_90"))
   assert (tile.block_m, tile.block_n) == (192, 96)

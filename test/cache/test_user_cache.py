@@ -1,4 +1,4 @@
-"""Tests of the cache directory, and of files in it that other processes write, that are damaged, or that are no regular files."""
+"""Tests of the cache directory, and of cache files that other processes write, that are damaged, or that are not regular files."""
 import multiprocessing, os
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ ODD = pytest.mark.parametrize("make", [pipe, device, huge])
 
 @ODD
 def test_irregular_files_are_replaced(make, tmp_path, monkeypatch):
-  """A cache entry that is no regular file, or is too large, is not read: its content is made anew and replaces it."""
+  """attn does not read a cache entry that is no regular file or that is too large. It computes the content and replaces the entry."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   user_cache.kept("source", ("key",), lambda: b"first")
   file, = (f for f in tmp_path.rglob("*") if f.is_file())

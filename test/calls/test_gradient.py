@@ -1,4 +1,4 @@
-"""Tests of attention's gradients: every way to call it, with every option, agrees with float64 by the law of attn/accuracy.py."""
+"""Tests of attention's gradients: for every way to call attention, with every option, they agree with float64 by the law of attn/accuracy.py."""
 from __future__ import annotations
 import itertools, re
 from typing import Any, Callable
@@ -28,8 +28,8 @@ SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs `attention` on the problem, with a loss that is a weighted sum of o, of lse, or of both. Checks the gradient of every input against the law
-  and returns the gradients in the shapes of the inputs, those of q, k and v as (B, H, S, D)."""
+  """Runs `attention` on the problem. The loss is a weighted sum of o, of lse, or of o and lse. Checks the gradient of every input against the law,
+  and returns the gradients in the shapes of the inputs. Gradients of q, k and v have the shape (B, H, S, D)."""
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
@@ -92,13 +92,13 @@ def test_warpgroups() -> None:
 def test_where_no_matrix_kernel_takes_it(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 
 def hidden_keys(p:Problem, seed:int=0) -> Inputs:
-  """Keys of -inf with values of NaN that no query sees."""
+  """Keys of -inf and values of NaN that no query sees."""
   x = normal(p, seed)
   x.k[:, :, :p.Sk - p.Sq], x.v[:, :, :p.Sk - p.Sq] = -np.inf, np.nan
   return x
 
 def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
-  """A key of -inf that all queries see, and whose score a softcap makes finite."""
+  """Keys of which one is -inf. All queries see it, and a softcap makes its score finite."""
   x = normal(p, seed)
   x.k[:, :, 1] = -np.inf
   return Inputs(np.abs(x.q), x.k, x.v)
@@ -108,7 +108,7 @@ def test_infinite_keys_without_kernels(make:Callable[..., Inputs], options:dict[
   check_gradients(kernel="three_pass", make=make, dtype="float32", H=1, D=4, Sq=3, Sk=5, extras=dict(bias=floats(1, 1, 3, 5)), **options)
 
 def test_long_rows_are_for_the_kernels_of_plain_uops() -> None:
-  """Rows longer than 256 use the kernels of plain UOps in both passes, for both 16-bit types."""
+  """Rows of more than 256 elements use the kernels of plain UOps in forward and backward, in float16 and bfloat16."""
   for dtype, D in itertools.product(("float16", "bfloat16"), (257, 264, 512)):
     tiles = can_differentiate(problem(dtype=dtype, D=D), get_chip("gfx942"))
     assert not isinstance(tiles, str) and {type(tile) for tile in tiles} == {TiledBackwardTile}, (dtype, D)
@@ -134,7 +134,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 # ***** ways to call *****
 
 def laws_of_three(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
-  """Laws of the gradients of sum(o)."""
+  """Accuracy laws of the gradients of sum(o) with respect to q, k and v."""
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
 
@@ -196,8 +196,8 @@ def test_sdpa_by_itself_and_installed() -> None:
     assert decisions[-1].kernel == "forward"
 
 def test_a_model_in_training_calls_as_berts_and_llamas_do() -> None:
-  """Gradients of the calls that BERT makes (additive mask (B, 1, 1, S), no dropout) and LLaMA makes (causal, grouped heads, bfloat16) are as close
-  to fp32 as tinygrad's own, up to a factor of 2."""
+  """Gradients are right for calls in the form of BERT (additive mask (B, 1, 1, S), no dropout) and of LLaMA (causal, grouped heads, bfloat16). They
+  differ from fp32 gradients at most twice as much as tinygrad's own gradients."""
   with emulated("gfx942"), Context(TRAINING=1):
     mask = Tensor(np.where(np.arange(12) < 9, 0, -10000.0).astype(np.float32).reshape(1, 1, 1, 12)).cast(dtypes.half)
     for dtype, heads, call in (("float16", 4, {"attn_mask": mask}), ("bfloat16", 2, {"is_causal": True, "enable_gqa": True})):
@@ -220,7 +220,7 @@ def test_jit() -> None:
       hold(step(q, k, v), laws_of_three(q, k, v, Sq=32, D=16, causal=True))
 
 def test_views_and_one_tensor_in_several_places() -> None:
-  """A tensor x that is q, k and v at once gets the sum of all three gradients; views get the gradients of their parts."""
+  """A tensor x that is q, k and v of one call gets the sum of all three gradients. Views of a tensor get the gradients of their parts."""
   with emulated("gfx942"):
     x = draw(1, 2, 32, 16)
     want = laws_of_three(x, x, x, Sq=32, D=16)
@@ -248,8 +248,8 @@ READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
   ("the loss", 1, 1), ("the loss", 0, 1), ("o by name", 0, 1),
   *[pytest.param(*x, marks=pytest.mark.thorough) for x in (("o", 1, 1), ("o", 0, 2), ("o by name", 1, 2), ("the loss", 1, 2), ("the loss", 0, 2))]])
 def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:int, splits:int) -> None:
-  """Gradients through two layers, taken twice, are equal to the last bit whether or not the loss or an output was read before. A realized output
-  has a buffer of its own: a later write to q does not change it."""
+  """Gradients through two layers, computed twice, are equal to the last bit, whether or not the loss or an output was read before. A realized output
+  has its own buffer, so a later write to q does not change it."""
   def gradient_of(read:str) -> list[np.ndarray]:
     x = draw(1, 2, 12, 16) @ (w := draw(16, 16, seed=3))
     first, lse = attn.attention(x + x, x, x, num_splits=splits, return_lse=True)
@@ -270,7 +270,8 @@ def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:in
     np.testing.assert_array_equal(o.numpy(), before)
 
 def test_lse_alone_after_it_was_read() -> None:
-  """The gradient through lse is right after lse was read and o is gone, because forward runs again. It is an error where devices share rows."""
+  """The gradient through lse is right after lse was read and o was deleted, because forward runs a second time. If devices share the rows, this
+  gradient is an error."""
   def gradient_of(read:bool) -> np.ndarray:
     q, k, v = three()
     lse = attn.attention(q, k, v, return_lse=True)[1]
@@ -314,7 +315,7 @@ TWO = ("EMU", "EMU:1")
   ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
   *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
 def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
-  """A key head that query heads of two devices share gets the sum of both gradients."""
+  """If query heads on two devices share a key head, the key head gets the sum of the gradients from the two devices."""
   axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
   def place(name:str, t:Tensor) -> Tensor:
     if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)
@@ -323,12 +324,12 @@ def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
 
 @pytest.mark.parametrize("shape, shared, axis", [((1, 4, 1, 16), "batch", None), ((1, 4, 12, 16), "heads", 1)])
 def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) -> None:
-  """A bias that several devices share gets the sum of their gradients."""
+  """A bias that several devices share gets the sum of the gradients from all devices."""
   def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
   check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
 
 def test_attention_shards_a_tensor_on_one_device() -> None:
-  """attention shards a tensor that lies on one device, and each device computes the gradient of its part."""
+  """`attention` shards a tensor that lies on one device, and each device computes the gradient of its shard."""
   def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
   check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
 
@@ -347,7 +348,7 @@ def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
 @pytest.mark.parametrize("arch, kernel, unit", [("sm_90", "backward_dq", "_wgmma"), ("sm_90", "backward_dkdv_wgmma,backward_dbias_mma", "_wgmma"),
                                                 ("sm_90", "backward_dbias_mma,backward_dq_mma", "_mma"), ("sm_80", "backward_dbias_mma", "_mma")])
 def test_named_units(arch:str, kernel:str, unit:str) -> None:
-  """Each kernel name that `explain` shows forces the kernels of its unit, and may stand beside the other names that it shows."""
+  """The name of each kernel that `explain` shows forces the kernels of one matrix unit. ATTN_KERNEL may also list all of the shown names."""
   with emulated(arch, kernel):
     q, bias = draw(1, 1, 64, 16), draw(1, 1, 64, 64)
     shown = attn.explain(q, q, q, bias=bias, backward=True).kernels
@@ -390,8 +391,8 @@ def launches(*names:str, arch:str="gfx942", kernel:str="", training:int=1, **mor
     return GlobalCounters.kernel_count
 
 def test_a_gradient_that_nobody_asks_for_costs_no_kernel() -> None:
-  """A gradient that nobody asks for costs no kernel: forward and backward_dq always run, backward_dkdv (which needs the delta of backward_dq),
-  dsinks and dbias only where asked for."""
+  """A gradient that is not asked for launches no kernel. forward and backward_dq always run; backward_dkdv (which needs the delta of backward_dq),
+  dsinks and dbias run only if asked for."""
   assert launches("q") == 2 and launches("k") == launches("v") == launches("q", "k", "v") == 3
   with emulated("gfx942"): sinks, bias = Tensor(floats(2), device="EMU"), draw(1, 2, 32, 32, seed=4)
   assert launches("q", "k", "v", sinks=sinks, bias=bias) == 3 and launches("q", "sinks", sinks=sinks) == 3
@@ -413,7 +414,7 @@ def test_each_sum_of_parts_is_one_kernel_more(monkeypatch:pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("parts", [(0, 0, 0), (2, 4, 0)])
 def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
-  """Memory beside inputs and outputs is lse and delta, 8 bytes for each row, and the parts, as `explain` says."""
+  """Memory beside inputs and outputs is lse and delta (8 bytes for each row) and the partial gradients. `explain` shows this number of bytes."""
   in_parts(monkeypatch, *parts)
   found, allocate = list[int](), Buffer.allocate
   def counted(self:Buffer, *args:Any, **more:Any) -> Buffer:
@@ -430,8 +431,8 @@ def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
   assert sum(found) == outputs + memory_of(p, Parts(*parts))
 
 def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str]) -> None:
-  """Gradients are computed in parts where a grid leaves compute units idle: with MQA, and with few queries against many keys. A large grid has
-  none."""
+  """Kernels compute partial gradients if a grid would leave compute units idle: with MQA, or with few queries against many keys. A large grid needs
+  no partial gradients."""
   def chosen(B:int, H:int, Hkv:int, Sq:int, Sk:int, arch:str="gfx942") -> Parts:
     return choose_parts(problem(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=128), get_chip(arch))
   for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201"):

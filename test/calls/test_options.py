@@ -1,4 +1,4 @@
-"""Tests that each option is declared once: signatures, docstrings and the tables of the documents agree with attn/calls/options.py."""
+"""Tests that attn declares each option once: signatures, docstrings and the tables of the documents agree with attn/calls/options.py."""
 from __future__ import annotations
 import inspect, re
 from dataclasses import fields
@@ -20,7 +20,7 @@ def keywords(function:Any) -> dict[str, Any]:
   return {name: x.default for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY}
 
 def rows(text:str, header:str) -> dict[str, list[str]]:
-  """Rows of all tables with this header, by their first cell."""
+  """Rows of all tables with this header, indexed by their first cell."""
   found = {}
   for table in re.findall(rf"^\| {re.escape(header)} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
     for line in table.splitlines():
@@ -34,7 +34,7 @@ def test_signatures() -> None:
   assert keywords(attn.attention_with_kv_cache).keys() <= OF_ATTENTION.keys()
 
 def test_annotations() -> None:
-  """An option has the same type in the record and in the function."""
+  """An option has equal types in the record of attn/calls/options.py and in the function."""
   for function, record in ((attn.attention, OF_ATTENTION), (attn.flash_attention_fn, OF_KERNELS)):
     for name, f in record.items(): assert inspect.signature(function).parameters[name].annotation == f.type, name
 
@@ -53,7 +53,7 @@ def test_the_readme_names_options_that_there_are() -> None:
 
 @pytest.mark.parametrize("name", OF_ATTENTION)
 def test_every_option_is_checked_by_name(name:str) -> None:
-  """A wrong value of each option is refused by its name, by `attention` and, before anything is appended, by attention with a cache."""
+  """Attention refuses a wrong value of each option by the name of the option. Attention with a cache refuses it before it appends a row."""
   class Nonsense:
     def __repr__(self) -> str: return "nonsense"
   with emulated("gfx942"):

@@ -1,5 +1,5 @@
-"""Tests of tensors that are views, by any chain of movement operations. A view that is read in place is read at the right places; a view that cannot
-be is copied. A view that should be written but cannot be is refused before anything is written."""
+"""Tests of tensors that are views, by any chain of movement operations. A kernel reads a view in place at the right addresses; attn copies a view
+that cannot be read in place. attn refuses an output view that cannot be written in place, before it writes anything."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,23 +26,23 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """View whose elements are `of`, which movement operations make of `memory`."""
+  """View with the elements `of`, which movement operations produce from the tensor `memory`."""
   memory: np.ndarray
   steps: tuple[tuple[str, Any], ...]
   of: np.ndarray
   def tensors(self) -> tuple[Tensor, Tensor]:
-    """Returns the tensor in memory and the view of it."""
+    """Returns the tensor in memory and its view."""
     t = base = Tensor(np.ascontiguousarray(self.memory), device="EMU").realize()
     for name, argument in self.steps: t = APPLIED[name](t, argument)
     return base, t
 
 def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
-  """Surrounds x with numbers that must not be read."""
+  """Surrounds x with numbers that no kernel may read."""
   lost: Any = np.nan if x.dtype.kind == "f" else 10**6
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """Draws an array from which the view operation `kind` makes x, and the operation's argument. None if no such array was found."""
+  """Draws an array from which the view operation `kind` produces x, and the argument of the operation. Returns None if it finds no such array."""
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
   match kind:
@@ -83,7 +83,8 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """Draws a view with the elements x. In half of the draws x is first changed: all slices along an axis equal, or the first slice zeros."""
+  """Draws a view with the elements x. In half of the draws it changes x first: all slices along an axis become equal, or the first slice becomes
+  0."""
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
   of_floats = x.dtype.kind == "f" and not writable
   if alter == "alike" and of_floats: x = np.repeat(x.take([0], axis), x.shape[axis], axis)
@@ -96,8 +97,8 @@ def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
   return View(memory, tuple(reversed(steps)), x)
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Runs a test on random draws, the same ones in every run if they are few. A failing draw is reported as it is, because shrinking it would take
-  minutes."""
+  """Runs a test on random draws. If the draws are few, they are identical in every run. The test reports a failing draw as it is, because shrinking
+  it would take minutes."""
   return settings(max_examples=examples, deadline=None, derandomize=examples < 50, suppress_health_check=list(HealthCheck), database=None,
                   phases=(Phase.generate,))
 
@@ -117,7 +118,8 @@ def check_where_rows_lie(view:View) -> None:
   np.testing.assert_array_equal(view.memory.reshape(-1)[at.start + b*at.batch + h*at.head + s*at.row + d], view.of)
 
 def test_where_the_rows_of_a_view_lie() -> None:
-  """A view is read in place only if every element lies where its strides say. Some of the drawn views can be, and some cannot."""
+  """attn reads a view in place only if every element lies where the strides of the view say. Some of the drawn views fulfil this condition, and some
+  do not."""
   found_in_place.clear()
   check_where_rows_lie()
   assert 0.1 < np.mean(found_in_place) < 0.9
@@ -155,7 +157,7 @@ def cached(**t:Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-  """Function under test, its arguments as arrays by name, and the names of those that it writes."""
+  """Function under test, its arguments as arrays by name, and the names of the arguments that it writes."""
   call: Callable[..., Any]
   takes: Callable[[], Arrays]
   writes: tuple[str, ...] = ()
@@ -201,14 +203,14 @@ FUNCTIONS = {
 def placed(x:np.ndarray|None) -> Tensor|None: return None if x is None else Tensor(np.ascontiguousarray(x), device="EMU").realize()
 
 def results(call:Callable[..., Any], tensors:dict[str, Any], writes:tuple[str, ...]) -> list[np.ndarray]:
-  """Results of a call, and the tensors that it has written."""
+  """Returns the results of a call, and the tensors that the call has written."""
   found = call(**tensors)
   given = [t for t in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(t, Tensor)]
   Tensor.realize(*given)
   return [array(t) if t.dtype.name != "bool" else t.numpy() for t in (*given, *(tensors[name] for name in writes))]
 
 def check_views(name:str, d:Any) -> None:
-  """Compares a call with views to the same call with contiguous tensors."""
+  """Compares a call with views to the call with contiguous tensors of equal elements."""
   function = FUNCTIONS[name]
   with emulated("gfx942"):
     arrays = function.takes()
@@ -229,7 +231,7 @@ def check_views(name:str, d:Any) -> None:
 @pytest.mark.parametrize("view", (lambda t: t.permute(0, 2, 3, 1).contiguous().realize().permute(0, 3, 1, 2),
                                   lambda t: t.flip(0).contiguous().realize().flip(0)))
 def test_pages_that_are_copied(view:Callable[[Tensor], Tensor], capsys:pytest.CaptureFixture[str]) -> None:
-  """Pages whose view cannot be read in place are copied: the result keeps the law, `explain` says so, and appending to them is refused."""
+  """attn copies pages whose view cannot be read in place. The result keeps the law, `explain` reports the copy, and append refuses such pages."""
   x = FUNCTIONS["attention, pages"].takes()
   with emulated("gfx942"):
     t: dict[str, Any] = {name: placed(a) for name, a in x.items()}
@@ -265,7 +267,7 @@ def test_many_views(name:str) -> None:
   def check(d:Any) -> None: check_views(name, d)
   check()
 
-# ***** slices that begin between two units *****
+# ***** slices that begin between two 16-byte units *****
 
 def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
   """Tensor that begins `first` elements into its buffer."""
@@ -274,7 +276,7 @@ def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
 @pytest.mark.parametrize("arch, first", (("gfx942", 1), ("gfx1100", 2), ("sm_80", 1), ("sm_90", 4), ("gfx1030", 3)))
 def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
   """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. tinygrad's copies use vectors
-  here, as by default."""
+  here, as they do by default."""
   p = problem(H=2, Sq=70, Sk=66, D=24, extras={"bias": floats(1, 1, 1, 66)})
   x, bias, do = normal(p), floats(1, 1, 1, 66), rounded(floats(1, 2, 70, 24, seed=3), "float16")
   with emulated(arch), Context(NOOPT=0):
@@ -292,7 +294,7 @@ def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
     assert (verdict := judge(array(gq), expected_gradients(p, x, {}, do, None)["q"])).ok, verdict
 
 def test_slices_of_several_devices() -> None:
-  """Each device's part of a sharded tensor begins where its slice does."""
+  """The shard of each device begins at the offset of that device's slice."""
   p, devices = problem(B=2, H=1, Sq=33, D=24), ("EMU:0", "EMU:1")
   x = normal(p)
   def part(a:np.ndarray) -> Tensor:

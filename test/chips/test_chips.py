@@ -1,4 +1,5 @@
-"""Tests of the table of chips: its rows agree with the emulator's, which are written independently, and each chip's kernels keep the law."""
+"""Tests of the table of chips: its rows agree with the emulator's table, which is written independently, and the kernels of each chip keep the
+accuracy law."""
 from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
@@ -24,7 +25,7 @@ def test_the_contract_holds(arch:str, dtype:str) -> None:
   check(arch, H=2, Sq=100, Sk=150, D=64, causal=dtype == "bfloat16", dtype=dtype)
 
 def test_gfx90a_loses_what_is_denormal_in_fp16() -> None:
-  """gfx90a takes values of V below the lowest normal fp16 number, 2^-14, for zero; other chips do not."""
+  """gfx90a treats values of V below the lowest normal fp16 number, 2^-14, as zero; other chips do not."""
   def tiny(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(np.sign(x.v)*np.float32(2.0**-15), p.dtype))
   shape = {"H": 1, "Sq": 40, "Sk": 1, "D": 32, "make": tiny}
   p = problem(**{name: n for name, n in shape.items() if name != "make"})
@@ -34,8 +35,8 @@ def test_gfx90a_loses_what_is_denormal_in_fp16() -> None:
   with pytest.raises(AssertionError, match="o: "): check("gfx90a", **shape)
 
 def test_plain_tinygrad_runs_on_every_chip() -> None:
-  """tinygrad's own product of matrices is right on every family. On a chip that tinygrad does not know, it must not use another chip's matrix
-  instruction."""
+  """tinygrad's own matrix product is right on every family of chips. If tinygrad does not know a chip, it must not use the matrix instruction of
+  another chip."""
   x = np.random.default_rng(0).integers(-4, 5, (2, 64, 64)).astype(np.float16)
   for arch in dict((chip.family, name) for name, chip in CHIPS.items()).values():
     with Context(DEV=f"EMU::{arch}"):
@@ -53,7 +54,8 @@ def test_cards_and_machines_belong_to_one_chip() -> None:
   assert {name for name, chip in CHIPS.items() if chip.machine} == set(MODELLED) == {chip.name for chip, _ in RATED.values()}
 
 def test_a_chip_has_the_registers_for_a_wave_and_lds_for_a_workgroup() -> None:
-  """A wave fits into a SIMD's registers: on CDNA it may take all of them, on RDNA a quarter or less. Granules divide registers and LDS."""
+  """The registers of a wave fit into a SIMD. On CDNA one wave may use all registers of the SIMD, on RDNA at most a quarter. Allocation granules
+  divide the numbers of registers and of LDS bytes."""
   for chip in map(CHIPS.__getitem__, MODELLED):
     assert chip.registers % chip.granule == 0 and chip.registers >= chip.vgprs and chip.lds % chip.pipes.lds_granule == 0, chip
 

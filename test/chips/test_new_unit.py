@@ -1,5 +1,5 @@
-"""Tests of a matrix unit that no chip in the table has: WMMA of twice the depth, with the layout and arguments of gfx1250. Only a family and its
-twin in the emulator describe it. It has no dot products and no tiles of its own."""
+"""Tests of a matrix unit that no chip in the table has: WMMA of twice the depth, with the layout and arguments of gfx1250. A family in attn's table
+and a second one in the emulator's describe it completely. It has no dot products and no table of tiles."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -27,7 +27,7 @@ DEEP = Family("deep", wave=32, vgprs=256, busy_waves=2, bf16_pack=True, descript
 
 @pytest.fixture(autouse=True)
 def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Adds the chip: lane half h holds k = 16d + 8h + e of A and B, and rows 8h + r of D."""
+  """Adds the chip. Half h of its lanes holds k = 16d + 8h + e of A and B, and rows 8h + r of D."""
   ab, c = Layout("de hi -> i dhe", d=2, e=8, h=2, i=16), Layout("r hn -> hr n", r=8, h=2, n=16)
   monkeypatch.setitem(CHIPS, ARCH, Chip(ARCH, DEEP, LDS, (Card("of this test", 256),), registers=1024, granule=16))
   monkeypatch.setitem(EMULATED, ARCH, EmulatedChip("deep", 32, LDS))
@@ -36,7 +36,7 @@ def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("D, dtype", [(40, "float16"), (80, "bfloat16"), *[pytest.param(*x, marks=pytest.mark.thorough) for x in (
   (64, "float16"), (128, "float16"), (40, "bfloat16"), (64, "bfloat16"), (128, "bfloat16"))]])
 def test_forward_and_backward(D:int, dtype:str) -> None:
-  """Forward and backward use the matrix kernels, and not the slow ones that run on every chip."""
+  """Forward and backward use the kernels of matrix units, and not the slow kernels that run on every chip."""
   shape = {"H": 2, "Sq": 100, "Sk": 150, "D": D, "dtype": dtype, "causal": True}
   p, chip = problem(**shape), get_chip(ARCH)
   assert choose(p, chip).kernel == "forward" and choose_backward(p, chip, "forward").kernels == ("backward_dq", "backward_dkdv")

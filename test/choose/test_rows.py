@@ -1,4 +1,4 @@
-"""Tests of how a row of a table of tiles is chosen for a problem: each condition alone, the order of rows, and the error if no row fits."""
+"""Tests of how a row of a table of tiles is chosen for a problem: each condition by itself, the order of rows, and the error if no row fits."""
 from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = dict(H=2, Sq=150, Sk=500, D=96, Dv=64, softcap=20.0, lse
 def tile_of(row:UpTo[MmaShape]) -> MmaTile: return MmaTile(**vars(row.shape), waves=4, matrix=MMA["float16"])
 def why_not(p:Problem, row:UpTo[MmaShape]) -> str|None: return misfit(p, SM_80, row, tile_of(row), burden(p))
 
-# (a condition that does not hold, the reason that is given, changes of the problem for which it holds)
+# (a condition that does not hold, the reason in the message, changes of the problem with which the condition holds)
 CONDITIONS: list[tuple[dict[str, Any], str, dict[str, Any]|None]] = [
   (dict(up_to=64), "has the registers for D and Dv up to 64", dict(D=64)),
   (dict(burden=Burden.MASK), "has not the registers for this problem's loop", dict(softcap=0.0)),
@@ -42,7 +42,7 @@ def test_whole_rows_of_whole_workgroups(sizes:dict[str, Any], said:str) -> None:
   assert misfit(p, chip, row, backward_tile(p, chip, row, False)) is None
 
 def test_every_condition_of_a_row_is_tested() -> None:
-  """Every condition of a row is tested here, except `matrix`, which is no condition, and the compiler's release, which test_tune.py tests."""
+  """This file tests every condition of a row. Excepted are `matrix`, which is no condition, and the compiler's release, which test_tune.py tests."""
   tested = {name for condition, _, _ in CONDITIONS for name in condition} | {"whole", "matrix", "llvm"}
   assert {f.name for f in fields(UpTo)} == tested
 

@@ -1,4 +1,4 @@
-"""Tests of the clang driver: error messages, the cache, the choice of clang, and code objects as tinygrad's AMD runtime reads them."""
+"""Tests of the clang driver: error messages, the cache, the choice of clang, and code objects in the form that tinygrad's AMD runtime reads."""
 import itertools, re, stat, types
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ LOADED = [arch for arch in MODELLED if arch != "gfx90a"]   # chips that tinygrad
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-  """Gives the test an empty cache, and forgets the found compiler before and after."""
+  """Gives the test an empty cache. Before and after the test, attn forgets which compiler it found."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
   monkeypatch.delenv("ATTN_CLANG", raising=False)
   def forget():
@@ -128,7 +128,7 @@ def test_no_compiler_is_an_error_that_says_what_to_install(fresh, monkeypatch):
   monkeypatch.setenv("ROCM_PATH", str(fresh))
   with pytest.raises(NoCompiler, match="the extra isa is not installed; there is no clang or hipcc on PATH; install the extra"): clang.toolchain()
 
-# ***** the code object, as the runtime reads it *****
+# ***** the code object in the form that the runtime reads *****
 
 class FakeDevice:
   """Stand-in for the device from which AMDProgram loads a program."""

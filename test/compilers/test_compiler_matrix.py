@@ -1,6 +1,7 @@
-"""Compiles every kernel with the clangs of LLVM 19 to 22 and checks what they make of the default tiles: python -m pytest -m compilers.
+"""Compiles every kernel with the clangs of LLVM 19 to 22 and checks the machine code of the default tiles: python -m pytest -m compilers.
 
-pip installs the compilers once (attn/compilers/releases.py); where it cannot, these tests are skipped and say why."""
+pip installs the compilers once (attn/compilers/releases.py). If pip cannot, pytest skips these tests and reports the reason.
+"""
 from __future__ import annotations
 import functools, os
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ from isa_sample import PARKED
 pytestmark = pytest.mark.compilers
 FILE = Path(__file__).parent.parent.parent/"docs"/"costs_compilers.txt"
 WITHOUT_SPILLS = (20, 21, 22)
-OTHERS = [arch for arch in MODELLED if arch not in SEARCHED]     # chips whose source differs from their family's only by names: one kernel for each
+OTHERS = [arch for arch in MODELLED if arch not in SEARCHED]     # their source differs from their family's only by names: one kernel for each
 FORWARDS = [spec for spec in costs.SPECS if spec.kernel == FORWARD]
 PLAIN = {arch: [spec for spec in FORWARDS if spec.arch == arch] for arch in SEARCHED}
 PLAIN["the others"] = [Spec(arch, 128, "bfloat16", "causal") for arch in OTHERS]
@@ -50,7 +51,7 @@ def compilers() -> dict[int, Toolchain]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
-  """Thread pool for clang, so that it compiles on every core. The test's own thread lowers the kernels, one after another."""
+  """Thread pool that runs clang on every core. The test's own thread lowers the kernels one after another."""
   with ThreadPoolExecutor(os.cpu_count()) as threads: yield threads
 
 # ***** every kernel compiles *****
@@ -111,7 +112,7 @@ def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardT
   return texts if p.bias is None else [*texts, text_of(dbias_of(p, chip, dq), dbias_arguments(p), arch)]
 
 def kernel_text(name:str, arch:str, llvm:int) -> str:
-  """Source of a kernel, with the tile that dispatch chooses for this release of LLVM."""
+  """Source of a kernel with the tile that dispatch chooses for this LLVM release."""
   if name not in OPTIONS: return other_text(name, arch)
   choice = choose(problem(**OPTIONS[name]), replace(get_chip(arch), llvm=llvm))
   assert choice.work.tile is not None and (name not in ("split", "pages") or choice.kernel == "split_kv")
@@ -119,13 +120,13 @@ def kernel_text(name:str, arch:str, llvm:int) -> str:
   return forward_text(name, arch, choice.kernel, choice.work.tile)
 
 def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
-  """Compilers that support the chip's instructions."""
+  """Compilers that support the instructions of the chip."""
   return {llvm: tools for llvm, tools in compilers.items() if costs.knows(tools, arch)}
 
 Jobs = dict[tuple[Any, ...], Future[str]]
 
 def check_compiled(jobs:Jobs, arch:str, checks:tuple[str, ...]=("waterfall", "across lanes")) -> None:
-  """Checks that every job compiled to machine code without loads taken lane by lane, and that operations across lanes run in whole waves."""
+  """Checks that clang compiled every job, that no machine code loads lane by lane, and that operations across lanes run in whole waves."""
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
   found = {key: [x for x in findings(job.result(), arch) if x.startswith(checks)] for key, job in jobs.items()}
   assert {key: lines for key, lines in found.items() if lines} == {}
@@ -142,7 +143,7 @@ def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:Th
 
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """Every backward kernel compiles with the older compilers. The test of their costs compiles them with the newest one."""
+  """Every backward kernel compiles with the older compilers. The test of kernel costs compiles the backward kernels with the newest compiler."""
   jobs: Jobs = {}
   for name, options in GRADIENTS.items():
     for llvm, tools in known(compilers, arch).items():
@@ -152,11 +153,11 @@ def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain]
       for i, text in enumerate(gradient_texts(name, arch, tiles)): jobs[name, llvm, i] = pool.submit(assembly, text, arch, (), tools)
   check_compiled(jobs, arch)
 
-# ***** lanes meet in whole waves *****
+# ***** operations across lanes run in whole waves *****
 
 @functools.cache
 def dbias_text(arch:str, causal:bool) -> str:
-  """Source of backward_dbias for a bias with rows of its own and a query count that is no multiple of the tile."""
+  """Source of backward_dbias for a bias with its own row for each query, and a number of queries that is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, causal=causal, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   tile = choose_bias_tile(p, get_chip(arch))
   assert isinstance(tile, BackwardTile)
@@ -171,7 +172,8 @@ def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoo
 @pytest.mark.parametrize("arch, llvm, instruction", [("gfx950", 20, "v_permlane32_swap"), ("gfx1201", 19, "v_permlanex16")])
 def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instruction:str, compilers:dict[int, Toolchain],
                                                        monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check finds lane swaps that clang moves into a branch: in latent attention, when values that a branch stores are not computed before it."""
+  """The check finds lane swaps that clang moves into a branch. This happens in latent attention if values that a branch stores are not computed
+  before the branch."""
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   p = problem(**OPTIONS["latent, few rows"])
   tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile
@@ -186,7 +188,7 @@ def waves(report:Report, tile:AnyTile) -> int:
   return waves_of(report, tile, get_chip(report.arch))
 
 def small_grid(spec:Spec, llvm:int) -> Tile:
-  """Tile for a problem with few heads. It differs from the tile for large grids if that one would leave compute units idle."""
+  """Tile for a problem with few heads. It differs from the tile for large grids if the tile for large grids would leave compute units idle."""
   tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
   assert isinstance(tile, Tile)
   return tile
@@ -197,8 +199,8 @@ CANNOT_BE_HELPED = {("gfx950", 256, "small", 20), ("gfx950", 256, "small", 21)}
 @pytest.mark.parametrize("grid", ("large", "small"))
 @pytest.mark.parametrize("arch", (*SEARCHED, "the others"))
 def test_no_default_tile_spills(arch:str, grid:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
-  """No default tile spills. None takes so many registers that fewer waves fit than under LLVM 22, unless there are still enough waves to keep a SIMD
-  busy."""
+  """No default tile spills registers. Under older compilers no tile uses so many registers that fewer waves fit than under LLVM 22, unless enough
+  waves remain to keep a SIMD busy."""
   jobs: dict[tuple[Spec, int], tuple[AnyTile, Future[Report]]] = {}
   for spec in PLAIN[arch]:
     for llvm in WITHOUT_SPILLS:
@@ -219,7 +221,8 @@ def report_on(source:Source, spec:Spec, tools:Toolchain) -> Report:
   return analyse(assembly(source.text, spec.arch, tools=tools), spec.arch, source.d, source.dv, queries=source.queries, title=str(spec))
 
 def test_dual_wave_is_for_the_newest(compilers:dict[int, Toolchain]) -> None:
-  """Only the newest compiler gets dual_wave: older ones spill its registers, so dispatch chooses another kernel, and `explain` says so."""
+  """Dispatch chooses dual_wave only for the newest compiler, because older compilers spill its registers. For older compilers it chooses another
+  kernel, and `explain` says the reason."""
   spec = Spec("gfx950", 128)
   assert chosen(spec, 22)[0] == "dual_wave"
   source = kernel_source(spec, None, 22)

@@ -1,6 +1,6 @@
-"""Tests of the choice of a compiler for attn's kernels. Every branch runs in a process of its own, with stand-ins for what is installed
-(comgr_stand_in.py replaces ROCm's library). Other tests check what the cache keeps for each version, the renderers of the AMD device, and what runs
-without the extras."""
+"""Tests of the choice of a compiler for attn's kernels. Every case runs in its own process, with stand-ins for the installed packages and libraries
+(comgr_stand_in.py replaces ROCm's library). Other tests check what the cache keeps for each compiler version, the renderers of the AMD device, and
+what runs without the extras."""
 import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +35,8 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Path:
-  """Folder with stand-ins for comgr and a `sitecustomize.py`, which hides the packages named in WITHOUT from every Python process."""
+  """Folder that stands for a machine: it contains stand-ins for comgr and a `sitecustomize.py`, which hides the packages named in WITHOUT from every
+  Python process."""
   folder = tmp_path_factory.mktemp("machine")
   (folder/"sitecustomize.py").write_text(WITHOUT)
   (folder/"broken.so").write_text("no library")
@@ -45,7 +46,7 @@ def machine(tmp_path_factory) -> Path:
   return folder
 
 def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> dict[str, str]:
-  """Environment of a process with the stand-in `comgr` ("broken" does not load) and without some packages."""
+  """Environment of a process that uses the stand-in `comgr` and lacks some packages. The stand-in "broken" does not load."""
   library = str(machine/f"{comgr}.so")
   keep = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG", "VIRTUAL_ENV")}
   settings = {"PATH": path, "PYTHONPATH": f"{machine}:{ROOT}", "COMGR_PATH": library, "COMGR_3_PATH": library, "ROCM_PATH": str(machine/"rocm"),
@@ -80,8 +81,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def say(machine) -> Iterator[Callable[..., str]]:
-  """Runs code as `answer` does, but in a fork of a process that has already imported attn. It suits code that does not depend on settings that
-  tinygrad reads when it is imported."""
+  """Returns a function that runs code like `answer`, but in a fork of a process that has already imported attn. The code must not depend on settings
+  that tinygrad reads during its import."""
   with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                         env=environment(machine)) as process:
     assert process.stdin is not None and process.stdout is not None
@@ -116,14 +117,14 @@ REFUSES = OLD + r"can't \(use of undeclared identifier\)"
 SENTENCE = "no compiler here can compile the kernels of attn for gfx942, which takes LLVM 19 or later: "
 
 @pytest.mark.parametrize(("options", "says"), [
-  ({"comgr": "good"}, PACKAGED),                                                                     # attn's clang comes first
+  ({"comgr": "good"}, PACKAGED),                                                                     # attn's clang is the first choice
   ({"comgr": "old"}, PACKAGED),
   ({}, PACKAGED),
-  ({"comgr": "good", "without": EXTRAS}, GOOD),                                                      # else comgr, if it can compile the kernels
+  ({"comgr": "good", "without": EXTRAS}, GOOD),                                                      # the second choice is comgr
   ({"comgr": "old", "without": EXTRAS}, f"NoCompiler: {SENTENCE}the extra isa is not installed; {REFUSES}; there is no clang or hipcc on PATH; "
    r"install the extra isa, which brings a clang \(pip install '\.\[isa\]' in a clone of attn\), or ROCm 6.4 or later"),
   ({"without": EXTRAS}, f"NoCompiler: {SENTENCE}the extra isa is not installed; comgr not available: .*; there is no clang .*; install .*"),
-  ({"comgr": "good", "ATTN_COMPILER": "comgr"}, GOOD),                                               # forced
+  ({"comgr": "good", "ATTN_COMPILER": "comgr"}, GOOD),                                               # a setting forces the compiler
   ({"comgr": "good", "ATTN_COMPILER": "clang"}, PACKAGED),
   ({"comgr": "good", "ATTN_COMPILER": ""}, PACKAGED),
   ({"comgr": "old", "ATTN_COMPILER": "comgr"}, f"NoCompiler: ATTN_COMPILER=comgr: {SENTENCE}{REFUSES}; install ROCm 6.4 or later"),
@@ -146,8 +147,8 @@ def test_a_clang_on_path_comes_last(say, tmp_path):
   assert re.fullmatch(GOOD, say(CHOOSE, comgr="good", without=EXTRAS, path=path))
 
 def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path):
-  """A clang named by ATTN_CLANG that cannot compile the kernels is an error, although its version and targets are right; no other compiler replaces
-  it."""
+  """A clang named by ATTN_CLANG that cannot compile the kernels is an error, even if its version and targets are right. attn does not replace it by
+  another compiler."""
   text = ('case "$*" in *--version*) echo clang version 19.1.0;; *--print-targets*) echo amdgcn;; '
           '*) echo "kernel.hip:3:1: error: what is this" >&2; exit 1;; esac')
   named = script(tmp_path/"mine", text)
@@ -156,7 +157,8 @@ def test_a_named_clang_that_cannot_compile_the_kernels_is_an_error(say, tmp_path
                   "(what is this); needed is LLVM 19 or later")
 
 def test_the_cache_keeps_successes_only(say, tmp_path):
-  """The cache keeps that a compiler works, but not that it failed: what was missing may have been installed since, under the same version."""
+  """The cache keeps the result that a compiler works, but not that a compiler failed. The missing part may have been installed later, under an equal
+  version number."""
   home = tmp_path/"home"
   home.mkdir()
   def says(text:str) -> str:
@@ -172,8 +174,8 @@ def test_the_cache_keeps_successes_only(say, tmp_path):
 REAL = ctypes.util.find_library("amd_comgr")
 @pytest.mark.skipif(REAL is None, reason="ROCm's comgr is not installed")
 def test_the_comgr_that_is_installed(say):
-  """attn's clang is still the first choice beside ROCm's real comgr, as tinygrad finds it. Without that clang, comgr is used, or the error names
-  it."""
+  """attn's clang is the first choice also if ROCm's real comgr, as tinygrad finds it, is installed. Without attn's clang, attn uses comgr, or the
+  error names comgr."""
   nothing = {"COMGR_PATH": "", "COMGR_3_PATH": "", "ROCM_PATH": os.environ.get("ROCM_PATH", "/opt/rocm")}
   assert re.fullmatch(PACKAGED, say(CHOOSE, **nothing))
   said = say(CHOOSE, without=EXTRAS, **nothing)
@@ -185,7 +187,8 @@ def test_the_comgr_that_is_installed(say):
 
 @pytest.mark.parametrize("arch", CHIPS)
 def test_the_probe_has_the_matrix_instructions_of_its_chip(arch):
-  """The probe of a chip uses its matrix instructions for both types, and the machine code contains them."""
+  """The probe (a small test source) of a chip uses the matrix instructions of the chip for float16 and bfloat16, and the compiled machine code
+  contains them."""
   text = assembly(probe_source(arch), arch)
   expected = 4 if arch.startswith("gfx9") else 2
   assert len(re.findall(r"^\s+v_(?:mfma|wmma)_f32_", text, re.MULTILINE)) == expected and "buffer_load" in text
@@ -205,7 +208,8 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """The cache keeps code of attn's kernels apart by the version of comgr. tinygrad's own cache does not, as before."""
+  """The cache separates the code of attn's kernels by the version of comgr. tinygrad's own cache does not separate versions; attn leaves it
+  unchanged."""
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]
@@ -214,7 +218,7 @@ def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_pat
   assert compiled("good") == ["20", "20"]
 
 def test_clang_and_comgr_do_not_share_what_is_kept(say, tmp_path):
-  """comgr and clang never get each other's code from the cache: the same source by comgr, then by clang, then by comgr."""
+  """comgr and clang never load each other's code from the cache. The test compiles one source by comgr, then by clang, then by comgr."""
   code = ("from attn.compilers.choice import compiler_for, probe_source\n"
           "print(b'roc-test' in compiler_for('gfx1201').compile(probe_source('gfx1201'), 'gfx1201'))")
   results = [say(code, comgr="good", ATTN_COMPILER=name, XDG_CACHE_HOME=str(tmp_path)) for name in ("comgr", "clang", "comgr")]
@@ -244,7 +248,7 @@ for i in range(2):
 
 @pytest.mark.parametrize("parallel", ["0", "2"])
 def test_two_compilers_in_one_process_and_in_workers(machine, tmp_path, parallel):
-  """attn's kernels are compiled by clang and all others by comgr, although one device compiles both."""
+  """One device uses two compilers: clang compiles attn's kernels, and comgr compiles all other kernels."""
   lines = answer(machine, WORKERS, comgr="good", PARALLEL=parallel, XDG_CACHE_HOME=str(tmp_path)).splitlines()
   ours, another = map(json.loads, lines[-2:])
   assert ours == [MARK, True, False]
@@ -286,7 +290,7 @@ def test_the_command_tells_both_compilers(machine):
   assert re.fullmatch(f"reports: {PACKAGED}\nDEV=AMD: {GOOD}\n", done.stdout), done
 
 def sources(renderer) -> str:
-  """Source that `renderer` prints for attn's kernel."""
+  """Source that `renderer` prints for a kernel of attn."""
   placeholders = (UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4))
   return renderer.render(lower(flash_attention_fn(arch="gfx942")(*placeholders).sink, renderer))
 
@@ -301,14 +305,15 @@ def test_our_kernels_carry_the_mark_and_others_stay_as_they_are():
   assert "half4" in printed[0] and printed[0] == printed[1]
 
 def test_import_runs_and_searches_nothing(machine):
-  """`import attn` starts no process, loads no compiler library and does not import the tool for reports."""
+  """`import attn` starts no process, loads no compiler library, and does not import the tool for reports on machine code."""
   code = ("import sys; seen = []\n"
           "sys.addaudithook(lambda event, args: seen.append(event) if event in ('subprocess.Popen', 'os.posix_spawn') else None)\n"
           "import attn; print(seen, [m for m in sys.modules if m.startswith(('attn.isa', 'tinygrad.runtime.autogen.comgr', 'rich', 'click'))])")
   assert answer(machine, code) == "[] []"
 
 def test_printing_and_emulating_load_no_comgr(machine):
-  """Printing and emulating do not load comgr: its LLVM crashes a process that has loaded another LLVM, for example with an OpenCL driver."""
+  """Printing and emulating a kernel do not load comgr. The LLVM inside comgr crashes a process that has loaded another LLVM, for example with an
+  OpenCL driver."""
   code = ("import sys, attn; from attn.ops.renderers import render; from tinygrad import Tensor, UOp, dtypes\n"
           "q = Tensor([[[[1.0]*16]*16]], dtype=dtypes.half, device='EMU::gfx942'); attn.attention(q, q, q).realize()\n"
           "tensors = [UOp.placeholder((1, 1, 16, 16), dtypes.half, i) for i in range(4)]\n"
@@ -343,7 +348,7 @@ def test_an_import_without_the_extra_has_the_sentence_too(say):
   assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra isa installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
-  """bench.py with ISA=1 and rich, but without a clang, ends in one sentence."""
+  """bench.py with ISA=1 and with the package rich, but without a clang, ends with one sentence."""
   done = python(machine, "bench.py", without="ziglang", ISA="1", DEV="EMU::gfx942", H="1", N="32", D="16")
   assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("bench.py: no clang of LLVM 19 or later") and "Traceback" not in done.stderr
 
@@ -363,7 +368,7 @@ def test_every_function_of_tinygrad_compiles_without_a_call(arch, op, dtype):
   assert "s_swappc" not in text and "__oc" not in text
 
 def test_indices_are_not_widened():
-  """Machine code does not compute indices with 64 bits, although group and lane ids are size_t in tinygrad's source."""
+  """The machine code computes indices in 32 bits and not in 64 bits, although group and lane ids are size_t in tinygrad's source."""
   source = elementwise(Ops.SQRT, dtypes.float, AMDClangRenderer(Target("AMD", "CLANG", "gfx942")))
   assert "__ockl_get_group_id" in source
   assert not re.search(r"v_(lshl_add|lshlrev)_[bu]64|v_mad_u64", assembly(source, "gfx942"))
@@ -405,10 +410,10 @@ def test_other_devices_are_left_alone():
   shared = [HIPRenderer, HIPCCRenderer]
   amd_device(shared), amd_device(shared)
   assert shared == [HIPRenderer, HIPCCRenderer]
-  assert "AMD" not in Device._opened_devices   # registering opens no device
+  assert "AMD" not in Device._opened_devices   # registration of the renderer opens no device
 
 def test_a_spawned_worker_gets_the_renderer():
-  """A renderer can be pickled, because tinygrad compiles in spawned processes."""
+  """Python can pickle a renderer. tinygrad needs this because it compiles in spawned processes."""
   renderer = AMDClangRenderer(Target("AMD", "CLANG", "gfx1100"))
   code = f"import pickle; r = pickle.loads({pickle.dumps(renderer)!r}); print(r.compiler.compile_cached({sample('gfx1100')!r})[:4] == b'\\x7fELF')"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -426,8 +431,8 @@ from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
 def test_a_chip_knows_the_release_of_its_compiler(say):
-  """A chip's record has the LLVM release of the AMD GPU's compiler. Without a compiler (the error comes when a kernel is called) and on the emulator
-  it has the newest release."""
+  """The record of a chip stores the LLVM release of the AMD GPU's compiler. On the emulator, and if no compiler is found (a call of a kernel then
+  raises the error), it stores the newest release."""
   assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
   assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
   assert say(RELEASES, without=EXTRAS) == "22 22 22"

@@ -1,5 +1,5 @@
-"""No kernel that dispatch chooses, forward or backward, spills registers in a loop or loads lane by lane. Cases are problems whose kernels once did,
-and random problems."""
+"""Tests that no kernel that dispatch chooses, forward or backward, spills registers in a loop or loads lane by lane. The problems are random, or are
+problems whose kernels spilled or loaded lane by lane in an earlier version."""
 from __future__ import annotations
 import random
 from dataclasses import replace
@@ -24,19 +24,19 @@ pytest.importorskip("ziglang")
 OF_LOOPS = ("waterfall", "scratch", "scalar spills")
 
 def found_in_code(program:Callable[..., UOp], names:Shapes, arch:str) -> list[str]:
-  """Findings of the checks of loops in the machine code of a kernel for these tensors."""
+  """Faults that the checks of loops find in the machine code of a kernel for these tensors."""
   tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(names.values())]
   return [x for x in findings(assembly(render(program(*tensors), arch), arch), arch) if x.startswith(OF_LOOPS)]
 
 def found_in_forward(p:Problem, arch:str) -> list[str]:
-  """Findings for the forward kernel that dispatch chooses; none if dispatch chooses tensor operations."""
+  """Faults in the loops of the forward kernel that dispatch chooses; an empty list if dispatch chooses tensor operations."""
   choice = choose(p, replace(get_chip(arch), llvm=toolchain().llvm))
   if choice.work.tile is None: return []
   p = replace(p, num_splits=choice.work.splits)
   return found_in_code(program_of(choice, p), arguments(p), arch)
 
 def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
-  """Findings for the kernel of dq, of dk and dv, or of dbias."""
+  """Faults in the loops of the kernel of dq, of dk and dv, or of dbias."""
   chip = replace(get_chip(arch), llvm=toolchain().llvm)
   if kernel == "dbias": return found_in_code(dbias_of(p, chip, choose_bias_tile(p, chip)), dbias_arguments(p), arch)
   tiles = can_differentiate(p, chip)
@@ -65,7 +65,7 @@ SPILLED = {
   **{f"dropout beside long rows in pieces, lse={lse}": ("gfx1100", MANY | {"Sq": 236, "Sk": 4001, "D": 186, "causal": "top-left", "lse": lse,
                                                                          "dropout_p": 0.1, "extras": {"dropout_seed": np.empty(2, np.uint32)}})
      for lse in (False, True)},
-  # The number of bytes of the bias was in vector registers.
+  # Fault of an earlier version: the number of bytes of the bias was in vector registers.
   "a bias beside long rows in pieces": ("gfx1201", GQA | {"Sq": 3442, "Sk": 101, "D": 159, "Dv": 96, "causal": "top-left", "dtype": "bfloat16",
                                                           "lse": False, **option("bias", 1, 1, 3442, 101)}),
   "both masks beside long rows in pieces": ("gfx950", {"B": 8, "H": 32, "Sq": 4280, "Sk": 4280, "D": 182, "window": (138, 169), "lse": False}),
@@ -77,7 +77,7 @@ SPILLED = {
                                ("few heads", 16, dict(Sq=1, softcap=30.0)))},
   "a softcap beside long rows in pieces": ("gfx950", MANY | {"Hkv": 8, "Sq": 1001, "Sk": 3909, "D": 167, "Dv": 139, "causal": True,
                                                              "softcap": 30.0, "lse": False}),
-  # Grids for which the large tile of forward is big enough, but the staggered kernel is too big or does not take the options.
+  # Grids large enough for the large tile of forward, where the staggered kernel needs a larger grid or does not support the options.
   "pieces beside two waves on a SIMD": ("gfx942", {"B": 1, "H": 32, "Sq": 2048, "Sk": 2048, "D": 127, "Dv": 125, "window": (50, 20),
                                                      "dtype": "bfloat16"}),
   "pieces and nothing else": ("gfx942", {"B": 1, "H": 32, "Sq": 2048, "Sk": 2048, "D": 117, "lse": False}),
@@ -105,16 +105,17 @@ OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_se
 def any_width(rng:random.Random) -> int: return rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
 
 def edge_of_a_class(rng:random.Random) -> int:
-  """Head dimension just below the end of a class of tiles, with rows read in pieces: here a wave has the fewest registers left."""
+  """Draws a head dimension just below the largest one of its row in the table of tiles. The kernel reads rows in pieces for it, and a wave has the
+  fewest free registers."""
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Number of queries for this many heads at which the chip's grid holds between FILLS and one workgroup of LARGEST_TILE queries for each compute
-  unit. In this range dispatch changes from one tile or kernel to another."""
+  """Draws a number of queries for this number of heads, at which the grid has between FILLS workgroups and one workgroup for each compute unit of the
+  chip. Each workgroup computes LARGEST_TILE queries. In this range dispatch changes from one tile or kernel to another."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
-  """Draws no option or one of OPTIONS, all with equal probability."""
+  """Draws no option, or one of OPTIONS, with equal probability."""
   if (option := rng.choice((None, *OPTIONS))) is None: return {}
   if option == "softcap": return {"softcap": 30.0}
   shapes = {"bias": (1, 1, sizes["Sq"], sizes["Sk"]), "alibi_slopes": (sizes["H"],), "sinks": (sizes["H"],), "kv_lengths": (sizes["B"],),
@@ -123,7 +124,8 @@ def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
   return {"extras": {option: np.empty(shapes[option], dtype)}, **({"dropout_p": 0.1} if option == "dropout_seed" else {})}
 
 def drawn_problem(rng:random.Random, edge:bool) -> tuple[str, dict[str, Any]]:
-  """Draws a chip and a problem: with `edge`, one at the edge of a class of tiles; else one of any size, mask and option."""
+  """Draws a chip and a problem. With `edge`, the size of the problem lies where dispatch changes to another tile; otherwise the problem has any size,
+  mask and option."""
   arch, heads, batch, width = rng.choice(CHIPS_DRAWN), rng.choice((8, 32)), rng.choice((1, 8)), edge_of_a_class if edge else any_width
   d, queries = width(rng), edge_of_the_grid(rng, arch, batch*heads) if edge else rng.choice((1, rng.randint(2, 64), rng.randint(64, 5000)))
   sizes = {"B": batch, "H": heads, "Hkv": rng.choice((heads, heads//4)), "Sq": queries, "Sk": rng.randint(1, 5000), "D": d,
@@ -134,7 +136,8 @@ def drawn_problem(rng:random.Random, edge:bool) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.thorough if n > 1 else ()) for n in range(60)])
 def test_random_problems(seed:int) -> None:
-  """Kernels for random problems do not spill; every other problem lies at the edge of a class of tiles."""
+  """Kernels for random problems do not spill registers. Every second problem has a head dimension or grid at which dispatch changes to another
+  tile."""
   arch, parameters = drawn_problem(random.Random(seed), seed % 2 == 1)
   assert found_in_forward(problem(**parameters), arch) == [], f"{arch}: {parameters}"
 
@@ -162,11 +165,11 @@ SPILLED_BACKWARD = {
   "rows in pieces and slopes": ("gfx1201", "dkdv", GQA | {"Sq": 277, "Sk": 1400, "D": 116, "Dv": 50, "causal": True, **option("alibi_slopes", 32)}),
   "wide rows in pieces and a bias": ("gfx950", "dkdv", {"B": 8, "H": 32, "Sq": 239, "Sk": 358, "D": 252, "causal": "top-left",
                                                         **option("bias", 1, 1, 239, 358)}),
-  # The work on dS moved into the branch that stores only the existing rows.
+  # Fault of an earlier version: clang moved the computation of dS into the branch that stores only the existing rows.
   **{f"a bias of D={d} and rows that do not fill a tile": (
     "gfx1100", "dbias", {"B": 2, "H": 8, "Sq": 1000, "Sk": 1033, "D": d, "causal": d == 128, "dtype": "bfloat16", **option("bias", 2, 8, 1000, 1033)})
      for d in (128, 256)},
-  # All of them work on one tile of keys. Trips kept the positions of their rows of q and dO in registers.
+  # All these problems have one tile of keys. Fault of an earlier version: trips kept the positions of their rows of q and dO in registers.
   **{f"a bias that {shared} share, D={d}, Dv={dv} on {arch}": (arch, "dbias", sizes | {"D": d, "Dv": dv, "softcap": 30.0, **option("bias", *bias)})
      for arch, shared, d, dv, sizes, bias in (
        ("gfx1100", "heads", 57, 191, {"H": 32, "Hkv": 8, "Sq": 880, "Sk": 2015, "dtype": "bfloat16"}, (1, 1, 880, 2015)),
@@ -174,14 +177,14 @@ SPILLED_BACKWARD = {
   # The results of two comparisons for each score took too many scalar registers.
   **{f"several heads and a mask on {arch}": (arch, "dkdv", {"B": 2, "H": 8, "Hkv": 2, "Sq": 1000, "Sk": 1033, "D": 64, "causal": True})
      for arch in ("gfx90a", "gfx942")},
-  # Loads were taken lane by lane, because the start of a tile or the number of rows was in vector registers.
+  # Fault of an earlier version: loads ran lane by lane, because the start of a tile or the number of rows was in vector registers.
   **{f"{what} on {arch}": (arch, "dkdv", {"B": 1, "H": 32, **sizes})
      for arch in ("gfx942", "gfx1100") for what, sizes in (
        ("more keys than queries", {"Sq": 2048, "Sk": 4096, "D": 64, "causal": True}), ("4000 rows", {"Sq": 4000, "D": 64, "causal": True}),
        ("uneven rows", {"Sq": 1000, "Sk": 1033, "D": 64, "causal": True}), ("a window of wide rows", {"Sq": 4096, "D": 256, "window": (100, 50)}))},
   "one trip of uneven rows beside lengths": ("gfx1201", "dkdv", {"H": 8, "Hkv": 2, "Sq": 3585, "Sk": 2740, "D": 192, "causal": "top-left",
                                                                  **option("kv_lengths", 1)}),
-  # clang stopped with "illegal VGPR to SGPR copy".
+  # Fault of an earlier version: clang stopped with "illegal VGPR to SGPR copy".
   "one trip for each of several heads": ("gfx1201", "dkdv", GQA | {"Sq": 3, "Sk": 449, "D": 128, "window": (192, -1), "dtype": "bfloat16"}),
   "one trip under a mask": ("gfx950", "dkdv", {"B": 8, "H": 8, "Hkv": 2, "Sq": 32, "Sk": 372, "D": 192, "causal": True, "dtype": "bfloat16"}),
   "one query and a window": ("gfx90a", "dkdv", {"H": 8, "Sq": 1, "Sk": 2970, "D": 49, "window": (145, 118), "softcap": 30.0}),
@@ -195,12 +198,13 @@ def test_backward_kernels_that_once_spilled(case:str) -> None:
   assert found_in_backward(problem(lse=True, **parameters), arch, kernel) == []
 
 def with_bias(rng:random.Random, parameters:dict[str, Any]) -> dict[str, Any]:
-  """Replaces the option of a problem by a bias, broadcast over any of its dimensions."""
+  """Replaces the option of a problem by a bias that is broadcast over any of its dimensions."""
   shape = tuple(rng.choice((1, n, n)) for n in (parameters[x] for x in ("B", "H", "Sq", "Sk")))
   return {**{n: x for n, x in parameters.items() if n not in ("extras", "dropout_p")}, **option("bias", *shape)}
 
 def drawn_backward(seed:int) -> tuple[str, str, dict[str, Any]]:
-  """Draws a chip, one of three kernels and a problem for it; half of the problems lie at the edge of a class of tiles."""
+  """Draws a chip, one of three backward kernels, and a problem for the kernel. Half of the problems have a head dimension at which dispatch changes
+  to another tile."""
   rng, kernel = random.Random(seed), ("dq", "dkdv", "dbias")[seed % 3]
   arch, parameters = drawn_problem(rng, seed // 3 % 2 == 1)
   return arch, kernel, (with_bias(rng, parameters) if kernel == "dbias" else parameters) | {"lse": True}

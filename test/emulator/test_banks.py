@@ -13,7 +13,7 @@ from attn.kernels.tiles.amd import both_ways_layout, v_columns
 from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 
 def conflicts() -> dict[tuple[str, str], float]:
-  """Bank conflicts of the last kernel: (buffer, read or write) -> cycles per conflict-free cycle."""
+  """Bank conflicts of the last kernel: a dictionary from (buffer, read or write) to LDS cycles divided by the cycles without conflicts."""
   launch = last_run()
   assert launch is not None and launch.bank_conflicts
   return {(use.buffer, use.verb): use.cycles/use.phases for use in launch.bank_conflicts}
@@ -29,7 +29,7 @@ def test_forward(monkeypatch, arch:str, D:int) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("block_n", (16, 32, 64, 128))
 def test_tiles(monkeypatch, arch:str, block_n:int) -> None:
-  """No length of a row of V^T causes bank conflicts, with one buffer or two."""
+  """Rows of V^T of any length cause no bank conflicts, with one LDS buffer or two."""
   if block_n < get_chip(arch).matrix["float16"][0].M: pytest.skip("too few keys for a tile of the matrix instruction")
   monkeypatch.setenv("ATTN_EMU_BANKS", "1")
   check_kernels(arch, tile=lambda t: replace(t, block_n=block_n, waves=4, prefetch=1 if block_n > 64 else 2), H=1, Sq=128, Sk=300, D=64)
@@ -52,8 +52,8 @@ def test_table(monkeypatch, arch:str, row:UpTo[ForwardShape]) -> None:
 @pytest.mark.parametrize("width", (64, 72, 128, 256))
 @pytest.mark.parametrize("block_n", (16, 32, 64))
 def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
-  """Backward kernels have no bank conflicts when they store rows that threads hold for transposing, or read neighbouring rows. The test computes
-  what each lane holds from the numbers of threads; the lanes of a phase come from the emulator's table."""
+  """Backward kernels have no bank conflicts when threads store the rows that they transpose, or when they read neighbouring rows. The test computes
+  the elements of each lane from thread numbers. The emulator's table gives the lanes that access LDS in one phase."""
   chip = get_chip(arch)
   mat, threads = chip.matrix["float16"][0], 4*chip.wave
   if block_n < mat.M: pytest.skip("too few keys for a tile of the matrix instruction")
@@ -64,7 +64,7 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
   fast, groups = v_columns(block_n), block_n//4
   def item(thread:int) -> tuple[int, int]:
-    """Row group and unit of a thread, where threads take the units in pairs that are `fast` apart: see Staging.item."""
+    """Row group and unit of a thread. Threads process the units in pairs whose distance is `fast` units: see Staging.item."""
     near = min(groups, 8)
     group, unit = thread % near + thread//near//units*near, thread//near % units
     return group, unit//(2*fast)*(2*fast) + unit % fast*2 + unit % (2*fast)//fast

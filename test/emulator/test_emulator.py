@@ -1,4 +1,4 @@
-"""Tests of the device EMU: whatever tinygrad schedules runs on every architecture and gives what numpy gives."""
+"""Tests of the device EMU: every kernel that tinygrad schedules runs on every architecture and gives the result of numpy."""
 import gc, os, subprocess, sys
 import numpy as np
 import pytest
@@ -50,7 +50,8 @@ ROUND = {"float32": lambda x: x, "float16": lambda x: x.astype(np.float16), "bfl
 
 @pytest.mark.parametrize("dtype", ROUND)
 def test_matmul(arch, dtype):
-  """Products of matrices are right with sizes that take the tensor cores and with others, for which tinygrad rounds each product to the dtype."""
+  """Matrix products are right with sizes that use the tensor cores and with other sizes. For other sizes tinygrad rounds each product to the
+  dtype."""
   for M, N, K in ((64, 64, 64), (33, 29, 47)):
     a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
     x, y = [Tensor(m).cast(dtype).realize() for m in (a, b)]
@@ -146,7 +147,7 @@ def test_conv_and_backward(emu):
   close(g.numpy(), np.tile(A[8:16, :8].sum(1), (8, 1)), 1e-4, 1e-5)
 
 def test_without_locals_and_optimizations(emu):
-  with Context(NOLOCALS=1):   # times candidates on buffers that nobody has written
+  with Context(NOLOCALS=1):   # tinygrad times candidates on buffers that no kernel has written
     close((Tensor(A) @ Tensor(B)).numpy(), A @ B, 1e-4, 1e-4)
     x = Tensor(A).contiguous().realize()
     x += 1
@@ -248,7 +249,8 @@ def test_loop_bounds_that_differ_between_workgroups_and_threads(emu):
   np.testing.assert_array_equal(got, [[x[:g*2 + t % 3].sum() for t in range(96)] for g in range(5)])
 
 def test_conditional_loop(emu):
-  """A loop with a condition at its end, for (;;) { ... if (!c) break; }, runs the right number of times for each thread: here Collatz steps."""
+  """A loop with a condition at its end, for (;;) { ... if (!c) break; }, runs the right number of times for each thread. The loop here counts Collatz
+  steps."""
   def kernel(o, x):
     t = UOp.range(64, 0, AxisType.WARP)
     state = UOp.placeholder((2,), dtypes.int, 0, AddrSpace.REG)
@@ -266,7 +268,7 @@ def test_conditional_loop(emu):
   np.testing.assert_array_equal(got, [steps(int(n)) for n in x])
 
 def test_vector_types_in_memory(emu):
-  """fp16 buffers can be used as 16-byte vectors, and LDS can be declared so."""
+  """A kernel can access fp16 buffers as 16-byte vectors, and can declare LDS as an array of such vectors."""
   u32x4 = vector_dtype("uint32", 4)
   def kernel(o, x):
     t = UOp.range(128, 0, AxisType.WARP)
@@ -280,7 +282,7 @@ def test_vector_types_in_memory(emu):
   np.testing.assert_array_equal(got, x.reshape(128, 8)[::-1].ravel())
 
 def test_custom_text(emu, monkeypatch):
-  """An operation given as text alone is refused, because its meaning is unknown; a defined operation runs."""
+  """The emulator refuses an operation given as text without a definition, because its meaning is unknown. An operation with a definition runs."""
   def kernel(value):
     def kernel(o, x):
       t = UOp.range(64, 0, AxisType.WARP)
@@ -303,8 +305,8 @@ def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
 # ***** memory after a run *****
 
 def test_lowering_and_a_run_leave_no_cycles() -> None:
-  """Memory of a kernel's values and LDS is freed when the kernel has run, without Python's cycle collector."""
-  gc.freeze()     # ignores objects that existed before
+  """Python frees the memory of a kernel's values and LDS after the run, without the cycle collector."""
+  gc.freeze()     # the test ignores objects that existed before
   try:
     gc.set_debug(gc.DEBUG_SAVEALL)
     check("sm_90", Sq=33, D=16)

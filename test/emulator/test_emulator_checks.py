@@ -1,4 +1,4 @@
-"""Tests of the emulator's checks: a kernel with each kind of fault is stopped, and the corrected kernel runs."""
+"""Tests of the emulator's checks: the emulator stops a kernel with each kind of fault, and runs the corrected kernel."""
 import dataclasses
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ def _device():
 
 @pytest.fixture(autouse=True)
 def _operations():
-  """Removes the operations that a test has defined."""
+  """Removes the operations that a test has defined after the test."""
   before = dict(OPERATIONS)
   yield
   OPERATIONS.clear()
   OPERATIONS.update(before)
 
 def defined(name, meaning):
-  """Defines the operation `name` with this meaning, for `emit`."""
+  """Defines the operation `name` with this meaning, so that `emit` accepts it."""
   OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
 def sink(name, *stores, ranges=()):
@@ -44,7 +44,7 @@ def run(fxn, out, *inputs):
   return o.custom_kernel(*[Tensor(x).realize() for x in inputs], fxn=fxn)[0].numpy()
 
 def says(error, *patterns):
-  """Expects `error` with all of the patterns in its text."""
+  """Expects an exception of type `error` whose text matches all patterns."""
   return pytest.raises(error, match="".join(f"(?=.*{p})" for p in patterns))
 
 X = np.arange(256, dtype=np.float32)
@@ -155,7 +155,7 @@ def test_untouched_buffer_reads_as_nan():
 # ***** races *****
 
 def rotate(barrier):
-  """Kernel in which each thread reads what its neighbour in the next wave stored, with or without a barrier between."""
+  """Kernel in which each thread reads the value that its neighbour in the next wave stored, with or without a barrier between store and read."""
   def kernel(o, x):
     g, t = threads(128)
     tile = lds(128)
@@ -196,12 +196,12 @@ def test_lds_race_of_two_stores():
   with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
 
 def tile_over_tile(waits):
-  """Kernel with the third defect of tinygrad's removed amd_flash_attention.py: V is stored to the LDS that held K. Unless a barrier comes between, a
-  wave that has finished with K stores V while a slow wave still reads K."""
+  """Kernel with the third defect of tinygrad's removed amd_flash_attention.py: it stores V to the LDS that held K. Without a barrier before the
+  store, a wave that has finished with K stores V while a slow wave still reads K."""
   def kernel(o, k, v):
     g, t = threads(128)
     tile = lds(128)
-    with_k = tile.after(barrier(tile[t].store(k[t])))                  # all of K has arrived
+    with_k = tile.after(barrier(tile[t].store(k[t])))                  # all rows of K are in LDS
     score = reg(1).after(reg(1)[0].store(with_k[127 - t].load()))
     with_v = tile.after(barrier(score) if waits else score)
     with_v = tile.after(barrier(with_v[t].store(v[t].load())))
@@ -234,7 +234,7 @@ def test_divergent_barrier():
   with says(checks.DivergentBarrier, "barrier_in_loop", "wave 0, lane 0"): run(barrier_in_loop(False), (256,), X)
 
 def matrix_in_loop(uniform):
-  """Kernel with one MFMA in each trip of a loop. If it is not `uniform`, the lanes of a wave leave the loop at different times."""
+  """Kernel with one MFMA in each trip of a loop. If it is not `uniform`, the lanes of a wave leave the loop in different trips."""
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(2 if uniform else t % 2 + 1, 2, AxisType.LOOP)
@@ -255,7 +255,7 @@ def test_divergent_matrix_instruction():
   np.testing.assert_array_equal(got.transpose(0, 2, 1).reshape(16, 16), 2*(a @ a.T))
   with says(checks.DivergentMatrix, "matrix_in_loop", "wave 0, lane 0"): run(matrix_in_loop(False), (256,), lanes)
 
-# ***** pointers that operations take *****
+# ***** pointers as operands of operations *****
 
 def through_pointer(name, meaning):
   defined(name, meaning)
@@ -278,7 +278,8 @@ def test_pointers():
   with says(checks.OutOfBounds, "descriptor of 256 bytes from byte 4", "lane 1"): through_pointer("descriptor", descriptor)
 
 def test_buffers_that_begin_between_units():
-  """Alignment of an access is judged by its address and not by its index, because tinygrad passes a slice where it lies in its buffer."""
+  """The emulator checks the alignment of an access by its address and not by its index, because tinygrad passes a slice in place, at any offset in
+  its buffer."""
   def kernel(o, x):
     g, t = threads(64)
     return sink("slice", o[t].store(buffer_load(x[0], UOp.const(256), t*4, 4).bitcast(dtypes.float)), ranges=(g, t))
@@ -291,20 +292,21 @@ def test_buffers_that_begin_between_units():
 # ***** parts of offsets *****
 
 def loaded_at(offset):
-  """Loads a dword of x by a buffer instruction, from the byte that `offset` computes from the thread's number."""
+  """Kernel that loads a dword of x by a buffer instruction. `offset` computes the byte offset from the thread's number."""
   def kernel(o, x):
     g, t = threads(64)
     return sink("loaded_at", o[t].store(buffer_load(x[0], UOp.const(256), offset(t), 4).bitcast(dtypes.float)), ranges=(g, t))
   return run(kernel, (64,), X[:64])
 
 def test_part_of_an_offset_below_zero():
-  """A part of an offset below zero is an error, also behind a factor or a condition, even where the sum is right."""
+  """A negative part of an offset is an error even if the sum of the parts is right. The emulator also finds it inside a product or a conditional
+  expression."""
   np.testing.assert_array_equal(loaded_at(lambda t: t*4), X[:64])
   np.testing.assert_array_equal(loaded_at(lambda t: (t < 60).where(t*4 + 16, OUT_OF_RANGE)), np.where(X[:64] < 60, X[:64] + 4, 0))
   with says(checks.NegativePart, "is -1:", "lane 1"): loaded_at(lambda t: (63 - t)*(t % 2*4))
   for offset in (lambda t: t*-4 + 252, lambda t: (63 - t)*4, lambda t: (t < 60).where(252 + t*-4, OUT_OF_RANGE)):
     with says(checks.NegativePart, "loaded_at", "a part of the offset of a buffer_load is -4:", "wave 0, lane 1"): loaded_at(offset)
-    with Context(DEV="EMU::sm_80"): assert loaded_at(offset)[1] == X[62]     # on this chip it is a pointer
+    with Context(DEV="EMU::sm_80"): assert loaded_at(offset)[1] == X[62]     # on this chip the operand is a pointer
 
 # ***** limits *****
 
@@ -338,7 +340,7 @@ def test_checks_can_be_turned_off(monkeypatch, word):
 # ***** bank conflicts *****
 
 def test_bank_conflicts(monkeypatch):
-  """A wave that reads a column of a 64 x 32 tile of dwords has all lanes on one bank; with rows one dword longer there is no conflict."""
+  """If a wave reads a column of a 64 x 32 tile of dwords, all lanes access one bank. If rows are one dword longer, there is no conflict."""
   def kernel(row):
     def kernel(o, x):
       g, t = threads(64)
@@ -358,7 +360,7 @@ def test_bank_conflicts(monkeypatch):
 # ***** values out of their scope *****
 
 def at_most_once(bound):
-  """Kernel that adds exp2(x) in a loop and once more after it. If tinygrad knows that `bound` is 0 or 1, its linearizer moves exp2 inside the
+  """Kernel that adds exp2(x) in a loop and once more after it. If tinygrad can prove that `bound` is 0 or 1, its linearizer moves exp2 inside the
   loop."""
   def kernel(o, x):
     g, t = threads(64, 2)
@@ -384,10 +386,11 @@ def ones():
   return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
 
 def multiplied(*steps):
-  """Runs one warpgroup of sm_90 whose operands are all ones: acc = Q K^T over 16 columns, acc += P V over 16 keys, then `steps`, then acc is stored.
+  """Runs one warpgroup of sm_90 whose operands are all ones: acc = Q K^T over 16 columns, acc += P V over 16 keys, then `steps`, then a store of acc.
 
-  A step is a function with keyword arguments acc, p, tile, thread and order, the value after which it comes. It returns the order for the next
-  step."""
+  A step is a function with keyword arguments acc, p, tile, thread and order. `order` is the value that the step must wait for. The step returns the
+  order for the next step.
+  """
   def kernel(o, x):
     g, t = threads(128)
     tile, acc, p, order = lds(512, nvidia.U4), reg(1, nvidia.F4, 1), reg(1, nvidia.U4, 2), reg(1, slot=3)
@@ -402,7 +405,7 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Step that stores after `order`."""
+  """Step that stores to memory after `order`."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))
@@ -411,7 +414,7 @@ def overwrite_tile(tile, thread, order, **_):
   return ordered(4, order, lambda then: tile.after(barrier(then(tile))).after(then(tile))[thread].store(ones()))
 
 def test_products_that_follow_each_other_and_are_waited_for():
-  np.testing.assert_array_equal(multiplied(wait), 32)    # needs no wait between: products run in order
+  np.testing.assert_array_equal(multiplied(wait), 32)    # needs no wait between the products: they run in order
 
 @pytest.mark.parametrize("steps, text", [
   ((), r"reads the accumulator reg1\[0\], which the operation started at test/emulator/test_emulator_checks.py:\d+ still writes"),
@@ -426,8 +429,8 @@ def test_products_under_way(steps, text):
 def test_what_a_product_had_may_be_changed_after_the_wait(step): multiplied(wait, step)
 
 def copied(n, but):
-  """Runs n threads that copy 16 bytes each over a tile full of ones, wait for all but the last `but` groups of copies (None: do not wait), and read
-  another thread's part."""
+  """Runs n threads. Each thread copies 16 bytes over a tile full of ones, waits for all groups of copies except the last `but` (None: does not wait),
+  and reads the 16 bytes of another thread."""
   def kernel(o, x):
     g, t = threads(n)
     tile, order = lds(n, nvidia.U4), reg(1)
@@ -439,7 +442,7 @@ def copied(n, but):
     return sink("copied", o.bitcast(nvidia.U4)[t].store(there[n - 1 - t].load()), ranges=(g, t))
   with Context(DEV="EMU::sm_80"): return run(kernel, (4*n,), np.arange(4*n, dtype=np.float32))
 
-@pytest.mark.parametrize("n", (32, 64))    # one wave too: a barrier does not help
+@pytest.mark.parametrize("n", (32, 64))    # also with one wave: a barrier does not replace the wait
 def test_a_copy_is_under_way_until_its_own_thread_has_waited(n):
   np.testing.assert_array_equal(copied(n, 0), np.arange(4*n).reshape(n, 4)[::-1].ravel())
   for but in (None, 1):
@@ -447,7 +450,7 @@ def test_a_copy_is_under_way_until_its_own_thread_has_waited(n):
     with says(checks.NotWaitedFor, "copied", "reads lds0 at byte", started): copied(n, but)
 
 def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
-  """A copy that a thread has waited for counts like a store: another wave sees it only after a barrier that follows the wait."""
+  """A copy that a thread has waited for counts as a store of this thread: another wave may read it only after a barrier that follows the wait."""
   def kernel(o, x):
     g, t = threads(64)
     tile, before, after = lds(64, nvidia.U4), reg(1, slot=1), reg(1, slot=2)
@@ -459,10 +462,11 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
   with Context(DEV="EMU::sm_80"), says(checks.LdsRace, "no_barrier", "reads lds0", "wave 1 has written with no barrier"):
     run(kernel, (256,), X)
 
-# ***** integers that their type does not hold *****
+# ***** integers that overflow their type *****
 
 def far(name, factor):
-  """Kernel that reads at a loaded number times `factor`, computed in 32 bits."""
+  """Kernel that reads an element of x. Its index is a loaded number times `factor`, computed in 32 bits, divided by `factor` and limited to the
+  buffer."""
   def kernel(o, x, idx):
     g, t = threads(32)
     at = idx[t].load()*factor
@@ -470,7 +474,7 @@ def far(name, factor):
   return kernel
 
 def test_an_integer_that_overflows():
-  """A product of 32 bits can overflow with a number from a tensor: an error in attn's kernels, but not in others, which may rely on the wrapped
+  """A product of 32 bits with a loaded number can overflow. This is an error in attn's kernels, but not in other kernels, which may need the wrapped
   result."""
   numbers = np.full(32, 2**20, np.int32)
   np.testing.assert_array_equal(run(far("attn_far", 2**10), (32,), X, numbers), X[255])

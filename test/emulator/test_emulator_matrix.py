@@ -1,5 +1,5 @@
-"""Tests of the emulator's matrix instructions: against lane formulas written out one by one, against tinygrad's scalar emulation, and of their
-rules."""
+"""Tests of the emulator's matrix instructions: they agree with written-out formulas of the lanes and with tinygrad's scalar emulation, and follow the
+rules for denormals and rounding."""
 import numpy as np
 import pytest
 from tinygrad import Context, Tensor, dtypes
@@ -12,7 +12,7 @@ from attn.emulator.matrix import MatrixUnit
 
 register()
 
-# Places of the elements (row i of A, k), (k, column j of B) and (i, j) of C as (lane, element): formulas of the ISA documents, written out.
+# Formulas of the ISA documents, written out: lane and register element that hold (row i of A, k), (k, column j of B) and (i, j) of C.
 def mfma(size, per_lane):
   return (lambda i, k: (i + size*(k//per_lane), k % per_lane), lambda k, j: (j + size*(k//per_lane), k % per_lane),
           (lambda i, j: (j + 32*(i//4 % 2), 4*(i//8) + i % 4)) if size == 32 else (lambda i, j: (j + 16*(i//4), i % 4)))
@@ -38,7 +38,7 @@ def unit_of(name):
 def bits16(x, dtype): return x.astype(np.float16).view(np.uint16) if dtype == "float16" else float_to_bf16(x)
 
 def place(m, where, elements, lanes, dtype=np.float32):
-  """Spreads a matrix, or one for each wave, to (elements, waves*lanes)."""
+  """Spreads matrices, one for each wave, over lanes: the result has the shape (elements, waves*lanes)."""
   out = np.zeros((elements, m.shape[0], lanes), dtype)
   for r in range(m.shape[1]):
     for c in range(m.shape[2]):
@@ -49,7 +49,7 @@ def place(m, where, elements, lanes, dtype=np.float32):
 def pack(elements16): return (elements16[0::2].astype(np.uint32) | (elements16[1::2].astype(np.uint32) << np.uint32(16)))
 
 def operands(name, a, b, c):
-  """Packs matrices (waves, M, K), (waves, K, N), (waves, M, N) into register images by FORMULAS."""
+  """Packs matrices (waves, M, K), (waves, K, N), (waves, M, N) into registers by FORMULAS."""
   i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
   _, lanes = unit_of(name)
   images = [place(bits16(x, i.dtype), f, layout.elements, lanes, np.uint16) for x, f, layout in ((a, fa, i.a), (b, fb, i.b))]
@@ -89,7 +89,7 @@ DENORMAL = {"mfma_f32_32x32x8f16": 2.0**-15, "mfma_f32_32x32x8bf16_1k": 2.0**-12
 
 @pytest.mark.parametrize("name", DENORMAL)
 def test_cdna2_takes_denormals_for_zero(name):
-  """CDNA2 takes denormals in A, B, C and D for zero, as AMD documents for MI200; CDNA3 does not."""
+  """CDNA2 treats denormals in A, B, C and D as zero, as AMD documents for MI200; CDNA3 does not."""
   small, least = DENORMAL[name], 2*DENORMAL[name]
   def product(family, a, b, c=0.0):
     A, B, C = [np.zeros_like(x) for x in matrices(name)]

@@ -1,4 +1,4 @@
-"""Tests of the place that an error of the emulator names, and of `probe`."""
+"""Tests of `probe`, and of the Python line and the statement that an error of the emulator names."""
 from __future__ import annotations
 import re
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_what_an_operation_of_ours_emits_belongs_to_its_caller() -> None:
   assert "ordered_barrier()" in places(e)[1]
 
 def test_an_error_in_a_kernel_of_ours(monkeypatch) -> None:
-  """An error in a large kernel of attn names lines of the kernel's files, and not those of the operations, after all passes of lowering."""
+  """An error in a large kernel of attn names lines of the kernel's files, and not lines of the operations' files, after all passes of lowering."""
   monkeypatch.setattr(trips, "workgroup_barrier", lambda after: after)
   q, k, v = [Tensor(np.random.default_rng(i).standard_normal((1, 1, 150, 64)).astype(np.float16)).realize() for i in range(3)]
   o = Tensor.empty(1, 1, 150, 64, dtype="half")
@@ -82,8 +82,8 @@ def test_a_kernel_that_tinygrad_makes_has_a_statement_alone() -> None:
   assert len(places(e)) == 1 and "of the source" in places(e)[0]
 
 def test_a_kernel_that_is_made_otherwise_the_second_time_has_no_line_of_python() -> None:
-  """A kernel that is built differently the second time gets no line of Python: the place is never a guess, so the program made again must be the one
-  that failed."""
+  """The emulator builds a failed kernel a second time to find the Python line of an error. If the second program differs from the first, the error
+  names no Python line, because the line would be a guess."""
   shift = iter(range(1, 100))
   def kernel(o, x): return shifted(next(shift))(o, x).replace(arg=KernelInfo("otherwise", opts_to_apply=()))
   with pytest.raises(checks.OutOfBounds) as e: run(kernel, X[:64])
@@ -105,7 +105,7 @@ def test_a_value_out_of_scope_names_both_ends() -> None:
   assert [x.split(":")[0].strip() for x in places(e)[::2]] == ["test/emulator/test_emulator_checks.py"]*2
 
 def test_statements() -> None:
-  """Each printed UOp is assigned the line of its declaration or statement."""
+  """`statements` assigns each printed UOp the line of its declaration or statement."""
   tensors = [UOp.placeholder((1, 2, 64, 64), dtypes.half, i) for i in range(4)]
   renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", "gfx942"))
   uops = lower(flash_attention_fn(arch="gfx942")(*tensors).sink, renderer)
@@ -132,7 +132,7 @@ def test_few_kernels_are_remembered() -> None:
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """The emulator prints the source that hardware gets, although it keeps outputs as sources of the SINK."""
+  """The emulator prints the source that hardware gets, although the emulator keeps a kernel's outputs as sources of the SINK."""
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):
@@ -144,7 +144,8 @@ def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
 
 @pytest.mark.parametrize("other", (False, True))
 def test_an_output_whose_store_is_simplified_away(other:bool) -> None:
-  """An output whose only store is simplified away is an error, alone and beside an output that is written."""
+  """An output is an error if lowering removes its only store. This holds for a kernel with one output, and for a kernel that writes a second
+  output."""
   def kernel(o, *more):
     g, t = threads(64)
     stores = [o[t.valid(t >= 64)].store(more[-1][t])]

@@ -1,4 +1,5 @@
-"""Tests of the checks of machine code: small assembly texts with a planted fault, which must be found, and texts without one, which must pass."""
+"""Tests of the checks of machine code. The checks must find the planted fault in a small assembly text, and must find nothing in a text without a
+fault."""
 from __future__ import annotations
 import random, re
 from collections.abc import Callable
@@ -43,8 +44,8 @@ WATERFALL = ("s_mov_b32 s2, exec_lo; .LBB0_1:; v_readfirstlane_b32 s4, v0; v_cmp
   ("gfx950", f"{IF}; {SWAP}; .LBB0_2:; {MEET}"), ("gfx950", f"{IF}; .LBB0_2:; {SWAP}; {MEET}"),
   ("gfx950", IF_ELSE % (SWAP, "s_nop 0", "s_nop 0")), ("gfx950", (IF_ELSE % ("s_nop 0", "s_nop 0", "s_nop 0")).replace(MEET, f"{SWAP}; {MEET}")),
   ("gfx950", LOOP % (SWAP, "s_nop 0")), ("gfx1100", WATERFALL % (WMMA, "s_nop 0")),
-  ("gfx950", f"s_and_saveexec_b64 s[2:3], vcc; s_mov_b32 s3, 0; {MEET}; {SWAP}"),                  # one half of the mask is lost
-  ("gfx950", f"s_cbranch_scc0 .LBB0_2; s_and_saveexec_b64 s[2:3], vcc; .LBB0_2:; {SWAP}"),         # EXEC depends on the way that was taken
+  ("gfx950", f"s_and_saveexec_b64 s[2:3], vcc; s_mov_b32 s3, 0; {MEET}; {SWAP}"),                  # the code loses one half of the mask
+  ("gfx950", f"s_cbranch_scc0 .LBB0_2; s_and_saveexec_b64 s[2:3], vcc; .LBB0_2:; {SWAP}"),         # EXEC depends on the path that the wave ran
   ("gfx1100", f"v_cmpx_gt_i32_e32 v0, v1; {WMMA}"), ("gfx1100", f"s_and_b32 exec_lo, exec_lo, vcc_lo; {WMMA}"),
   ("gfx1100", "s_and_saveexec_b32 s2, vcc_lo; v_add_f32_dpp v0, v1, v2 row_ror:4 row_mask:0xf bank_mask:0xf"),
   ("gfx1201", "s_mov_b32 exec_lo, s2; v_permlanex16_b32 v0, v1, s1, 0xfedcba98 op_sel:[1,0]"),
@@ -58,16 +59,16 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
 
 @pytest.mark.parametrize("arch, text", [
   ("gfx950", f"{SWAP}; {IF}; v_readfirstlane_b32 s8, v0; .LBB0_2:; {MEET}; {SWAP}"),
-  ("gfx950", IF_ELSE % ("s_nop 0", SWAP, SWAP)),                                                     # EXEC is whole for an instant between the two
-  # an if without work for its own lanes, as clang compiles it
+  ("gfx950", IF_ELSE % ("s_nop 0", SWAP, SWAP)),                                                     # EXEC has all lanes at this instruction
+  # an if whose lanes compute nothing, as clang compiles it
   ("gfx1100", "s_and_saveexec_b32 s4, s0; s_xor_b32 s4, exec_lo, s4; s_and_not1_saveexec_b32 s5, s4; s_cbranch_execz .LBB0_1; v_mov_b32_e32 v0, 0; "
               f".LBB0_1:; s_or_b32 exec_lo, exec_lo, s5; {WMMA}"),
   ("gfx950", LOOP % ("s_nop 0", SWAP)), ("gfx950", f"{IF}; {LOOP % ('s_nop 0', 's_nop 0')}; .LBB0_2:; {MEET}; {SWAP}"),
   ("gfx1100", WATERFALL % ("s_nop 0", WMMA)),
-  ("gfx950", f"s_cmp_eq_u32 s0, 0; s_cbranch_scc1 .LBB0_2; {SWAP}; .LBB0_2:; {SWAP}"),               # a branch that the whole wave takes
+  ("gfx950", f"s_cmp_eq_u32 s0, 0; s_cbranch_scc1 .LBB0_2; {SWAP}; .LBB0_2:; {SWAP}"),               # a branch that the whole wave runs
   ("gfx950", f"s_and_b64 vcc, exec, vcc; s_cbranch_vccz .LBB0_2; {SWAP}; .LBB0_2:; {SWAP}"),
   ("gfx950", f"s_and_saveexec_b64 s[2:3], vcc; s_mov_b64 exec, -1; {SWAP}"), ("gfx950", f"s_or_saveexec_b64 s[2:3], -1; {SWAP}"),
-  # a mask that was saved in lanes of a vector register
+  # a mask that the code saves in lanes of a vector register
   ("gfx1100", "s_and_saveexec_b32 s2, vcc_lo; v_writelane_b32 v40, s2, 1; s_mov_b32 s2, 0; v_readlane_b32 s3, v40, 1; "
               f"s_mov_b32 exec_lo, s3; {WMMA}"),
   # nested masks with else
@@ -76,7 +77,7 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
 def test_whole_waves_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def branches(depth:int, inside:str, i:int=0) -> str:
-  """Nested if-else as clang compiles it; both branches nest to this depth, and `inside` stands in the innermost ones."""
+  """Text of nested if-else as clang compiles it. Both branches contain if-else up to this depth, and the innermost branches contain `inside`."""
   own, (then, other) = f"s{10 + i}", (branches(depth - 1, inside, i + 1) if depth > 1 else inside for _ in range(2))
   return (f"s_and_saveexec_b32 {own}, s{20 + i}; s_xor_b32 {own}, exec_lo, {own}; {then}; s_and_not1_saveexec_b32 {own}, {own}; {other}; "
           f"s_or_b32 exec_lo, exec_lo, {own}")
@@ -94,7 +95,7 @@ def test_each_function_of_a_text_is_looked_at() -> None:
 
 LOAD, AND = "buffer_load_dwordx4 v[4:7], v1, s[4:7], 0 offen offset:16", "v_and_b32_e32 v1, 63, v0"
 TO_LDS = "buffer_load_dwordx4 v1, s[4:7], 0 offen offset:16 lds"
-ANEW = f"v_mov_b32_e32 v1, s8; {IF}; {AND}; %s; .LBB0_2:; {MEET}; %s"      # lanes that are off keep a value of which nothing is known
+ANEW = f"v_mov_b32_e32 v1, s8; {IF}; {AND}; %s; .LBB0_2:; {MEET}; %s"      # inactive lanes keep an unknown value
 
 @pytest.mark.parametrize("arch, text", [
   ("gfx942", f"v_mov_b32_e32 v1, s8; {LOAD}"), ("gfx942", f"global_load_dword v1, v0, s[2:3]; {LOAD}"), ("gfx942", f"v_mov_b32_e32 v1, -4; {LOAD}"),
@@ -131,8 +132,8 @@ def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
 def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def test_how_many_dimensions_a_workgroup_has() -> None:
-  """v0 holds ten bits for each coordinate of a thread, so its range follows from the number of dimensions that the text states for a workgroup, or
-  from three if it states none."""
+  """v0 holds ten bits for each coordinate of a thread. Its range follows from the number of dimensions that the text states for a workgroup, or from
+  three dimensions if the text states none."""
   text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
   says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
   assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]
@@ -157,7 +158,7 @@ OPERATIONS: dict[str, Callable[..., int]] = {     # results by the ISA documents
   "v_max_i32_e32": lambda x, y: max(x, y, key=signed), "v_med3_i32": lambda x, y, z: sorted((x, y, z), key=signed)[1]}
 
 def test_ranges_hold_what_instructions_give() -> None:
-  """Computed ranges contain the results of instructions, for operands drawn from small and large ranges."""
+  """Computed ranges contain the results of instructions. The test draws the operands from small and large ranges."""
   rng = random.Random(0)
   known = 0
   for op, meaning in OPERATIONS.items():
@@ -199,13 +200,13 @@ def test_what_a_loop_should_not_have_is_found(arch:str, text:str, found:list[str
   ("gfx1100", TRIPS % (WATERFALL % ("s_nop 0", TILE))), ("gfx1100", TRIPS % f"v_readfirstlane_b32 s4, v0; {TILE}"),
   ("gfx1100", f"{TO_SCRATCH}; {TRIPS % TILE}; {FROM_SCRATCH}"), ("gfx90a", TRIPS % "buffer_load_dword v3, v1, s[0:3], 0 offen"),
   ("gfx942", f"{TO_LANES}; {TRIPS % TILE}; {FROM_LANES}"), ("gfx942", TRIPS % "v_readlane_b32 s2, v41, 1"), ("gfx950", LOOP % (TILE, "s_nop 0")),
-  ("gfx942", TRIPS.replace("9", "8") % f"{FROM_LANES}; {TRIPS % MFMA}; {TO_LANES}"),                                # once for a whole loop of work
-  ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_vccz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9")])      # a rescale that few trips need
+  ("gfx942", TRIPS.replace("9", "8") % f"{FROM_LANES}; {TRIPS % MFMA}; {TO_LANES}"),                                # runs once for a whole loop
+  ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_vccz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9")])      # a rescale that runs in few trips
 def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 # ***** kernels *****
 
 def dbias_text(arch:str) -> str:
-  """Source of backward_dbias for a bias with rows of its own and a query count that is no multiple of the tile."""
+  """Source of backward_dbias for a bias with its own row for each query, and a number of queries that is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   chip = get_chip(arch)
   args = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(dbias_arguments(p).values())]
@@ -219,7 +220,8 @@ def test_stored_values_are_computed_before_branches(monkeypatch:pytest.MonkeyPat
   assert found() and all("v_wmma" in x for x in found())
 
 def test_other_values_are_computed_in_the_branch() -> None:
-  """Values that need no operation across lanes are computed inside the branch: waves that carry no part of a tile to LDS skip that work."""
+  """Values that need no operation across lanes are computed inside the branch. Waves that store no part of a tile to LDS then skip this
+  computation."""
   text = dbias_text("gfx1100")
   stored = re.findall(r"if \(.*\) \{\n +\*\((buf|data)\w+\+.*\) = (\w+);", text)
   before = {of: {f'asm volatile("" :: "v"({value}));' in text for space, value in stored if space == of} for of in ("buf", "data")}
@@ -234,8 +236,8 @@ def run(*args:object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
-  """Replaces attn's kernels by samples, and all specs by three. In the sample for gfx1100 some lanes leave before the end; in the one for gfx1201
-  only with uneven rows."""
+  """Replaces attn's kernels by samples, and the list of kernels to check by three. In the sample for gfx1100 some lanes leave before the end. In the
+  sample for gfx1201 they leave only if the problem has uneven rows."""
   specs = [Spec("gfx942", 64), Spec("gfx1100", 64), Spec("gfx1201", 64)]
   def kernel_source(spec:Spec, llvm:int, shape:Shape|None) -> source.Source:
     text, leave = sample(spec.arch, spec.d), "  if (t&1) return;\n  l = __builtin_amdgcn_update_dpp(0.0f, l, 0xb1, 15, 15, true);\n"
@@ -252,8 +254,8 @@ def test_the_command_looks_at_every_kernel(ours:list[Spec]) -> None:
   assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines[:2])
 
 def test_uneven_rows() -> None:
-  """The problem of uneven rows has row counts that no tile divides, except tiles of a few rows, and its causal mask ends at the last query and
-  key."""
+  """The problem of uneven rows has numbers of rows that no tile divides, except tiles of a few rows. Its causal mask ends at the last query and the
+  last key."""
   p = problem_of_spec(spec := Spec("gfx942", 64, mask="causal"), uneven_shape(spec))
   assert (p.Sq, p.Sk, p.H, p.Hkv, p.offset, p.window) == (4000, 4133, 32, 8, 133, (-1, 0)) and p.Sq % 128 and p.Sk % 16
   latent = problem_of_spec(spec := Spec("gfx942", 576, kernel="mla"), uneven_shape(spec))

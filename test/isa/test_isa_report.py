@@ -1,4 +1,5 @@
-"""Tests of reading machine code: classes of instructions, the graph and its loops, the usual path, counts and bounds, and the command line."""
+"""Tests of the report on machine code: classes of instructions, the control flow graph and its loops, the usual path, counts and bounds, and the
+command line."""
 import json
 from dataclasses import replace
 import pytest
@@ -54,11 +55,11 @@ def test_shape_of_a_matrix_instruction(op, shape, flops): assert matrix_shape(op
 
 @pytest.mark.parametrize("arch", MODELLED)
 def test_the_cycles_of_a_shape_are_the_chips_peak_or_its_half(arch):
-  """A published cycle count is never faster than the chip's published peak, or than twice that peak for FP8 shapes. The older shapes of gfx950 run
-  at half of it."""
+  """The published cycles of a matrix instruction are never faster than the published peak of the chip, or than twice this peak for FP8. The older
+  instructions of gfx950 run at half of the peak."""
   cu = CHIPS[arch].pipes
   for shape, cycles in cu.matrix.items():
-    if shape == "4x4x4_16b": continue      # adds numbers of single lanes and counts as no work
+    if shape == "4x4x4_16b": continue      # adds numbers of single lanes and counts as no matrix operations
     rate = matrix_shape(f"_{shape}_")[1]/cycles*cu.simds/cu.flops
     fp8 = shape in (("32x32x16", "16x16x32") if arch == "gfx942" else ("32x32x64", "16x16x128"))
     assert rate == pytest.approx(2 if fp8 else rate) and rate in (0.25, 0.5, 1, 2), (shape, rate)
@@ -86,7 +87,7 @@ def test_of_nested_loops_the_inner_one_with_matrices_counts():
   assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
 
 def test_of_equal_loops_the_shorter_one_counts():
-  """The shorter of two loops with the same matrix work is reported: the loop without the mask."""
+  """If two loops have equal matrix operations, the report describes the shorter loop: the loop without the mask."""
   blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MFMA}s_cbranch_scc0 .LBB0_1\n.LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_endpgm")
   assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
 
@@ -99,7 +100,7 @@ def test_a_rare_side_block_is_left_out():
   assert path.count("v_exp_f32_e32") == 4 and "v_mul_f32" not in path
 
 def test_a_block_with_the_exponentials_is_not_left_out():
-  """The usual path contains the block with the exponentials, although it stands behind an s_cbranch_execz."""
+  """The usual path contains the basic block with the exponentials, although an s_cbranch_execz can skip this block."""
   path = path_of(f".LBB0_1:\n{MFMA*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n.LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_exp_f32_e32" in path and "v_mul_f32" in path
 
@@ -108,7 +109,7 @@ def test_a_block_with_matrix_work_is_not_left_out():
   assert path.count("v_mfma_f32_32x32x8_f16") == 8
 
 def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
-  """The usual path takes the cheaper of two ways with the same matrix work: the way without the mask."""
+  """The usual path follows the cheaper of two branches with equal matrix operations: the branch without the mask."""
   path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MFMA*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n.LBB0_2:\n{MFMA*4}{EXP*4}\n"
                  ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_cndmask_b32" not in path and path.count("v_mfma_f32_32x32x8_f16") == 4
@@ -116,11 +117,11 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
 # ***** waits *****
 
 def _counted(report):
-  """Waits for accesses, and barriers; other waits differ between the two texts."""
+  """Waits for memory accesses, and barriers, of a report. Other waits differ between the assembly text and the code object."""
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):
-  """Tuples (what, accesses, instructions since the last access was issued, matrix instructions among them, what is under way) for each wait or
+  """Tuples (what, accesses, instructions since the last access was issued, matrix instructions among them, pending accesses) for each wait or
   barrier."""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
   return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
@@ -156,7 +157,7 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """A load that a trip leaves under way is waited for in the next trip."""
+  """If a load is still pending at the end of a trip, the next trip waits for it."""
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 
@@ -171,8 +172,8 @@ def test_waits_of_waves_with_an_active_lane_are_on_the_way():
 @pytest.mark.parametrize("arch", SEARCHED)
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_work_of_a_trip_is_known(arch, d):
-  """A report has the counts that follow from the source (matrix instructions, scores, exponentials, LDS traffic) and the bounds that follow from the
-  counts."""
+  """A report has the counts that follow from the source (matrix instructions, scores, exponentials, LDS traffic). It also has the bounds that follow
+  from these counts."""
   u, cu = UNITS[arch], CHIPS[arch].pipes
   report = analyse(assembly(sample(arch, d), arch), d=d, queries=u.m)
   loop, held = report.loop, report.resources
@@ -184,7 +185,7 @@ def test_the_work_of_a_trip_is_known(arch, d):
   share = u.m*KEYS/u.wave
   assert loop.valu_per_score == pytest.approx(loop.valu/share) and loop.lds_bytes_per_score == pytest.approx((reads + writes)/share)
   cycles = loop.cycles
-  assert cycles["matrix"] == loop.flops/(cu.flops/cu.simds)   # the samples use the chip's shape of full rate
+  assert cycles["matrix"] == loop.flops/(cu.flops/cu.simds)   # the samples use the matrix instruction that runs at the chip's full rate
   assert loop.serial == pytest.approx(cycles["matrix"]/sum(cycles[x] for x in ("matrix", "vector", "transcendental")))
   assert loop.serial < loop.overlap <= 1
   assert held.lds == 2*(KEYS*(d+8) + d*(KEYS+8)) and held.vgpr_spills == held.scratch == 0 and held.waves_by_registers >= 1
@@ -245,12 +246,13 @@ def test_a_code_object_gives_the_report_of_its_text(arch):
   assert a.resources == b.resources and all(getattr(a.loop, x) == getattr(b.loop, x) for x in same)
 
 def test_a_code_object_that_would_be_decoded_wrongly_is_refused():
-  """A code object of gfx90a is refused: the tables of CDNA3 would decode each bf16 MFMA of CDNA2 as a sparse one."""
+  """The report refuses a code object of gfx90a: the instruction tables of CDNA3 would decode each bf16 MFMA of CDNA2 as a sparse MFMA."""
   with pytest.raises(ValueError, match=r"gfx90a \(MI250X.*no tables to decode it by.*llvm-objdump"):
     disassemble(assemble(assembly(sample("gfx90a"), "gfx90a"), "gfx90a"))
 
 def test_agprs_are_told_from_vgprs():
-  """Accumulation registers are told from vector registers in a CDNA kernel with more than 256 registers, both in the text and in the code object."""
+  """The report distinguishes accumulation registers from vector registers in a CDNA kernel with more than 256 registers, in the text and in the code
+  object."""
   text = assembly(sample("gfx950", 256), "gfx950")
   held = analyse(text, d=256).resources
   text = text.replace(".agpr_count:     0", ".agpr_count:     16")
@@ -260,7 +262,8 @@ def test_agprs_are_told_from_vgprs():
   assert changed == analyse(disassemble(assemble(text, "gfx950")), d=256).resources
 
 def test_llvm_objdump_text_is_read():
-  """Text of llvm-objdump is read. Its branches have numbers as targets, which a comment translates, or which must be computed."""
+  """The report reads the text of llvm-objdump. Branches in this text have numbers as targets. A comment gives the address of the target; without the
+  comment, the report computes it."""
   dump = ("\nkernel.co:\tfile format elf64-amdgpu\n\n0000000000001600 <k>:\n"
           "\tv_mov_b32_e32 v0, 0                                        // 000000001600: 7E000280\n"
           "\tv_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]     // 000000001604: D3CC0000 04020500\n"
@@ -320,7 +323,8 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
-  """A wave of a backward kernel computes its own rows times the rows that it walks over in a trip. Two passes compute P twice."""
+  """A wave of a backward kernel computes, in each trip, its own rows times the rows of the tile that the trip reads. A kernel of two passes computes
+  P twice."""
   spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
   _, tile = source.chosen(spec)
   found = source.kernel_source(spec, replace(tile, passes=passes))
@@ -329,8 +333,8 @@ def test_hot_loops_of_the_backward(kernel, passes, exponentials):
   assert sum(loop.matrix.values()) == 2*{("dq", 1): 3, ("dkdv", 1): 4, ("dkdv", 2): 5}[kernel, passes]*loop.scores/256
 
 def test_useful_is_of_both_backward_kernels():
-  """`useful` of both backward kernels is the cycles of five products at the dense rate, divided by the cycles of both kernels. As they compute seven
-  products, it is at most 5/7."""
+  """`useful` of the two backward kernels is the cycles of five products at the dense rate, divided by the cycles of the two kernels. The kernels
+  compute seven products, so `useful` is at most 5/7."""
   reports = costs.reports_of([source.Spec("gfx1201", 32, kernel=kernel) for kernel in ("dq", "dkdv")])
   cycles = [sum(r.loop.cycles[x] for x in ("matrix", "vector", "transcendental"))/r.loop.scores for r in reports]
   matrix = [r.loop.cycles["matrix"]/r.loop.scores for r in reports]
@@ -427,7 +431,7 @@ def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_pat
   assert any("VALU/elt was" in c for c in changes) and all(c.startswith(tuple(map(str, specs))) for c in changes)
   assert "costs changed" in run("costs", "--check", file, ok=False)
   before = file.read_text().splitlines()
-  run("costs", "--write", file, "--arch", "gfx1100")    # rows of other chips keep their text and place
+  run("costs", "--write", file, "--arch", "gfx1100")    # rows of other chips keep their text and position
   after = file.read_text().splitlines()
   cells = lambda line: [x.strip() for x in line.split("|")]
   assert [cells(x) for x in after[:3] + after[4:]] == [cells(x) for x in before[:3] + before[4:]] and cells(after[3]) != cells(before[3])

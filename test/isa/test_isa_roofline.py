@@ -1,4 +1,4 @@
-"""Tests of the performance bound that follows from problem, tile and chip."""
+"""Tests of the performance bound that follows from the problem, the tile and the chip."""
 import itertools
 import pytest
 from attn.chips import MODELLED

@@ -1,4 +1,5 @@
-"""Compiles every kernel that dispatch chooses on every chip: no spill, no slow idiom, and its costs are those in docs/costs.txt."""
+"""Compiles every kernel that dispatch chooses on every chip. No kernel spills or has a slow idiom, and the costs of each kernel equal those in
+docs/costs.txt."""
 from __future__ import annotations
 import functools, re
 from dataclasses import replace
@@ -34,12 +35,12 @@ def test_the_file_has_every_kernel() -> None:
 # ***** waits *****
 
 FENCE = '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");'
-BARRIERS = ("s_barrier", "s_barrier_signal -1")      # barriers of a workgroup; s_barrier_wait is the second half of a signal
+BARRIERS = ("s_barrier", "s_barrier_signal -1")      # barriers of a workgroup; s_barrier_wait ends a barrier that a signal begins
 LOADS = {"vmcnt", "loadcnt"}                         # counters of loads from memory
 
 def test_the_page_has_the_files_figures() -> None:
-  """The table in docs/isa.md shows the figures of docs/costs.txt for both backward kernels: instructions of each and in total, `useful`, and
-  registers in memory."""
+  """The table in docs/isa.md shows the figures of docs/costs.txt for the two backward kernels: instructions of each kernel and in total, `useful`,
+  and registers in memory."""
   header, *lines = [[cell.strip() for cell in line.split("|")] for line in FILE.read_text().splitlines()[1:]]
   of = {line[0]: dict(zip(header, line)) for line in lines}
   rows = re.findall(r"^\| (gfx\w+/\d+/\w+) \| ([\d.]+): ([\d.]+) \+ ([\d.]+) \| (\d+%) \| (\d+)", (FILE.parent/"isa.md").read_text(), re.M)
@@ -51,17 +52,17 @@ def test_the_page_has_the_files_figures() -> None:
     assert (useful, int(spilled)) == (dq["useful"], int(dq["spill"]) + int(dkdv["spill"])), name
 
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
-  """Waits and barriers in the hot loop that are not as the kernel asks for."""
+  """Waits and barriers in the hot loop that differ from the waits and barriers of the kernel's design."""
   name, tile = chosen(spec)
   if name == "staggered": return wrong_in_staggered(report)
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """Faults in a staggered kernel. The loads of two tiles must be under way during all matrix work of a trip and at both of its barriers; the first
-  half of the next trip waits for them."""
+  """Wrong waits and barriers in a staggered kernel. The loads of two tiles must be pending during all matrix instructions of a trip and at its two
+  barriers; the first half of the next trip waits for them."""
   assert report.loop is not None
   matrix = report.loop.matrix
-  products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without those that sum P
+  products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without the matrix instructions that sum P
   barriers = [x for x in report.waits if x.what in BARRIERS]
   loads = [x for x in report.waits if x.awaited is not None and x.awaited.kind == "load"]
   right = {"barriers": len(barriers) == 2, "waits": bool(loads) and all(x.matrix <= sum(matrix.values()) - products for x in loads),
@@ -70,8 +71,9 @@ def wrong_in_staggered(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
-  """Faults in a dual-wave kernel. A trip handles two tiles in four clusters each, with a barrier after each cluster. After each memory cluster a
-  wait ends the loads issued four clusters ago; both products of a tile run between. Loads of two later tiles are always under way."""
+  """Wrong waits and barriers in a dual-wave kernel. A trip handles two tiles in four clusters each, with a barrier after each cluster. After each
+  memory cluster a wait ends the loads that were issued four clusters before; the two products of a tile run during these loads. Loads of two later
+  tiles are always pending."""
   assert report.loop is not None
   waits = [x for x in report.waits if x.what.startswith("vmcnt")]
   barriers = [x for x in report.waits if x.what in BARRIERS]
@@ -83,8 +85,9 @@ def wrong_in_dual_wave(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
-  """Faults in a forward kernel. With prefetch, the next tile's loads must be under way from before the first matrix instruction of a trip until
-  after the last one; without prefetch, a trip waits for its own loads before the first one. Barriers keep readers of LDS apart from writers."""
+  """Wrong waits and barriers in a forward kernel. With prefetch, the next tile's loads must be pending from before the first matrix instruction of a
+  trip until after the last one. Without prefetch, a trip waits for its own loads before the first matrix instruction. Barriers separate the waves
+  that read LDS from the waves that write it."""
   assert report.loop is not None
   matrix = sum(report.loop.matrix.values())
   # At D=256 on CDNA3 and its predecessor the compiler moves loads below the softmax's branch, so they are under way in most of the second product
@@ -100,8 +103,8 @@ def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
   return [what for what in right if not right[what]]
 
 def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check finds a release fence for the workgroup in place of the barrier's wait: each memory cluster then waits for the loads that it has just
-  issued."""
+  """The check finds a workgroup release fence that stands where the barrier's own wait belongs. With such a fence, each memory cluster waits for the
+  loads that it has just issued."""
   spec = Spec("gfx950", 128)
   kernel = kernel_source(spec)
   text = kernel.text.replace("__builtin_amdgcn_s_waitcnt(0xc07f);", FENCE)
@@ -109,8 +112,8 @@ def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) ->
   assert wrong_waits(spec, report) == ["waits", "what is waited for", "time of loads", "under way at barriers"]
 
 def test_loads_that_have_no_time_are_seen() -> None:
-  """The check finds loads that are waited for too soon. Without fences in the second product the compiler waits in the middle of it, six matrix
-  instructions after the loads that it moved there."""
+  """The check finds a wait too soon after its loads. Without fences in the second product the compiler moves loads into the middle of the product,
+  and waits for them six matrix instructions later."""
   spec = Spec("gfx942", 256)
   _, tile = chosen(spec)
   assert isinstance(tile, Tile)
@@ -144,7 +147,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   assert set(found) == EXCHANGES[arch, matrix]
 
 def trip(spec:Spec, **tile:Any) -> list[Instruction]:
-  """Hot loop of the forward kernel, with the tile that dispatch chooses, changed in these fields."""
+  """Hot loop of the forward kernel. The tile is the one that dispatch chooses, with these fields changed."""
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
   found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], get_chip(spec.arch), kernel.d, kernel.dv)
@@ -154,8 +157,8 @@ def trip(spec:Spec, **tile:Any) -> list[Instruction]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("d", costs.HEAD_DIMENSIONS)
 def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
-  """The next tile's loads are issued before all matrix work of a trip. At gfx942 with D=256, where the compiler moves loads below the softmax's
-  branch, they come before the second product."""
+  """A trip issues the next tile's loads before all of its matrix instructions. On gfx942 with D=256 the compiler moves loads below the softmax's
+  branch, where they come before the second product."""
   kinds = ["sum of P" if x.kind == "matrix" and not matrix_shape(x.op)[1] else x.kind for x in trip(Spec(arch, d), prefetch=1)]
   after = kinds[len(kinds) - kinds[::-1].index("load"):].count("matrix")
   assert after >= kinds.count("matrix")*(0.5 if (arch, d) == ("gfx942", 256) else 1)
@@ -167,7 +170,7 @@ def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lazy_and_eager(arch:str) -> None:
-  """Looking for maxima in every trip costs about half an instruction per score."""
+  """A kernel that moves the reference to the maximum in every trip executes about half an instruction per score more."""
   def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
@@ -178,7 +181,7 @@ def test_lazy_and_eager(arch:str) -> None:
 
 @functools.cache
 def both(spec:Spec) -> list[tuple[Report, list[str]]]:
-  """Reports on the two kernels that compute the gradients of a problem, and the slow idioms in them."""
+  """Reports on the two kernels that compute the gradients of a problem, and the slow idioms in these kernels."""
   sources = [kernel_source(x) for x in spec.together]
   texts = [assembly(source.text, spec.arch) for source in sources]
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]
@@ -195,8 +198,8 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
 
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
-  """Backward kernels do not spill up to D=128. Beyond that no hot loop spills, and at most OUTSIDE registers stay in memory during a loop. A trip
-  has the barriers that keep readers of LDS apart from writers, and no others; on gfx12 a barrier is two instructions."""
+  """Backward kernels do not spill up to D=128. For larger D no hot loop spills, and at most OUTSIDE registers stay in memory during a loop. A trip
+  has only the barriers that separate readers of LDS from writers; on gfx12 a barrier is two instructions."""
   for one, (r, slow) in zip(spec.together, both(spec), strict=True):
     held, loop, tile = r.resources, r.loop, chosen(one)[1]
     assert isinstance(tile, BackwardTile) and loop is not None

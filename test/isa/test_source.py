@@ -1,4 +1,4 @@
-"""Printed source of attn's kernels is readable: its lines are short, and so is the whole text."""
+"""Tests that the printed source of attn's kernels is readable: its lines are short, and the whole text is short."""
 from __future__ import annotations
 import re
 from collections.abc import Callable
@@ -25,8 +25,8 @@ OPTIONS:dict[str, dict[str, Any]] = {
   "bias in a window": dict(window=(100, 20), extras=dict(bias=np.zeros((1, 32, 1024, 1024), np.float32)))}
 
 def test_a_range_stays_the_same_in_what_is_simplified() -> None:
-  """A range whose bound is hidden stays the same range when an expression of it is simplified. Once, it got another end, and no kernel of gfx1201
-  for D=256, Dv=98 and 33 keys could be lowered."""
+  """A loop's range whose bound is hidden from tinygrad stays one range when tinygrad simplifies an expression of it. In an earlier version the
+  expression got a range with another end, and no kernel of gfx1201 for D=256, Dv=98 and 33 keys could be lowered."""
   bound = trip_count(UOp.const(1))
   assert bound is not None
   loop = Allocator().range(bound, AxisType.LOOP)
@@ -51,15 +51,15 @@ def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[c
 # ***** integers between two bounds *****
 
 def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
-  """Source of a kernel that stores a number computed from a range."""
+  """Source of a kernel that stores an integer computed from a range."""
   store = UOp.placeholder((64,), dtypes.int, 0)[x].store(value(x).cast(dtypes.int))
   return render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
 
 @pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
                                                     ("clamped", AxisType.GLOBAL, False)))
 def test_the_second_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
-  """The second of two bounds of a number is hidden from clang where all lanes of an attn kernel share the number, so that clang computes it in
-  scalar registers; for other numbers it is not."""
+  """The source hides the second of two bounds of an integer from clang if all lanes of an attn kernel share the integer, so that clang computes the
+  integer in scalar registers. The source does not hide bounds of other integers."""
   x = UOp.range(64, 0, axis)
   text = printed_bounds(x, name, lambda x: (x*3 - 5).maximum(0).minimum(100))
   assert ("= ~not_above(" in text) == held and "?0:" in text
@@ -74,7 +74,7 @@ BOUNDED: list[tuple[Callable[[Any], Any], Callable[[int], int]]] = [
 
 @pytest.mark.parametrize("value, known", BOUNDED)
 def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], int]) -> None:
-  """The printed source of a number whose bounds are hidden from clang gives the right value when its expressions are evaluated."""
+  """The printed source of an integer whose bounds are hidden from clang gives the right value when its expressions are evaluated."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", value)
   statements = [re.sub(r"\(\((.*?)<(.*?)\)\?(.*?):(.*?)\)", r"(\3 if \1<\2 else \4)", x) for x in re.findall(r"(alu\d+ = .*|= .*alu\d.*);", text)]
   assert re.search(r"= ~?not_(above|below)\(", text)
@@ -84,7 +84,8 @@ def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], in
     assert names["result"] == known(n)
 
 def test_where_a_number_is_known_the_second_bound_is_not() -> None:
-  """clang knows the number in a loop of one trip, so the first bound takes no instruction, and the hidden second bound takes one."""
+  """clang can compute the integer in a loop of one trip. The first bound then needs no instruction, and the second bound, which is hidden from clang,
+  needs one."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
   code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
   assert "s_min_i32" in code and "v_med3" not in code

@@ -1,5 +1,5 @@
-"""Tests of the model that steps through machine code, on sequences whose cycles follow from the model's sources: measurements on a MI308X (pyhip's
-documents), the cycles of AMD's calculator, LLVM's latencies. The expected numbers were computed by hand before the model ran."""
+"""Tests of the model that steps through machine code. They use instruction sequences whose cycles follow from the sources of the model: measurements
+on a MI308X (pyhip's documents), the cycles of AMD's calculator, LLVM's latencies. The expected numbers were computed by hand before the model ran."""
 from __future__ import annotations
 import json, re
 from dataclasses import replace
@@ -29,8 +29,8 @@ def steps(text:str, arch:str, banks:int|None=None) -> list[TripStep]:
   return trip_steps(trip, get_chip(arch), [banks]*len(trip), [False]*len(trip))
 
 def cycles(arch:str, *texts:str, simds:list[int]|None=None, banks:int|None=None, group:bool=False) -> float:
-  """Cycles of one trip when waves run these bodies on one SIMD, or on the given ones. Each wave is a workgroup of its own, or with `group` all are
-  one workgroup."""
+  """Cycles of one trip when waves run these texts, one text for each wave. All waves run on one SIMD, or on the SIMDs in `simds`. Each wave is its
+  own workgroup; with `group` all waves are one workgroup."""
   waves = [Wave(0 if group else i, (simds or [0]*len(texts))[i], steps(text, arch, banks)) for i, text in enumerate(texts)]
   return step_waves(waves, CHIPS[arch], 12, 4).cycles
 
@@ -49,8 +49,8 @@ def test_what_was_measured_on_cdna3(body:str, measured:int) -> None:
   assert cycles("gfx942", body) == measured
 
 def test_two_waves_overlap() -> None:
-  """Vector work of one wave runs beside matrix work of another: 8 MFMAs take 128 cycles, 24 additions 96, and both together at most 130, because 3
-  additions fit beside each MFMA."""
+  """Vector instructions of one wave run beside matrix instructions of another. 8 MFMAs need 128 cycles and 24 additions need 96; together they need
+  at most 130, because 3 additions fit beside each MFMA."""
   assert cycles("gfx942", mfmas(8), adds(24)) <= 130
   assert cycles("gfx942", mfmas(8)) == 128 and cycles("gfx942", adds(24)) == 96
 
@@ -60,12 +60,12 @@ def test_two_waves_overlap() -> None:
   ("gfx942", 8*"v_add_f32_e32 v1, v1, v2\n", 32), ("gfx1100", 8*"v_add_f32_e32 v1, v1, v2\n", 40), ("gfx1100", adds(8), 8), ("gfx1201", adds(8), 8),
   # A transcendental has LLVM's latency of 10 cycles, and one can issue every 4 cycles.
   ("gfx1100", 2*"v_exp_f32_e32 v1, v1\n", 20), ("gfx1100", 2*EXP, 8),
-  # An MFMA can take the last sum at once; another use must wait 16 cycles after the unit's 32.
+  # An MFMA can use the previous sum as C at once; any other use must wait 16 cycles after the unit's 32.
   ("gfx942", 2*"v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]\n", 64),
   ("gfx942", "v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], 0\nv_add_f32_e32 v60, v0, v1\n", 52),
   ("gfx950", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47], 0\nv_add_f32_e32 v60, v0, v1\n", 56),
   ("gfx942", "v_add_f32_e32 v1, v2, v3\ns_nop 3\n", 20), ("gfx1100", "v_add_f32_e32 v1, v2, v3\ns_nop 3\n", 5),
-  # WMMA occupies the vector ALU's issue; transcendentals run beside the next one.
+  # WMMA occupies the vector ALU's issue; transcendentals run beside the next WMMA.
   ("gfx1100", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]\n" + adds(4), 36),
   ("gfx1100", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:15], v[16:23], v[0:7]\n" + 4*EXP, 45),
   ("gfx1201", "v_wmma_f32_16x16x16_f16 v[0:7], v[8:11], v[16:19], v[0:7]\n" + adds(4), 20)])
@@ -100,7 +100,7 @@ def test_a_load_that_is_under_way_long_enough_costs_nothing() -> None:
   assert cycles("gfx942", early) == 4 + 80 + 4
 
 def test_simds_share_the_ports_of_lds() -> None:
-  """Two ports of LDS serve two SIMDs each with 64 bytes a cycle, so 8 reads of 1 KB keep a port busy for 128 cycles."""
+  """LDS has two ports of 64 bytes a cycle, and each port serves two SIMDs. So 8 reads of 1 KB keep a port busy for 128 cycles."""
   body = 8*"ds_read_b128 v[0:3], v4\n"
   assert cycles("gfx942", body, body, simds=[0, 2]) == 128 and cycles("gfx942", body, body, simds=[0, 1]) == 256
   assert cycles("gfx942", *[body]*4, simds=[0, 1, 2, 3]) == 256 and cycles("gfx950", *[body]*4, simds=[0, 1, 2, 3]) == 128
@@ -133,8 +133,8 @@ def kernel(before:str="s_nop 0", inside:str="s_nop 0", arch:str="gfx942", thread
 
 @pytest.mark.parametrize("shift, expected", [(2, 0), (3, 2*4 - 2*4 + 4*2), (7, 4*(64 - 2))])
 def test_bank_conflicts_from_the_addresses(shift:int, expected:int) -> None:
-  """Lanes that read 4 bytes apart share no bank; 8 bytes apart, two lanes share each bank, which costs each access 2 more cycles per wave; 128 bytes
-  apart, all lanes share one bank."""
+  """Lanes that read addresses 4 bytes apart share no bank. At 8 bytes apart, two lanes share each bank, which costs each access 2 more cycles per
+  wave. At 128 bytes apart, all lanes share one bank."""
   found = timing_of(kernel(f"v_lshlrev_b32_e32 v50, {shift}, v0", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
   assert found.loops[0].conflicts == expected and found.loops[0].unknown_addresses == 0
 
@@ -152,9 +152,9 @@ TWO_LOOPS = "\n".join([
   "s_branch .LBB0_3", ".LBB0_2:", "{vector}", "s_barrier", "{matrix}", "s_barrier", "s_cbranch_scc1 .LBB0_2", ".LBB0_3:", "s_endpgm"])
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
-  """Halves of a workgroup that run loops of their own overlap. Of eight waves, two on a SIMD, one multiplies while the other adds: 8 MFMAs of 32
-  cycles beside 60 additions of 4, twice in a trip. Each half takes 60*4 + 8*4 = 272 cycles of vector issue and a barrier, and a trip one branch of
-  32. If all waves took the first loop, a trip would take 2*256 and 2*240 cycles."""
+  """The two halves of a workgroup run different loops, which overlap. Of eight waves, two on each SIMD, one wave of a SIMD multiplies while the other
+  wave adds: 8 MFMAs of 32 cycles beside 60 additions of 4, twice in a trip. Each half needs 60*4 + 8*4 = 272 cycles of vector issue and a barrier,
+  and a trip needs one branch of 32. If all waves ran the first loop, a trip would need 2*256 and 2*240 cycles."""
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")
@@ -167,7 +167,8 @@ def test_trips_of_causal_problems() -> None:
   assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]
 
 def test_a_problem_takes_its_trips_and_edges() -> None:
-  """One round of workgroups that fills 304 compute units takes 8 trips and the kernel's edges, at 2.1 GHz."""
+  """The time of one round of workgroups that fills 304 compute units is 8 trips and the kernel's instructions before and after the loop, at 2.1
+  GHz."""
   timing, card = timing_of(kernel()), next(c for c in CHIPS["gfx942"].cards if c.name == "MI300X")
   p = Problem(1, 304*timing.groups, 304*timing.groups, 128, 256, 64, 64, softmax_scale=0.125)
   found = predict(p, timing, Division(128, 32), card)
@@ -175,7 +176,7 @@ def test_a_problem_takes_its_trips_and_edges() -> None:
   assert predict(p, timing, Division(128, 32), card, 1.05).compute_seconds == pytest.approx(2*found.compute_seconds)
 
 def test_small_workgroups_spread_over_the_simds() -> None:
-  """Four workgroups of one wave run on a SIMD each, as fast as one alone; a fifth shares a SIMD with another."""
+  """Four workgroups of one wave run on four SIMDs, in the time of one workgroup. A fifth workgroup shares a SIMD with another."""
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 v[{16*i}:{16*i + 15}], v[80:81], v[82:83], v[{16*i}:{16*i + 15}]" for i in range(4))
   text = kernel(threads=64).replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]", matrix)
   one, four, five = (timing_of(text, grid=n*CHIPS["gfx942"].cus) for n in (1, 4, 5))
@@ -196,9 +197,9 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
   assert slow.limit == "L2" and slow.seconds == pytest.approx(16384*found.l2_seconds) and slow.tflops < found.tflops
 
 def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
-  """A tile of few queries needs more bytes than L2 delivers. gfx950 reads 64 bytes while it computes 4096 operations. A key row of K and V is 4*D
-  bytes and 4*D operations for each query of the block, so 64 queries run at the full rate, and 16 at a quarter of it. Two loops over the rows read
-  them twice."""
+  """A tile of few queries needs more bytes than L2 delivers. gfx950 reads 64 bytes in the time of 4096 operations. A key row of K and V is 4*D bytes,
+  and 4*D operations for each query of the block. So 64 queries run at the full rate, and 16 queries at a quarter of it. If a kernel has two loops
+  over the rows, it reads every row twice."""
   text = kernel(arch="gfx950").replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43]", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47]")
   timing = timing_of(text, d=16, dv=16)         # one MFMA is half of the work on 32 x 32 scores: 512 for a wave
   assert walked_in_a_trip(timing, 64) == 4*512/64
@@ -207,9 +208,9 @@ def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
   assert fed_by_l2(timing, Division(64, 32, products=((1, 1), (1, 1))), 2*16*2) == pytest.approx(0.5)
 
 def test_memory_moves_every_tensor_once() -> None:
-  """Every tensor moves once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2, 256 rows of 128 bytes each; with 2 key
-  ranges, fp32 parts of O and lse in place of O. dq moves dq, q, o, do of 4 heads, k, v of 2, and two numbers of 4 bytes for each of 4 x 256
-  queries."""
+  """Every tensor moves once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2 heads, 256 rows of 128 bytes each. With 2 key
+  ranges, it writes partial O and lse in fp32 instead of O. The kernel of dq moves dq, q, o, do of 4 heads, k, v of 2 heads, and two numbers of 4
+  bytes for each of 4 x 256 queries."""
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   def moved(p:Problem, x:Division) -> float: return predict(p, timing, x, card).memory_seconds*card.gbs*1e9
   row = 256*128
@@ -218,8 +219,8 @@ def test_memory_moves_every_tensor_once() -> None:
   assert moved(p, Division(64, 32, products=((2, 1),))) == pytest.approx(20*row + 2*4*256*4)
 
 def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
-  """Key ranges and packed heads divide a problem: one query of 8 heads that share keys, and 1024 keys in 4 ranges, make 4 workgroups for each of 2
-  key heads, with 8 of the 32 trips each."""
+  """Key ranges and packed heads divide a problem into workgroups. One query of 8 heads that share keys, and 1024 keys in 4 ranges, give 4 workgroups
+  for each of 2 key heads, and each workgroup runs 8 of the 32 trips."""
   p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
   x = Division(32, 32, heads=8, splits=4)
   assert trips_of_blocks(p, x) == [32] and blocks_of_grid(p, 32, heads=8) == 8
@@ -260,7 +261,7 @@ def test_the_command(tmp_path) -> None:
   assert "cards of gfx942 are MI300X" in str(CliRunner().invoke(main, ["time", str(path), "--card", "RX 580"]).exception)
 
 def test_a_kernel_of_ours_with_its_lines() -> None:
-  """Each wait in the causal kernel's hot loop is traced to a line of Python or of the source, and the picture shows each wave."""
+  """The report names a line of Python or of the source for each wait in the causal kernel's hot loop, and the picture shows each wave."""
   found = of_spec(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
   loop = found.timing.loops[0]
   assert 0.2 < loop.matrix_use < 1 and loop.unknown_addresses == 0 and not found.timing.unknown
@@ -270,8 +271,8 @@ def test_a_kernel_of_ours_with_its_lines() -> None:
   assert all(x.tflops < CHIPS["gfx942"].peak(x.card) for x in found.on_cards())
 
 def test_the_kernel_of_decode() -> None:
-  """The prediction for the kernel of decode has key ranges, has the query heads that share keys in one workgroup, and names memory as the limit on
-  every card. The command line refuses --decode together with --gradient."""
+  """The prediction for the decode kernel uses key ranges, and one workgroup computes the query heads that share keys. The prediction names memory as
+  the limit on every card. The command line refuses --decode together with --gradient."""
   found = of_spec(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
   p, x = found.problem, found.division
   assert p is not None and x is not None and (p.Sq, p.Sk, x.heads) == (1, 16384, 4) and x.splits == p.num_splits > 1
@@ -281,8 +282,8 @@ def test_the_kernel_of_decode() -> None:
   assert done.exit_code and "one of them" in done.output
 
 def test_lines_of_python_are_kept(tmp_path, monkeypatch) -> None:
-  """A kernel's source and its lines of Python are cached: the second call does not make them again. A cache entry from other versions of this
-  package's files is not used."""
+  """The cache keeps a kernel's source and its lines of Python, so the second call does not compute them. A cache entry is not used if other versions
+  of this package's files wrote it."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   spec, made = source.Spec.parse("gfx942/64/float16/full"), []
   monkeypatch.setattr(source.Listing, "of", lambda make, printer, of=source.Listing.of: made.append(1) or of(make, printer))

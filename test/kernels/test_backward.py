@@ -1,4 +1,4 @@
-"""Tests of the backward kernels on every matrix unit: each element agrees with float64 by the law of attn/accuracy.py."""
+"""Tests of the backward kernels on every matrix unit: each element of the gradients agrees with float64 by the law of attn/accuracy.py."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def peaked(p:Problem) -> Inputs:
   return Inputs(rounded(x.q*8, p.dtype), rounded(x.k*4, p.dtype), x.v)
 
 def deep(p:Problem) -> Inputs:
-  """Scores so low that every lse is below -100."""
+  """Inputs with such low scores that every lse is below -100."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 4), rounded(x.k*0.125 - 12, p.dtype), x.v)
 
@@ -100,7 +100,7 @@ def constants(p:Problem) -> Inputs:
   return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
 
 def level(p:Problem) -> Inputs:
-  """Values near 3, so that dP and delta nearly cancel."""
+  """Inputs near 3, for which dP and delta nearly cancel."""
   x = normal(p)
   return Inputs(x.q, x.k, rounded(3 + 0.1*x.v, p.dtype))
 
@@ -108,20 +108,21 @@ ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
 @chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
-  """Inputs that break a wrong P or delta keep the law. A float32 dO is rounded for its products, so delta must use the rounded dO, too."""
+  """Gradients keep the law on inputs that break a wrong P or delta. The kernels round a float32 dO for its products, and must compute delta from the
+  rounded dO."""
   wide = dict(size=1000.0, out_dtype="float32") if make is level else {}
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), **wide)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
-  """Keys beyond kv_lengths get gradient 0 exactly. Without the mask their P would be exp(0 - lse), which overflows here."""
+  """Keys beyond kv_lengths get a gradient of exactly 0. Without the mask their P would be exp(0 - lse), which overflows here."""
   check_backward_kernels(arch, deep, B=2, H=1, Sq=20, Sk=40, D=16, dtype="bfloat16", extras=dict(kv_lengths=ints(20, 0)), only="dkdv")
 
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Place of a planted NaN: a tensor and a row. `gradient` names the one in which that row is multiplied by 0 for rows of the same tile that do not
-  see it."""
+  """Place of a planted NaN: a tensor and a row. `gradient` names the gradient in which the NaN also reaches other rows of the tile. The kernel
+  multiplies the row by 0 for rows that do not see it."""
   tensor: str
   row: int
   gradient: str
@@ -129,8 +130,8 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Mask of the rows that share a trip with `row`. Kernels walk over the tiles of `row`; a block of own rows visits a tile if one of its rows sees,
-  or is seen by, a row of the tile."""
+  """Mask of the rows that a trip computes together with `row`. Kernels loop over the tiles, and one tile contains `row`. A block computes with this
+  tile if a row of the block sees, or is seen by, a row of the tile."""
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n
@@ -139,7 +140,7 @@ def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
 
 @in_turn("nan, arch", REACHES, (*EVERY_ARCH, "sm_90"), among=2)
 def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
-  """A NaN reaches exactly the rows that it reaches in the reference, where hidden pairs add 0. In one gradient it also reaches rows of the same
+  """A NaN reaches exactly the rows that it reaches in the reference, where hidden pairs add 0. In one gradient it also reaches other rows of the
   tile, because 0 times NaN is NaN (docs/attention.md)."""
   p = problem(H=1, Sq=200, D=16, causal=True)
   x, loss = normal(p), loss_of(p)
@@ -188,8 +189,8 @@ ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (Fal
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
-  """Tiles that save registers are right: a trip loads item by item, rows are read in pieces, and operands of columns are read ahead of their
-  fences."""
+  """Tiles that save registers give right gradients. In these tiles a trip loads item by item, reads rows in pieces, and reads operands of columns
+  before their fences."""
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
@@ -197,7 +198,7 @@ def in_turn(arch:str, row:UpTo[BackwardShape]) -> Any: return () if arch == "gfx
 
 @pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
 def test_tiles_of_plain_problems(arch:str, row:UpTo[BackwardShape], keys:bool) -> None:
-  """Each row of the tables for plain problems gives right results, with a last tile that is not whole. Dispatch would not choose these tiles for
+  """Each row of the tables for plain problems gives right results, also with a last tile that is not full. Dispatch would not choose these tiles for
   grids small enough to emulate."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)
   tile = backward_tile(p, chip, row, keys)
@@ -205,8 +206,8 @@ def test_tiles_of_plain_problems(arch:str, row:UpTo[BackwardShape], keys:bool) -
                          only="dkdv" if keys else "dq")
 
 def test_part_of_an_operand_is_refused() -> None:
-  """A tile whose fence holds only one unit of an operand is refused on RDNA3, where an operand is two units: no product would be left, and only
-  wrong numbers would show it."""
+  """RDNA3 refuses a tile whose fence holds only one unit of an operand, because an operand is two units there. The kernel would compute no product,
+  and nothing but wrong numbers would show this."""
   p, chip = problem(D=64), get_chip("gfx1100")
   one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
   assert "1 units together, an operand is made of more" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
@@ -238,7 +239,7 @@ BY_WGMMA: dict[str, dict[str, Any]] = {
   "few queries": dict(Sq=64, Sk=300, D=128, causal=True, parts=2),
 }
 
-RARE = ("two passes", "few queries", "sinks", "more queries, causal", "long rows")     # other cases cover the same
+RARE = ("two passes", "few queries", "sinks", "more queries, causal", "long rows")     # other cases cover these sizes
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in BY_WGMMA])
 def test_wgmma(arch:str, case:str) -> None: check_backward_kernels(arch, **{**LONG, **BY_WGMMA[case]})
@@ -286,7 +287,7 @@ def without_delta(m:pytest.MonkeyPatch) -> None:
 def without_dlse(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "number", lambda number: lambda self, name, row: NOTHING if name == "dlse" else number(self, name, row))
 def scaled(*names:str, power:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: softmax_scale is applied once too often, or not at all."""
+  """Plants a fault: the kernel multiplies by softmax_scale once too often, or never."""
   def plant(m:pytest.MonkeyPatch) -> None:
     def gradient(original:Any) -> Any:
       def store(self:Workgroup, name:str, row:Any, columns:Any) -> Any:
@@ -312,11 +313,11 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"{wanted}_of_head_0"
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: numbers of queries are in the tile's order, and not in the order of a lane's elements."""
+  """Plants a fault: query indices are in the order of the tile, and not in the order of a lane's elements."""
   wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: numbers of a lane's columns are in the reverse order of its fragments."""
+  """Plants a fault: the column indices of a lane are in the reverse order of its fragments."""
   for of in (MmaTrip, WgmmaTrip): wrong(m, of, "numbers", lambda numbers: lambda self, *args: numbers(self, *args)[::-1])
 def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
@@ -326,12 +327,12 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
 def blind_row(Sq:int) -> np.ndarray:
-  """Bias that hides all keys from one query, in tiles that no mask touches."""
+  """Bias that hides all keys from one query. The query lies in tiles that no mask touches."""
   bias = floats(1, 1, Sq, 1)
   bias[0, 0, 7] = -np.inf
   return bias
 
-FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # fault: (the problem in which it is planted, where it shows)
+FAULTS: dict[Any, tuple[dict[str, Any], str]] = {   # fault: (the problem of the faulty kernel, the gradients that show the fault)
   without_delta: (SMALL, "dq: "), without_dlse: ({**SMALL, "dlse": True}, "dq: "),
   scaled("dq", power=1): (SMALL, "dq: "), scaled("dq", power=-1): (SMALL, "dq: "),
   scaled("dk", power=1): (SMALL, "dk: "), scaled("dk", power=-1): (SMALL, "dk: "),
@@ -350,7 +351,8 @@ FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it h
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Parameters of a planted fault on a chip. Where kernels share the faulty code, one kernel runs by default and the others in the thorough run."""
+  """Test parameters of a planted fault on a chip. If several kernels use the faulty code, one kernel runs by default and the others run in the
+  thorough run."""
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
@@ -376,8 +378,8 @@ def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int,
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
-  """The ring of mma.sync needs its barriers and its waits for copies. The problem is used in no other test, because its program stays in tinygrad's
-  cache."""
+  """The ring of tiles in the mma.sync kernel needs its barriers and its waits for copies. No other test uses this problem, because its faulty program
+  stays in tinygrad's cache."""
   if fault == "barrier":
     monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
     monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
@@ -425,7 +427,7 @@ def test_same_in_every_run(arch:str) -> None:
 
 # ***** the gradient of a bias *****
 
-BIASES: dict[str, dict[str, Any]] = {     # which of batches, heads, rows and keys have their own bias; parts None: dispatch's number
+BIASES: dict[str, dict[str, Any]] = {     # bias: 1 if each batch, head, row, key has its own bias, 0 if all share it; parts None: dispatch chooses
   "of every score": dict(bias=(1, 1, 1, 1), causal=True, softcap=3.0),
   "of heads": dict(bias=(0, 1, 1, 1), H=4, Hkv=2, window=(30, 9), parts=2),
   "of batches": dict(bias=(1, 0, 1, 1), H=5, Hkv=1, D=24, Dv=8, layout="bshd", bias_dtype="bfloat16", parts=3),
@@ -463,12 +465,12 @@ def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_bias_of_long_rows(arch:str) -> None:
-  """Own rows come from global memory in every trip where the forward kernel has no registers for them."""
+  """The kernel of dbias loads the rows of its workgroup from global memory in every trip if the forward kernel has no registers for such rows."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
 @chips_in_turn("case", BIASES, ("of keys",))
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
-  """Gradient of a bias is right when it is written whole, and when it is written in parts."""
+  """The gradient of a bias is right if the kernel writes it whole, and if it writes partial gradients."""
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
   sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
   extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)

@@ -1,5 +1,5 @@
-"""Tests of gradients by kernels of plain UOps: in every type, with every option, with many threads and with one, and with planted faults that must
-show."""
+"""Tests of gradients by kernels of plain UOps, in every type, with every option, and with many threads or one thread. Planted faults must break the
+law."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ from test_backward import CASES, PARTS, diagonal, of_head_0, scaled, unmasked, w
 from test_gradient import ENDS, PACKED, check_gradients
 from test_tiled import PLAIN_CHIPS, customs, on, with_tile
 
-FEW = TiledBackwardTile(2, 2, 4, 4, 8, 4, keeps_own=False)      # four threads, with several parts of everything
+FEW = TiledBackwardTile(2, 2, 4, 4, 8, 4, keeps_own=False)      # four threads, each with several parts of every row, tile and sum
 KEPT = replace(FEW, down=4, values=8, keeps_own=True, steps_at_once=2)
 ONE_THREAD = replace(BACKWARD_ALONE, walked=4, own=4, parts=2, columns=4)
 FEW_FORWARD, FORWARD_ALONE = TiledTile(2, 2, 4, 4, 8, 4, keeps_own=False), TiledTile(1, 1, 4, 4, 0, 0, parts=2, columns=4)
@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = dict(H=1, Sq=20, Sk=33, D=16, dtype="float32")
 SEED = np.array([3, 5], np.uint32)
 
 def check(arch:str="gfx1030", tile:TiledBackwardTile=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Checks the kernels directly, with this tile."""
+  """Checks the backward kernels with this tile, without `attention`."""
   return check_backward_kernels(arch, tiles=lambda t: replace(tile, keys=t.keys), **{**SMALL, **parameters})
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def with_tiles(tile:TiledBackwardTile) -> Iterator[None]:
     finally: kernel_tiles.cache_clear()
 
 def check_all(arch:str="gfx1030", tile:TiledBackwardTile|None=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Checks forward and backward through `attention`, so that lse comes from `tiled`."""
+  """Checks forward and backward through `attention`, where lse comes from `tiled`."""
   with contextlib.ExitStack() as small:
     if tile is not None:
       small.enter_context(with_tiles(tile))
@@ -87,7 +87,7 @@ def test_one_thread(case:str) -> None: check(tile=ONE_THREAD, **CASES[case])
 @pytest.mark.parametrize("arch", PLAIN_CHIPS)
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
-  """Every type is right with the tiles that dispatch chooses. 16-bit types get D=264, because kernels of matrix units take D up to 256."""
+  """Every type is right with the tiles that dispatch chooses. 16-bit types get D=264, because kernels of matrix units support D only up to 256."""
   check_all(arch, None, H=4, Hkv=2, Sq=70, Sk=100, D=40 if dtype == "float32" else 264, Dv=24, dtype=dtype, causal=True, through=("o", "lse"))
 
 @pytest.mark.thorough
@@ -96,7 +96,7 @@ def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
 def test_head_dimensions(arch:str, D:int, Dv:int) -> None: check_all(arch, None, H=1, Sq=20, Sk=40, D=D, Dv=Dv)
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 gradients are within 2e-6, whatever the law allows. Two heads share their keys, and some queries see no key."""
+  """float32 gradients have an error below 2e-6, even if the law allows more. Two heads share their keys, and some queries see no key."""
   parameters = {**SMALL, "H": 2, "Hkv": 1, "Sq": 36, "causal": True}
   p = problem(**parameters)
   want, got = expected_gradients(p, normal(p), loss_of(p), {}), check(tile=KEPT, **parameters)
@@ -106,8 +106,8 @@ HARD = {f"{make.__module__.removeprefix('test_')}-{make.__name__}": make for mak
 @pytest.mark.parametrize("name, D", [pytest.param(name, D, marks=() if (name, D) == ("backward-deep", 40)
                                                   else pytest.mark.thorough) for name in HARD for D in (16, 40)])
 def test_adversarial(name:str, D:int) -> None:
-  """Hard inputs keep the law. Where one key dominates, P is exactly 1 only if the scores are rounded as they were for lse. Where all scores are near
-  -300, dO V^T and delta must use the same P."""
+  """Gradients keep the law on hard inputs. If one key dominates, P is exactly 1 only if backward rounds the scores as forward did for lse. If all
+  scores are near -300, dO V^T and delta must use equal P."""
   check_all(make=HARD[name], Sq=40, Sk=50, D=D)
 
 @pytest.mark.thorough
@@ -123,7 +123,7 @@ def test_parts(case:str) -> None: check(**PARTS[case])
 @pytest.mark.thorough
 @pytest.mark.parametrize("tile", (FEW, ONE_THREAD))
 def test_dropout(tile:TiledBackwardTile) -> None:
-  """Backward drops the same elements as forward."""
+  """Backward drops the elements of P that forward drops."""
   check(tile=tile, H=2, Hkv=1, causal=True, dropout_p=0.3, extras=dict(dropout_seed=SEED))
 
 BLIND: dict[str, dict[str, Any]] = {     # rows that see no key
@@ -136,7 +136,7 @@ BLIND: dict[str, dict[str, Any]] = {     # rows that see no key
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == "causal" else pytest.mark.thorough) for x in BLIND])
 def test_three_pass_where_rows_see_no_key(case:str) -> None:
-  """three_pass, the oracle of the next test, has no NaN in dv or elsewhere where rows see no key."""
+  """The gradients of three_pass contain no NaN if rows see no key. The next test uses three_pass as its oracle."""
   check_gradients("gfx1030", "three_pass", through=("o", "lse"), H=2, Sq=40, Sk=20, D=16, dtype="float32", **BLIND[case])
 
 @pytest.mark.thorough
@@ -154,7 +154,7 @@ def test_packed_sequences(name:str, kernel:str) -> None:
 
 @pytest.mark.thorough
 def test_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients are right on a chip without workgroups, whose kernels loop over the grid as on a CPU; here on the emulator."""
+  """Gradients are right on a chip without workgroups, whose kernels loop over the grid as they do on a CPU. The test runs on the emulator."""
   def serial(device:Any) -> Any: return replace(get_chip("gfx1030"), lds=0, serial=True)
   for module in (attn.api.checked_call, attn.calls.checked_kernel): monkeypatch.setattr(module, "arch_of", serial)
   check_all(tile=ONE_THREAD, B=2, H=4, Hkv=2, Sq=20, Sk=30, window=(9, 3), through=("o", "lse"), extras=dict(kv_lengths=int32(21, 30)))
@@ -169,7 +169,8 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: P and dS of hidden pairs are not cleared. The reference of a query that sees no key, which also prevents NaN, is removed, too."""
+  """Plants a fault: the kernel does not clear P and dS of hidden pairs. The fault also removes the reference of a query that sees no key, because
+  this reference prevents NaN, too."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:
@@ -250,8 +251,8 @@ def both_tiles(p:Problem, chip:Chip) -> list[TiledBackwardTile]: return [tiled_b
 
 @pytest.mark.parametrize("arch", ("gfx1030", "gfx942", "gfx950", "sm_80", "sm_90"))
 def test_tiles_fit_in_local_memory(arch:str) -> None:
-  """A tile fits in local memory for every mixture of widths. A tile that does not would be refused only when the gradient is asked for, after
-  forward has run."""
+  """A tile fits in local memory for every combination of element sizes. A tile that does not fit would fail only when the gradient is asked for,
+  after forward has run."""
   for D, Dv in itertools.product((1, 20, 48, 64, 80, 128, 160, 256, 384, 512), repeat=2):
     p = problem(Sq=100, Sk=77, D=D, Dv=Dv, dtype="float32")
     for tile in both_tiles(p, get_chip(arch)): assert tile.lds_bytes(p) <= get_chip(arch).lds, (D, Dv, tile)
@@ -262,7 +263,8 @@ def test_local_memory_that_has_no_room() -> None:
   with pytest.raises(NotImplementedError, match="no tile of backward_dq_tiled fits D=512"): both_tiles(p, other_chip("CL", 1024))
 
 def test_kernels_are_plain_uops() -> None:
-  """The kernels use plain UOps only, with softcap, a window, lengths and dropout: no operation that a renderer would have to know."""
+  """The kernels consist of plain UOps with softcap, a window, lengths and dropout. They contain no operation that a renderer would need a definition
+  for."""
   p = problem(**{**SMALL, "softcap": 2.0, "window": (9, 3), "dropout_p": 0.3, "extras": dict(kv_lengths=int32(31), dropout_seed=SEED)})
   for names, make in ((dq_arguments(p), dq_of), (dkdv_arguments(p), dkdv_of)):
     types = {**FLOATS, "int32": dtypes.int, "uint32": dtypes.uint}
@@ -292,7 +294,7 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("device", ("CPU", "CL"))
 def test_on_this_machine(device:str) -> None:
-  """Gradients are right on a CPU, by the clang of the wheel ziglang, and through OpenCL, by Debian's pocl-opencl-icd."""
+  """Gradients are right on a CPU, compiled by the clang of the PyPI package ziglang, and through OpenCL, with Debian's pocl-opencl-icd."""
   if device == "CPU": pytest.importorskip("ziglang")
   elif not any(Path("/etc/OpenCL/vendors").glob("pocl*.icd")): pytest.skip("no OpenCL driver: apt-get install pocl-opencl-icd ocl-icd-libopencl1")
   on(device, 2, SCRIPT, **({"CC": str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh")} if device == "CPU" else {}))
@@ -304,7 +306,7 @@ ON_A_GPU: tuple[dict[str, Any], ...] = (dict(Sq=40, Sk=200, D=64), dict(Sq=150, 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("name", (None, *HARD))
 def test_on_a_gpu(name:str|None, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Forward and backward keep the law on a GPU. Inputs with NaN or inf run without a mask, because 0 times NaN reaches dk of hidden keys
+  """Forward and backward keep the law on a GPU. Inputs with NaN or inf run without a mask, because 0 times NaN would reach dk of hidden keys
   (docs/attention.md)."""
   if dtype == "float16" and name is not None and "huge_key" in name: pytest.skip("float16 cannot hold such large scores")
   monkeypatch.setenv("ATTN_KERNEL", "tiled,backward_dq_tiled")

@@ -1,4 +1,4 @@
-"""Small sample of what test/contract.py draws: each unit keeps the accuracy law, and the faults that the law must see break it."""
+"""Small sample of the cases of test/contract.py: each unit keeps the accuracy law, and each planted fault breaks it."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ CHIPS = tuple(unit for unit in UNITS if unit != "tiled")
 def small(monkeypatch) -> None:
   for name, parameters in SMALL.items(): monkeypatch.setitem(contract.SHAPES, name, parameters)
 
-# On AMD, fewer queries than fill a workgroup get a kernel whose references follow every maximum, hence Sq=260.
+# On AMD, a problem with fewer queries than a workgroup computes gets a kernel whose references follow every maximum. Sq=260 avoids it.
 SMALL:dict[str, dict[str, Any]] = {
   "a sample": dict(H=1, Sq=260, Sk=150, D=32), "a sample in 3 splits": dict(H=8, Sq=1, Sk=300, D=32, num_splits=3),
   "gradients, a sample": dict(H=2, Hkv=1, Sq=66, Sk=70, D=16, causal=True)}      # a warpgroup has 64 rows
@@ -66,7 +66,7 @@ def test_lines_are_read_as_they_are_written(tmp_path:Path) -> None:
   contract.write(tmp_path/"b.csv", read := contract.read(tmp_path/"a.csv"))
   assert (tmp_path/"a.csv").read_text() == (tmp_path/"b.csv").read_text() and list(read) == list(lines)
 
-# ***** faults that each unit's law has to see *****
+# ***** faults that the law of each unit must find *****
 
 Found = dict[str, tuple[np.ndarray, Law]]
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -99,7 +99,7 @@ def scale_twice(unit:str, monkeypatch) -> Found:
 def near_3(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(3 + 0.1*x.v, p.dtype))
 
 def truncated(unit:str, monkeypatch) -> Found:
-  """Rounds P towards 0, but divides O by the sum of P before that rounding."""
+  """Rounds P towards 0, but divides O by the sum of P before this rounding."""
   def down(x:np.ndarray) -> np.ndarray:
     bits = nearest(x)
     return np.where(numerics.widen(bits, "float16") > x, bits - np.uint32(1), bits)     # P is never negative
@@ -123,7 +123,7 @@ def lse_off(unit:str, monkeypatch) -> Found:
   return against(p, x := normal(p), forward(unit, p, x), "lse")
 
 def wrong_split(unit:str, monkeypatch) -> Found:
-  """Lets each key range without the largest lse weigh 1 + 2^-10 times what it should."""
+  """Multiplies the weight of each key range, except the one with the largest lse, by 1 + 2^-10."""
   monkeypatch.setattr(combine, "weight_of", lambda *of: ops.mul(w := weight_of(*of), w.eq(1.0).where(1.0, 1 + 2.0**-10)))
   p = problem(H=4, Sq=1, Sk=193, D=32, num_splits=2, out_dtype="float32")
   x = normal(p)
@@ -131,7 +131,7 @@ def wrong_split(unit:str, monkeypatch) -> Found:
   return against(p, x := replace(x, v=rounded(v, p.dtype)), forward(unit, p, x, False, num_splits=2), "o")
 
 def backward(unit:str, p:Problem, x:Inputs, loss:Loss, right:Loss, *names:str) -> Found:
-  """Computes the gradients of a loss, and pairs them with the laws for the right loss."""
+  """Computes the gradients of a faulty loss, and pairs them with the laws for the right loss."""
   got, laws = run_backward(p, x, loss, arch_of(unit), {}), expected_gradients(p, x, right, {})
   return {name: (got[name], laws[name]) for name in names}
 
@@ -160,15 +160,15 @@ UNIT_KINDS = ("gfx942", "gfx1100", "sm_80", "sm_90", "tiled")
 @pytest.mark.usefixtures("without_places")
 @in_turn("fault, unit", FAULTS, UNIT_KINDS)
 def test_fault(fault:str, unit:str, monkeypatch) -> None:
-  """Each planted fault breaks the law. Faults that change a kernel use a problem of their own, because kernels are cached by their problem."""
+  """Each planted fault breaks the law. A fault that changes a kernel uses its own problem, because the cache finds kernels by their problem."""
   if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled does not round P")
   for name, (got, law) in FAULTS[fault](unit, monkeypatch).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 # ***** the two sums of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
-  """Inputs in which only the first and the last key count. The last key weighs 2^6 to 2^7.9 times as much as the first, relative to a reference that
-  still holds. The error of rounding P cancels only if O is divided by the sum of the rounded P. All rows of a draw are equal."""
+  """Inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first, little enough for the
+  first reference to stay. The rounding error of P cancels only if O is divided by the sum of the rounded P. All rows of a draw are equal."""
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)
   gap = np.random.default_rng(seed).uniform(6, 7.9, p.B)
   q[..., 0], k[..., 1:-1, 0], k[..., -1, 0] = 1, -60/p.softmax_scale, gap[:, None]*np.log(2)/p.softmax_scale
@@ -186,7 +186,7 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """O divided by the wrong sum of P, or lse of the wrong sum, breaks the law; without a fault these inputs keep it."""
+  """O divided by the wrong sum of P breaks the law, and so does lse of the wrong sum. Without a fault, kernels keep the law on these inputs."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
@@ -195,8 +195,8 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Rows that two keys share keep the law for every pair of 16-bit types of P and O. An O in float16 does not hide how P was rounded to bfloat16.
-  Only the limit is checked: all rows of a draw have the same roundings, so a root mean square over 12 draws says nothing."""
+  """Rows in which two keys have weight keep the law for every pair of 16-bit types of P and O. An O in float16 does not hide the rounding of P to
+  bfloat16. The test checks only the limit: all rows of a draw have equal roundings, so 12 draws are too few for a root mean square."""
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****
@@ -208,9 +208,9 @@ def marks(chip:str, dtype:str): return () if chip in BY_DEFAULT and dtype == "fl
 @pytest.mark.parametrize("chip, dtype", [pytest.param(chip, dtype, marks=marks(chip, dtype))
                                          for chip in ("gfx90a", *CHIPS) for dtype in ("float16", "bfloat16")])
 def test_denormal_weights(chip:str, dtype:str) -> None:
-  """P of low keys may be denormal: one key has score 0, and 4096 keys have score ln 2^-15, whose P is denormal in fp16 but not in bf16. Matrix units
-  and dot products use denormals as they are, except on CDNA2, which takes 16-bit denormals for zero (see attn/emulator/matrix.py), so there these
-  keys weigh nothing in O. Their weight always counts in lse, which sums P before rounding."""
+  """P of low keys may be denormal. One key has score 0, and 4096 keys have score ln 2^-15; their P is denormal in fp16 but not in bf16. Matrix units
+  and dot products compute with denormals, except on CDNA2, which treats 16-bit denormals as zero (attn/emulator/matrix.py). On CDNA2 these keys have
+  no weight in O. Their weight always counts in lse, because the sum of P is computed before rounding."""
   n, low = 4096, -15*np.log(2)
   p = problem(H=1, Sq=1, Sk=n + 1, D=16, dtype=dtype, out_dtype="float32", softmax_scale=1.0)
   q, k, v = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32)
@@ -223,6 +223,6 @@ def test_denormal_weights(chip:str, dtype:str) -> None:
   flushed = chip == "gfx90a" and dtype == "float16"
   laws = law_of(q, k, v, 1.0, dtype=dtype, out_dtype="float32", flushes=flushed)
   for got, law in zip((o, lse), laws): assert (verdict := judge(got, law)).ok, verdict
-  weight = n*2.0**-15                                        # of all low keys together
+  weight = n*2.0**-15                                        # sum over all low keys
   np.testing.assert_allclose(o, 1.0 if flushed else (1 + 3*weight)/(1 + weight), rtol=2e-3 if dtype == "float16" else 1e-2)
   if flushed: assert not judge(o, law_of(q, k, v, 1.0, dtype=dtype, out_dtype="float32")[0]).ok

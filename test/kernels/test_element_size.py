@@ -1,5 +1,5 @@
-"""Tests of one-byte elements: the size of an element is data of the matrix instruction and of the rows in memory. There is no FP8 kernel yet; these
-tests use the parts that one would need, with an instruction of gfx942 that no kernel uses."""
+"""Tests of one-byte elements. The size of an element is a field of the matrix instruction and of the rows in memory. attn has no FP8 kernel; these
+tests use the functions that an FP8 kernel would use, with a matrix instruction of gfx942 that no kernel uses."""
 from __future__ import annotations
 import numpy as np
 import pytest
@@ -37,8 +37,8 @@ def test_values_of_fp8() -> None:
 
 @pytest.mark.parametrize(("name", "M", "K"), [("mfma_f32_32x32x16_fp8_fp8", 32, 16), ("mfma_f32_16x16x32_fp8_fp8", 16, 32)])
 def test_the_emulators_matrix_unit(name:str, M:int, K:int) -> None:
-  """The emulator's FP8 matrix instructions follow AMD's Matrix Instruction Calculator: A[i][k] is in lane i + M*(k//8), byte k%4 of register k//4%2,
-  and B[k][j] likewise."""
+  """The emulator's FP8 matrix instructions follow AMD's Matrix Instruction Calculator: A[i][k] is in lane i + M*(k//8), byte k%4 of register k//4%2.
+  B[k][j] is in lane j + M*(k//8), with the byte and register of A[i][k]."""
   a, b, c = whole(M, K), whole(K, M, seed=1), whole(M, M, seed=2)
   images = np.zeros((2, 2, 64, 4), np.uint8)
   for i in range(M):
@@ -51,7 +51,7 @@ def test_the_emulators_matrix_unit(name:str, M:int, K:int) -> None:
   np.testing.assert_array_equal(got, [[want[row(lane, e), lane%M] for lane in range(64)] for e in range(M*M//64)])
 
 def scores(width:int):
-  """Kernel of one wave: S^T = K Q^T of 32 keys and 32 queries, whose rows have `width` bytes; K goes through LDS."""
+  """Kernel of one wave that computes S^T = K Q^T for 32 keys and 32 queries with rows of `width` bytes. K goes through LDS."""
   depth = contraction(FP8, width)
   def kernel(s:UOp, k:UOp, q:UOp) -> UOp:
     lane, wave = UOp.range(64, 0, AxisType.WARP), UOp.range(1, 1, AxisType.WARP)
@@ -69,7 +69,7 @@ def scores(width:int):
     return UOp.group(*stores).end(lane, wave).sink(arg=KernelInfo(f"fp8_scores_{width}", opts_to_apply=()), tag=OPTIMISED)
   return kernel
 
-@pytest.mark.parametrize("width", (64, 48, 41))   # whole units in each lane group; a part of a unit; unaligned rows, read byte by byte
+@pytest.mark.parametrize("width", (64, 48, 41))   # whole units in each lane group; a part of a unit; rows that are unaligned, read byte by byte
 def test_a_product_of_fp8_rows(width:int) -> None:
   k, q = whole(32, width), whole(32, width, seed=1)
   with Context(DEV="EMU::gfx942"):
@@ -87,7 +87,7 @@ def test_sizes_follow_from_the_bytes_of_an_element() -> None:
                               (RDNA3.matrix["float16"][0], 8, 8)):
     assert (matrix.unit, matrix.operand_words) == (unit, words)
     assert contraction(matrix, 1) == unit*2 and contraction(matrix, 4*unit + 1) == 6*unit
-  # Rows of A and C are the same for every size of an element: a permutation of the keys of a tile and of the columns of V.
+  # Rows of A and C do not depend on the size of an element: they are a permutation of the keys of a tile and of the columns of V.
   wide = CDNA3.matrix["float16"][0]
   assert [FP8.row_of(d) for d in range(64)] == [wide.row_of(d) for d in range(64)]
   assert sorted(FP8.key_of(h, n) for h in range(2) for n in range(32)) == list(range(64))

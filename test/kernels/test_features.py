@@ -1,4 +1,4 @@
-"""Tests of every option of the forward kernel against float64, and of errors that other implementations had with these options."""
+"""Tests of every option of the forward kernel against float64, and of errors that other implementations have with these options."""
 from __future__ import annotations
 import math, mmap
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_grouped_queries(arch:str, case:str) -> None:
   np.testing.assert_allclose(lse, lse_apart, rtol=1e-5, atol=1e-5)
 
 def test_decoding_reads_keys_once() -> None:
-  """Decoding reads keys once: the eight query heads of a key/value head form one workgroup."""
+  """Decoding reads each key once, because one workgroup computes the eight query heads that share a key/value head."""
   p = problem(H=64, Hkv=8, Sq=1, Sk=4096, D=128)
   for arch in EVERY_ARCH:
     tile = choose_tile(p, get_chip(arch))
@@ -124,7 +124,7 @@ def test_causal_rows_that_see_nothing(arch:str) -> None:
   assert lse is not None and (o[:, :, :3] == 0).all() and np.isneginf(lse[:, :, :3]).all() and np.isfinite(lse[:, :, 3:]).all()
 
 def dirty(p:Problem) -> Inputs:
-  """NaN in the cache beyond each length."""
+  """Inputs with NaN in the cache beyond each length."""
   x = normal(p)
   for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:] = x.v[b, :, n:] = np.nan
   return x
@@ -138,19 +138,19 @@ def test_cache_beyond_lengths(arch:str, Sq:int) -> None:
 
 @every_arch
 def test_lengths_beyond_the_buffer(arch:str) -> None:
-  """Lengths above the buffer's number of rows count as that number, and negative ones as 0: no access leaves the buffer."""
+  """A length above the buffer's number of rows counts as this number of rows. A negative length counts as 0. No access leaves the buffer."""
   p = problem(B=3, Sq=3, Sk=40, causal=True, extras=dict(kv_lengths=ints(0, 0, 0)))
   o, _ = run_kernels(p, x := normal(p), arch, dict(kv_lengths=ints(40, 2**31 - 1, -5)))
   assert (verdict := judge(o, expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
 
 def even(p:Problem) -> Inputs:
-  """Equal scores, so that each output is the mean of the values that its query sees."""
+  """Inputs with equal scores, for which each output is the mean of the values that its query sees."""
   return replace(normal(p), q=np.zeros((p.B, p.H, p.Sq, p.D), np.float32))
 
 @every_arch
 @pytest.mark.parametrize("Sq", (1, 256))
 def test_window_counts_itself(arch:str, Sq:int) -> None:
-  """The window (W-1, 0) shows W keys, the diagonal included."""
+  """The window (W-1, 0) shows W keys, including the key on the diagonal."""
   o, lse = check_kernels(arch, even, H=1, Sq=Sq, Sk=256, D=16, window=(127, -1), causal=True)
   v = normal(problem(H=1, Sq=Sq, Sk=256, D=16)).v[0, 0]
   assert lse is not None
@@ -174,7 +174,7 @@ def test_bias_of_minus_infinity(arch:str) -> None:
 
 @every_arch
 def test_nan_in_a_masked_bias(arch:str) -> None:
-  """NaN in a bias has no effect where no query looks: beyond a length, and above the diagonal."""
+  """NaN in a bias has no effect on hidden keys: beyond a length, and above the diagonal."""
   bias = floats(1, 1, 40, 150)
   bias[..., 100:] = np.nan
   o, _ = check_kernels(arch, Sq=40, Sk=150, extras=dict(bias=bias, kv_lengths=ints(100)))
@@ -184,7 +184,7 @@ def test_nan_in_a_masked_bias(arch:str) -> None:
   assert np.isfinite(check_kernels(arch, Sq=40, Sk=150, causal=True, extras=dict(bias=bias))[0]).all()
 
 def low(p:Problem) -> Inputs:
-  """Scores near -1e5, so that a finite stand-in for -inf would be above them."""
+  """Inputs with scores near -1e5. A finite stand-in for -inf could be above these scores."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 112), np.full_like(x.k, -112), x.v)
 
@@ -196,8 +196,8 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Scores of 1.3e10. They are no power of two, so that their product with the scale is not exact: one more rounding in the difference than in the
-  maximum changes it by hundreds of powers of two."""
+  """Inputs with scores of 1.3e10 that are no powers of two, so their product with the scale is inexact. If the kernel rounds the difference once more
+  than the maximum, the result changes by hundreds of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
   k[:, :, ::3] = 16256               # the next lower bfloat16
@@ -217,9 +217,9 @@ def uops_of(p:Problem, arch:str, tile:Tile|MmaTile) -> list[UOp]:
   return lower(forward_of(p, get_chip(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
 
 def sparse(nbytes:int) -> View:
-  """View of device memory full of zeros, which occupies memory only where it is written."""
+  """View of device memory full of zeros. A page of it needs physical memory only after a write."""
   a = Allocation.__new__(Allocation)
-  memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))   # mmap's since Python 3.13
+  memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))   # since Python 3.13
   a.data, a.written, a.touched, a.outputs = np.frombuffer(memory, np.uint8), None, True, {}
   return View(a, 0, nbytes)
 
@@ -232,7 +232,7 @@ def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
   with np.errstate(all="ignore"): Frame(plan, number % (p.B*p.H), 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()
 
 def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
-  """Runs the workgroup of the last head of the last batch. Its inputs are random numbers; all other inputs are zeros."""
+  """Runs the workgroup of the last head of the last batch. The inputs that it reads are random numbers; all other inputs are zeros."""
   views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(replace(p, B=1, H=1, Hkv=1))
   for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
   run_alone(p, arch, views, -1)
@@ -251,7 +251,7 @@ def test_indices_beyond_32_bits(arch:str) -> None:
 
 @on_the_emulator
 def test_a_bias_beyond_32_bits(arch:str) -> None:
-  """The first head reads its own part of a bias with 2^32 elements."""
+  """The first head reads its own section of a bias with 2^32 elements."""
   p = replace(problem(B=2**12, H=2**8, Sq=16, Sk=256, D=16, lse=False), bias=(True,)*4)
   one = replace(p, B=1, H=1, Hkv=1, bias=None)
   views, x, bias = [sparse(math.prod(shape)*(4 if name == "bias" else 2)) for name, (shape, _) in arguments(p).items()], normal(one), floats(16, 256)
@@ -264,7 +264,7 @@ def test_a_bias_beyond_32_bits(arch:str) -> None:
 
 @pytest.mark.parametrize(("Sk", "wide"), ((1, False), (130, True)))
 def test_index_type(Sk:int, wide:bool) -> None:
-  """Kernels compute addresses in 32 bits where that is enough, and in 64 bits elsewhere."""
+  """Kernels compute addresses in 32 bits if all addresses fit, and otherwise in 64 bits."""
   p = problem(B=8300, H=16, Sq=1, Sk=Sk, D=128, lse=False)
   for arch in EVERY_ARCH:
     tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
@@ -311,7 +311,7 @@ def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
 def test_output_type_compiles(dtype:str, out:str) -> None:
-  """The kernel declares the output's type, although it computes no value of that type."""
+  """The kernel declares the type of the output, although the kernel computes no value of this type."""
   p = problem(Sq=40, dtype=dtype, out_dtype=out)
   for arch in ARCHS:
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(arguments(p).values())]

@@ -77,41 +77,41 @@ def test_grouped_heads(arch:str, ratio:int) -> None:
 # ***** inputs that break a wrong online softmax *****
 
 def falling(p:Problem) -> Inputs:
-  """Row maxima fall over the key tiles, so a tile's maximum lies below the running one."""
+  """Inputs whose row maxima fall over the key tiles: the maximum of a tile lies below the running maximum."""
   x = normal(p)
   return Inputs(np.abs(x.q), rounded(x.k*np.linspace(3, 0.01, p.Sk, dtype=np.float32)[:, None], p.dtype), x.v)
 
 def rising(p:Problem) -> Inputs:
-  """Row maxima rise over the key tiles, by more than the rescale threshold each time."""
+  """Inputs whose row maxima rise over the key tiles, by more than the rescale threshold each time."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//16*8).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def creeping(p:Problem) -> Inputs:
-  """Row maxima rise by less than the rescale threshold from tile to tile, but far in total."""
+  """Inputs whose row maxima rise by less than the rescale threshold from tile to tile, but far in total."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//32).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Row maxima rise by more than 2^128 from tile to tile, so that no weight of the next tile is finite under the old reference."""
+  """Inputs whose row maxima rise by more than 2^128 from tile to tile. Relative to the old reference, no weight of the next tile is finite."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.5), k, x.v)
 
 def deep(p:Problem) -> Inputs:
-  """All scores are so low that exp of any underflows."""
+  """Inputs with such low scores that exp of any score underflows."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 1), rounded(x.k*0.125 - 48, p.dtype), x.v)
 
 def late_key(p:Problem) -> Inputs:
-  """The last key outweighs all earlier ones, in some rows only."""
+  """Inputs in which the last key has more weight than all earlier keys, in some rows only."""
   x = normal(p)
   x.k[..., -1, :] = 64
   return Inputs(np.where(np.arange(p.Sq)[:, None] % 7 == 2, np.abs(x.q), x.q*np.float32(0.125)), x.k, x.v)
 
 def masked_first(p:Problem) -> Inputs:
-  """Scores are -inf in the first tiles, for all rows of some waves."""
+  """Inputs whose scores are -inf in the first tiles, for all rows of some waves."""
   x = normal(p)
   return Inputs(rounded(np.abs(x.q) + 1, p.dtype), np.where(np.arange(p.Sk)[:, None] < p.Sk*2//3, np.float32(-np.inf), x.k), x.v)
 
@@ -131,7 +131,7 @@ def huge_key(p:Problem) -> Inputs:
   return x
 
 def minus_inf_keys(p:Problem) -> Inputs:
-  """Some scores are -inf, and in some rows all: rows of positive q meet keys of -inf."""
+  """Inputs in which some scores are -inf, and in some rows all scores. Keys of -inf meet rows of positive q there."""
   x = normal(p)
   x.q[..., 3, :] = 1
   x.q[..., 5, :] = 1
@@ -149,7 +149,7 @@ def inf_query(p:Problem) -> Inputs:
   return x
 
 def nan_neighbour(p:Problem) -> Inputs:
-  """Keys and values behind those of head 0, where a tile that is too long would read, are NaN."""
+  """Inputs with NaN in the keys and values after head 0. A kernel whose tile is too long would read them."""
   x = normal(p)
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
   return x
@@ -165,17 +165,17 @@ def test_adversarial(arch:str, make) -> None:
 @pytest.mark.parametrize("above", (0.0, 8.0))
 @amd_in_turn("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)))
 def test_rescale_above(arch:str, above:float, make) -> None:
-  """Both settings of the rescale threshold are right, whichever dispatch takes; with 0 the reference follows every maximum."""
+  """The two settings of the rescale threshold are right, whichever setting dispatch chooses. With 0 the reference follows every maximum."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
 TRIPS = {   # 1 for each of 8 trips that moves the reference
   normal: (1, 0, 0, 0, 0, 0, 0, 0), constants: (1, 0, 0, 0, 0, 0, 0, 0), falling: (1, 0, 0, 0, 0, 0, 0, 0), climbing: (1, 0, 1, 0, 1, 0, 1, 0),
   rising: (1,)*8, late_key: (1, 0, 0, 0, 0, 0, 0, 1),
-  creeping: (1, 0)*4}    # 16 weights of a lane grow by 2^2.9 in each trip, their sum may reach 2^8
+  creeping: (1, 0)*4}    # the 16 weights of a lane grow by 2^2.9 in each trip; their sum may reach 2^8
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The inputs above take both branches of the correction, and the reference moves as rarely as possible."""
+  """The inputs above reach both sides of the branch around the correction, and the kernel moves the reference as rarely as possible."""
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))
@@ -186,7 +186,8 @@ def test_which_trips_correct(monkeypatch, make) -> None:
 
 @every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
-  """bfloat16 scores of 1.7e10 and a scale that is not exact: exp2(score - maximum) must not overflow because the two are rounded differently."""
+  """exp2(score - maximum) must not overflow if the score and the maximum are rounded differently. The inputs are bfloat16 scores of 1.7e10 and a
+  scale that makes products inexact."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)
@@ -206,7 +207,7 @@ def test_prefetch(arch:str, prefetch:int, case:str) -> None:
 @every_arch
 @pytest.mark.usefixtures("without_places")
 def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
-  """A trip that stores to the buffer that it reads races with waves that still read."""
+  """A trip with one LDS buffer instead of two stores to the buffer that it reads. The emulator finds the race with waves that still read."""
   monkeypatch.setattr(LdsTile, "nth", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 
@@ -226,5 +227,5 @@ def test_narrow_matrices(arch:str, dtype:str) -> None:
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 
 def test_65536_heads() -> None:
-  """More heads than a grid's second dimension holds are folded into the grid, and not dropped."""
+  """If a problem has more heads than the second dimension of a grid allows, the launch folds heads into another dimension and drops none."""
   check("gfx1201", B=1, H=65536, Sq=1, Sk=1, D=16)

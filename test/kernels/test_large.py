@@ -1,5 +1,5 @@
-"""Tests of tensors beyond 2^31 elements. The ranges of a lowered program prove that no integer of a kernel overflows. Only the test on a CPU
-allocates such tensors, and touches only a few rows of them."""
+"""Tests of tensors of more than 2^31 elements. The ranges of integers in a lowered program prove that no integer of a kernel overflows. Only the test
+on a CPU allocates such tensors, and it writes only a few rows."""
 from __future__ import annotations
 import math, os, subprocess, sys
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +26,11 @@ MANY = 2**33      # elements
 CHIPS = ("gfx942", "sm_80")
 
 def unproven(sink:UOp, arch:str) -> list[str]:
-  """Integers of a kernel that may exceed their type."""
+  """Integers of a kernel that may exceed the range of their type."""
   return [f"{u.op.name} of {u.dtype.name}: {low}..{high}" for u, (low, high) in Ranges(lower(sink, printer_of(arch))).beyond.items()]
 
 def types_of_indices(uops:Iterable[UOp], slot:int) -> set[str]:
-  """Types of the indices with which a program accesses an argument."""
+  """Types of the indices by which a program accesses an argument."""
   return {u.src[1].dtype.name for u in uops if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].op is Ops.PARAM and u.src[0].arg.slot == slot}
 
 # ***** rows that are appended *****
@@ -44,7 +44,7 @@ def tensors_of(a:Append) -> list[UOp]:
 def in_pages(count:int, size:int, B:int=1, most:int=64, H:int=8, width:int=128) -> Append:
   return Append(B, H, 1, size*most, width, "bhsd", Strided(count*size*H*width, 0, size*H*width, width, H*width), Pages(size, count, most))
 
-APPENDED = {      # by the argument that is large
+APPENDED = {      # key: the name of the large argument
   "cache: rows": Append(1, 8, 1, MANY//8//128, 128, "bhsd", Strided(MANY, 0, MANY, MANY//8, 128)),
   "cache: batches": Append(2**20, 8, 1, 8, 128, "bhsd", Strided(MANY, 0, 2**13, 2**10, 128)),
   "cache: rows far apart": Append(2, 8, 3, 2**10, 128, "bhsd", Strided(MANY, 0, 2**10, 128, 2**23)),
@@ -63,7 +63,7 @@ def test_append(of:str, arch:str) -> None:
 
 @pytest.mark.parametrize("count, kind", ((2**14, "int"), (2**15, "int"), (2**15 + 1, "long")))
 def test_index_types_of_append(count:int, kind:str) -> None:
-  """A cache of up to 2^31 elements is addressed in 32 bits, a larger one in 64."""
+  """Append addresses a cache of up to 2^31 elements in 32 bits, and a larger cache in 64 bits."""
   a = in_pages(count, 64)
   for arch in CHIPS: assert types_of_indices(lower(append(a)(*tensors_of(a)), printer_of(arch)), 0) == {kind}
 
@@ -86,7 +86,7 @@ assert not pages[page, :9].numpy().any() and not pages[page, 10:].numpy().any()
 
 @pytest.mark.thorough
 def test_append_on_a_cpu() -> None:
-  """Append works on two caches of 4.3 GB, of which only the written rows occupy memory."""
+  """Append works on two caches of 4.3 GB. Only the written rows use physical memory."""
   pytest.importorskip("ziglang")
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": str(root),
@@ -97,7 +97,7 @@ def test_append_on_a_cpu() -> None:
 # ***** attention *****
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
-Program = tuple[Shapes, Callable[..., UOp]]     # tensors that a kernel takes; the kernel
+Program = tuple[Shapes, Callable[..., UOp]]     # tensors that are the kernel's parameters; the kernel
 
 def posed(**options:Any) -> Problem:
   sizes = dict(B=1, H=8, Sq=1024, Sk=1024, D=16) | options
@@ -105,7 +105,7 @@ def posed(**options:Any) -> Problem:
   return Problem(**sizes)
 
 def in_views(rows:int, size:int, apart:int, **options:Any) -> Problem:
-  """Problem whose K and V lie in a buffer of `size` elements, with rows `apart` elements from each other."""
+  """Problem whose K and V lie in a buffer of `size` elements. The distance between rows is `apart` elements."""
   view = Strided(size, 0, 16, 32, apart)
   return posed(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
 
@@ -216,8 +216,8 @@ def test_too_many_rows(name:str) -> None:
 # ***** operations *****
 
 def test_operations_of_a_mask() -> None:
-  """Number of operations of a masked problem follows from how many keys all rows see in total. A count that walks over 2^28 rows would take
-  minutes."""
+  """The number of operations of a masked problem follows from the total number of keys that all rows see. A count that loops over 2^28 rows would
+  need minutes."""
   rng = np.random.default_rng(0)
   for i in range(300):
     Sq, Sk, left, right, offset = map(int, rng.integers((2, 1, -1, -1, -20), (30, 30, 40, 40, 20)))

@@ -1,5 +1,5 @@
-"""Tests of values that are the first columns of the keys (multi-head latent attention): the kernels mla and mla_mma, whose waves share the work on
-V, and attention and caches with one tensor for both."""
+"""Tests of multi-head latent attention, where values are the first columns of the keys. They cover the kernels mla and mla_mma, whose waves share the
+computation with V, and attention and caches with one tensor for keys and values."""
 from __future__ import annotations
 import contextlib
 from dataclasses import replace
@@ -37,7 +37,7 @@ from cases import Inputs, array, check_kernels, floats, in_turn, ints, normal, p
 from kinds import KINDS
 
 UNITS = ("gfx1100", "sm_80", "gfx942", "gfx1201", "sm_90", "gfx950")
-NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # quick to lower; more rows than half of many tiles
+NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # quick to lower; the rows fill more than half of many tiles
 Maker = Callable[[Problem], Inputs]
 
 def latent(make:Maker) -> Maker:
@@ -50,7 +50,7 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> None:
-  """Checks a problem against the law, with the tile that dispatch takes for this number of rows, whatever the head dimension."""
+  """Checks a problem against the law. The tile is the one that dispatch chooses for this number of rows, for any head dimension."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)
 
@@ -91,7 +91,7 @@ def test_whole_rows(heads:int, arch:str) -> None:
 def test_hard_inputs(kind:str, arch:str) -> None: check_mla(arch, lambda p: KINDS[kind](p, 3), Sq=2, Sk=150)
 
 def not_a_number(p:Problem) -> Inputs:
-  """One query of NaN, and one with an inf."""
+  """Inputs in which one query is NaN and one query contains an inf."""
   x = normal(p)
   x.q[0, 3, 0], x.q[0, 7, 0, 0] = np.nan, np.inf
   return x
@@ -102,7 +102,7 @@ def test_a_nan_stays_in_its_row(arch:str, make:Maker) -> None: check_mla(arch, m
 def wrong(m:pytest.MonkeyPatch, of:Any, name:str, make:Callable[[Any], Any]) -> None: m.setattr(of, name, make(getattr(of, name)))
 
 def sums_cut_off(m:pytest.MonkeyPatch) -> None:
-  """Makes the emulated matrix unit round sums towards 0, as an H200 does."""
+  """Makes the emulated matrix unit round sums towards 0, as the matrix unit of an H200 does."""
   def cut(add:Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     def added(self:Any, c:np.ndarray, product:np.ndarray) -> np.ndarray:
       exactly = add(self, c.astype(np.float64), product.astype(np.float64))
@@ -114,7 +114,8 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("added_up", (mma_latent.ADDED_UP, 36))
 def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch, added_up:int) -> None:
-  """lse of peaked rows keeps the law when sums are rounded towards 0, but would not if all products of a row went into one sum."""
+  """lse of rows dominated by one key keeps the law if the unit rounds sums towards 0. It would break the law if all products of a row went into one
+  sum."""
   sums_cut_off(monkeypatch)
   monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
   with contextlib.nullcontext() if added_up < 36 else pytest.raises(AssertionError, match="lse: "):
@@ -129,7 +130,7 @@ def first_columns_only(m:pytest.MonkeyPatch) -> None:
   m.setattr(amd_latent, "LdsColumns", lambda tile, mat, first: LdsColumns(tile, mat, UOp.const(0)))
   wrong(m, MmaLatent, "v_rows", lambda rows: lambda self, t, line: self.k_rows(t))
 def weights_of_another_wave(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: P goes to the rows of the next tile of queries."""
+  """Plants a fault: a wave stores P to the rows of the next tile of queries."""
   def of_next(x:Any) -> Any:
     wave, tiles = x.share.wave, x.share.row_tiles
     return replace(x, share=replace(x.share, wave=wave//tiles*tiles + (wave + 1)%tiles))
@@ -140,15 +141,15 @@ def never_rescaled(m:pytest.MonkeyPatch) -> None:
   for of in (amd_latent, mma_latent): m.setattr(of, "rescale", of_none)
 def unmasked(m:pytest.MonkeyPatch) -> None: m.setattr(Scores, "mask", lambda self, x, row, tile: x)
 def own_keys_alone(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: a wave takes the largest score of its own part of the keys for the largest score of the row."""
+  """Plants a fault: a wave uses the largest score of its own keys as the largest score of the row, but a row has keys in several waves."""
   def alone(highest:Any) -> Any: return lambda self, *x: highest(replace(self, share=replace(self.share, key_parts=1)), *x)
   for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the sum of P over the first part of the keys stands for every part."""
+  """Plants a fault: the kernel uses the sum of P over the first part of the keys as the sum over every part."""
   wrong(m, Told, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))
-FAULTS:dict[Plant, tuple[str, ...]] = {     # units on which each fault shows; by default a fault runs on the first
+FAULTS:dict[Plant, tuple[str, ...]] = {     # units on which each fault breaks the law; by default the test runs the fault on the first unit
   first_columns_only: ("sm_80", *AMD, "sm_90"), weights_of_another_wave: ("gfx942", *UNITS), never_rescaled: ("gfx950", *UNITS),
   unmasked: ("gfx1201", *UNITS), own_keys_alone: ("gfx1100", "sm_80", "gfx1201", "sm_90"),
   first_part_of_sums: ("gfx1201", "sm_90", "gfx1100", "sm_80")}
@@ -162,7 +163,7 @@ def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Plant, arch:str) ->
   with pytest.raises(AssertionError, match="o: "): check_mla(arch, lambda p: make(p, 0), Sk=139, D=80, Dv=72, lse=False)
 
 def barriers_but(m:pytest.MonkeyPatch, left_out:int) -> Callable[[], int]:
-  """Leaves out one barrier of a program. Returns a function that tells how many there were."""
+  """Leaves out one barrier of a program. Returns a function that returns the number of barriers that the program had."""
   seen, barrier = [0], Plan.barrier
   def some(self:Plan, u:UOp) -> None:
     if seen[0] != left_out: barrier(self, u)
@@ -171,14 +172,15 @@ def barriers_but(m:pytest.MonkeyPatch, left_out:int) -> Callable[[], int]:
   m.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: some})
   return lambda: seen[0]
 
-# Number of barriers in each unit's kernel, and the index of the one that tinygrad adds again before the loop's end.
+# Number of barriers in each unit's kernel, and the index of the barrier that tinygrad would insert if it were left out, before the loop's end.
 BARRIERS:dict[str, tuple[int, int|None]] = {"gfx942": (8, 6), "gfx1201": (10, 8), "sm_80": (7, None)}
 
 @pytest.mark.parametrize("arch, left_out", [pytest.param(arch, i, marks=() if i == 2 and arch == "gfx942" else pytest.mark.thorough)
                                             for arch, (n, spare) in BARRIERS.items() for i in range(n) if i != spare])
 @pytest.mark.usefixtures("without_places")
 def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:int) -> None:
-  """Each other barrier is needed. Each case uses a problem of its own, because a program stays in tinygrad's cache."""
+  """Every barrier is needed, except the one that tinygrad inserts if it is missing. Each case uses its own problem, because a program stays in
+  tinygrad's cache."""
   count = barriers_but(monkeypatch, left_out)
   with pytest.raises((LdsRace, UninitialisedRead)): check_mla(arch, Sk=129 + left_out, lse=False)
   assert count() == BARRIERS[arch][0]
@@ -195,7 +197,7 @@ def drawn(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(se
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", UNITS)
 def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
-  """Dispatch takes the latent kernels for rows too long for forward, and reads a view of a larger tensor in place."""
+  """Dispatch chooses the latent kernels for rows too long for the forward kernel. It reads a view of a larger tensor in place."""
   q, whole = drawn(1, 8, 2, D), drawn(2, 1, 40, D, seed=1)
   with emulated(arch):
     k = tensor(whole, "float16").realize()[1:]
@@ -206,12 +208,13 @@ def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
 @pytest.mark.parametrize("arch, Dv", [pytest.param(arch, Dv, marks=() if arch == "gfx1201" else pytest.mark.thorough)
                                       for arch, Dv in (("gfx1201", 24), ("sm_90", 24), ("sm_80", 20), ("gfx942", 20), ("gfx950", 32))])
 def test_other_kernels_read_v_in_k(arch:str, Dv:int) -> None:
-  """Shorter rows go to the other kernels, which read V in K as well."""
+  """Dispatch chooses the other kernels for shorter rows. These kernels also read V from the columns of K."""
   q, k = drawn(1, 4, 70, 32), drawn(1, 1, 80, 32, seed=1)
   with emulated(arch): check_against_exact(array(attn.attention(tensor(q, "float16"), tensor(k, "float16"), None, v_dim=Dv, causal=True)), q, k, Dv)
 
 def test_no_kernel_has_its_gradient() -> None:
-  """No kernel computes gradients of a problem with v_dim; dispatch says so, also for short rows and float32. Once it raised KeyError."""
+  """No kernel computes gradients of a problem with v_dim. Dispatch says this also for short rows and for float32. An earlier version raised
+  KeyError."""
   for arch, dtype, D in (("gfx942", "float16", 32), ("sm_80", "float32", 32), ("sm_90", "float16", 576)):
     with emulated(arch):
       choice = backward_choice_of(draw(1, 4, 3, D, dtype=dtype), draw(1, 1, 40, D, dtype=dtype), None, v_dim=20)
@@ -220,7 +223,7 @@ def test_no_kernel_has_its_gradient() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))
 def test_gradient(arch:str, D:int, Dv:int) -> None:
-  """Gradient of K adds its parts as keys and as values."""
+  """The gradient of K is the sum of the gradient of K as keys and the gradient of its first columns as values."""
   with emulated(arch):
     q, k = (tensor(x, "float16").realize() for x in (drawn(1, 4, 3, D), drawn(1, 1, 40, D, seed=1)))
     found, want = (attn.attention(q, k, v, causal=True, **options).float().square().sum().gradient(q, k)
@@ -230,7 +233,7 @@ def test_gradient(arch:str, D:int, Dv:int) -> None:
 @pytest.mark.parametrize("arch, page", [pytest.param(arch, page, marks=() if (arch, page) == ("gfx942", 4) else pytest.mark.thorough)
                                         for arch in ("gfx942", "sm_80", "gfx1201", "sm_90") for page in (0, 1, 4, 32)])
 def test_cache(arch:str, page:int) -> None:
-  """One cache serves as keys and values, whole or in pages; rows beyond its length are NaN."""
+  """One cache serves as keys and values, as a whole tensor or in pages. Rows beyond its length are NaN."""
   D, Dv, capacity, filled = 264, 257, 64, 33
   q, k = drawn(1, 4, 2, D), drawn(1, 1, filled + 2, D, seed=1)
   held = np.full((1, 1, capacity, D), np.nan, np.float16)
@@ -257,13 +260,13 @@ SPACES = [(arch, tile) for arch in UNITS for tile in latent_space(latent_problem
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, tile", SPACES, ids=lambda x: str(x) + getattr(x, "options", ""))
 def test_every_tile_that_is_timed(arch:str, tile:MlaTile|MlaMmaTile) -> None:
-  """Every tile that tuning tries is right; shorter rows stand for whole ones."""
+  """Every tile that tuning tries gives right results. Short rows replace the full rows, which are slow to emulate."""
   check_kernels(arch, latent(normal), tile=lambda _: tile, **NARROW, Sq=2, Sk=139, v_in_k=True, causal=True)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_path:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """Tuning keeps the fastest tile for all problems of its class, with caches and without. A stored tile that the chip does not have is ignored with
-  a warning."""
+  """Tuning stores the fastest tile, and dispatch uses it for all problems of its class, with caches and without. Dispatch ignores a stored tile that
+  the chip does not have, with a warning."""
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
   monkeypatch.setattr(tuned, "stamp", lambda: {"attn": "0"})
   row, chip, seen = decode.DecodeStep(2, 128, 1, 4000, 576, v_dim=512), get_chip(arch), list[Any]()

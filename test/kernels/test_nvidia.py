@@ -27,7 +27,8 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def without_wgmma(monkeypatch) -> None:
-  """Makes dispatch use mma.sync on sm_90, whose own kernel test_wgmma.py tests. Dispatch forgets earlier choices before and after each test."""
+  """Makes dispatch use mma.sync on sm_90, because test_wgmma.py tests the wgmma kernel. Clears the choices that dispatch has cached, before and after
+  each test."""
   change_kernel(monkeypatch, "forward_wgmma", lacks=lambda arch: "this tests mma.sync")
 
 @in_turn("case, chip", SHAPES, ["sm_90"], [GPU], among=2)
@@ -46,8 +47,8 @@ def test_adversarial(chip:str, make) -> None:
 @either
 @pytest.mark.parametrize(("value", "scale"), ((12288, 0.25), (14336, 0.1)))
 def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
-  """bfloat16 scores above 1e10, beside rows of ordinary scores: exp2(score - maximum) must neither overflow nor vanish because the two are rounded
-  differently. With one fma the exponents would be 128 and -96 here."""
+  """exp2(score - maximum) must neither overflow nor vanish if the score and the maximum are rounded differently. The inputs are bfloat16 scores above
+  1e10, beside rows of ordinary scores. With one fma the exponents would be 128 and -96 here."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     q, k = np.full_like(x.q, value), np.full_like(x.k, 16384)
@@ -58,7 +59,8 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """Tiles of large grids are right in both dtypes and all alignments of the mask. On the emulator a few heads stand for a large grid."""
+  """The tiles of large grids are right in float16 and bfloat16 and with both alignments of the mask. On the emulator the problem has only a few
+  heads."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
@@ -76,7 +78,7 @@ def test_large_grids(D:int) -> None:
 
 @pytest.mark.gpu
 def test_attention_of_tensors() -> None:
-  """The API works on the GPU itself: options of the score, a split, and a cache to which TinyJit appends."""
+  """`attention` works on the GPU itself with options of the score, with a split, and with a cache to which TinyJit appends."""
   from attn import attention, attention_with_kv_cache, explain
   with Context(DEV="CUDA"):
     rng = np.random.default_rng(0)
@@ -106,7 +108,7 @@ ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, caus
 
 @in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
-  """Any combination of warps, query tiles, keys and their parts, stages and place of Q is right."""
+  """Any combination of a tile's fields is right: warps, query tiles, keys and their parts, stages and place of Q."""
   change_kernel(monkeypatch, "forward_mma", tile=lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   check("sm_90", **ON_TILES[case])
@@ -120,15 +122,15 @@ def test_tiles_fit(arch:str) -> None:
     assert mma_tile(p, a).lds_bytes(p) <= a.lds
 
 def test_two_blocks_to_a_multiprocessor() -> None:
-  """Tiles are so small that two blocks fit on a multiprocessor and one computes while the other waits, except for D = 256 with 100 KB of shared
-  memory."""
+  """Tiles are so small that a multiprocessor holds two blocks, and one block computes while the other waits. The exception is D = 256 with 100 KB of
+  shared memory."""
   for arch, D in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90"), (64, 96, 128, 192, 256)):
     p, a = problem(H=256, Sq=1024, D=D), get_chip(arch)
     alone = D == 256 and arch in ("sm_86", "sm_89")
     assert (a.lds + 1024)//(mma_tile(p, a).lds_bytes(p) + 1024) >= (1 if alone else 2)
 
 def test_banks() -> None:
-  """The eight rows of a matrix that ldmatrix reads, and the eight units of a line that cp.async writes, cover all banks."""
+  """The eight rows of a matrix that ldmatrix reads cover all banks. The eight 16-byte units of a line that cp.async writes also cover all banks."""
   for width in (16, 64, 80, 128, 192, 256):
     rows = SwizzledRows(16, width//8)
     at = np.array([[int(rows.place(UOp.const(r), UOp.const(u)).simplify().arg) for u in range(rows.units)] for r in range(16)])
@@ -151,7 +153,7 @@ def test_no_local_memory(option:str, D:int, tmp_path) -> None:
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
   assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text), text
 
-# ***** what the emulator must see *****
+# ***** faults that the emulator must find *****
 
 @pytest.mark.usefixtures("without_places")
 def test_copies_have_to_be_waited_for(monkeypatch) -> None:

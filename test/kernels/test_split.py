@@ -1,4 +1,5 @@
-"""Tests of split-KV: partial results of key ranges and their merge agree with float64 and with the kernel that takes all keys at once."""
+"""Tests of split-KV: the partial results of key ranges and their merge agree with float64, and with the kernel that computes all keys in one
+range."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -54,7 +55,7 @@ def test_split(arch:str, case:str) -> None: check_kernels(arch, **SPLITS[case])
 
 @every_arch
 def test_empty_range_weighs_nothing(arch:str) -> None:
-  """A key range that a row does not see weighs nothing in the merge; here rows with Sq > Sk under a causal mask."""
+  """If a row sees no key of a key range, the range has weight 0 in the merge. The test uses rows with Sq > Sk under a causal mask."""
   o, lse = check_kernels(arch, Sq=130, Sk=70, num_splits=2, causal=True)
   assert lse is not None and (o[:, :, :60] == 0).all() and np.isneginf(lse[:, :, :60]).all() and np.isfinite(lse[:, :, 60:]).all()
 
@@ -136,13 +137,13 @@ def test_variable_length_under_jit(arch:str) -> None:
 @pytest.mark.parametrize(("b", "h", "hk", "sq", "sk", "least", "most"), (
   (1, 2, 2, 40000, 40000, 4, 4), (1, 16, 16, 128, 65535, 16, 16), (1, 8, 8, 32768, 32768, 1, 4), (8, 16, 16, 8192, 8192, 1, 1)))
 def test_heuristic_of_published_shapes(b:int, h:int, hk:int, sq:int, sk:int, least:int, most:int) -> None:
-  """The heuristic chooses the published numbers of splits for D=64 on 304 compute units."""
+  """The heuristic chooses numbers of splits within the published limits for D=64 on 304 compute units."""
   p, arch = problem(B=b, H=h, Hkv=hk, Sq=sq, Sk=sk, D=64, dtype="bfloat16"), get_chip("gfx942")
   assert least <= split_heuristic(p, arch, choose_tile(p, arch)) <= most
 
 def test_a_first_decode_starts_no_workers(monkeypatch) -> None:
-  """A first decoding step starts no worker processes. tinygrad starts them if two kernels are to be compiled, which takes longer than compiling the
-  merge, so the merge is compiled when it is called."""
+  """A first decoding step starts no worker processes. tinygrad starts them to compile two kernels at once, which takes longer than compiling the
+  merge. So attn compiles the merge when it is called."""
   def pool() -> Any: raise AssertionError("worker processes are started")
   monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
   with Context(DEV="EMU::sm_90"):
@@ -158,7 +159,8 @@ def test_resolve() -> None:
 
 @on_the_emulator
 def test_heuristic_fills_the_chip(arch:str) -> None:
-  """A decoding batch too small for the chip is split until every compute unit has a workgroup, or until no tiles are left."""
+  """If a decoding batch is too small for the chip, the heuristic splits it until every compute unit has a workgroup, or until each range has only one
+  tile."""
   a = get_chip(arch)
   for Sk in (64, 1000, 16384, 131072):
     p = problem(B=1, H=32, Hkv=8, Sq=1, Sk=Sk, D=128)
@@ -168,7 +170,8 @@ def test_heuristic_fills_the_chip(arch:str) -> None:
     if Sk >= 16384: assert 8*splits*2 > a.cus
 
 def test_heuristic_leaves_a_full_chip_alone() -> None:
-  """A batch with more workgroups than the chip has places is not split: shorter workgroups would only start and end more often."""
+  """The heuristic does not split a batch with more workgroups than the chip can run at once. Shorter workgroups would only start and end more
+  often."""
   p, arch = problem(B=64, H=32, Sq=1, Sk=1024, D=128), get_chip("gfx942")
   assert split_heuristic(p, arch, choose_tile(p, arch)) == 1
 
@@ -177,7 +180,7 @@ def test_heuristic_leaves_a_full_chip_alone() -> None:
 @on_two("arch", ARCHS)
 @in_turn("D, dtype", (64, 128, 256), ("float16", "bfloat16"))
 def test_no_spills(arch:str, dtype:str, D:int) -> None:
-  """Neither the split kernel for decoding nor the merge spills."""
+  """The split kernel for decoding does not spill, and the merge does not spill."""
   p = problem(B=2, H=16, Hkv=2, Sq=1, Sk=4096, D=D, dtype=dtype, causal=True, num_splits=16, extras=dict(kv_lengths=ints(1, 1)))
   a = get_chip(arch)
   for kernel, names in ((forward_of(p, a, choose_tile(p, a)), arguments(p)), (combine(p, a, 16), combine_arguments(p))):

@@ -1,4 +1,4 @@
-"""Tests of the kernel of CDNA2 and CDNA3 whose waves take turns: it keeps the law, and the emulator sees a missing barrier."""
+"""Tests of the staggered kernel of CDNA2 and CDNA3, whose waves alternate: it keeps the law, and the emulator finds a missing barrier."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -37,7 +37,7 @@ def test_fewer_tiles_in_lds_are_a_race(monkeypatch) -> None:
   with pytest.raises(LdsRace): check(H=1, Sq=256, Sk=256)
 
 def test_dispatch() -> None:
-  """Dispatch chooses the staggered kernel for its problems, says why it refuses others, and knows which chips have it."""
+  """Dispatch chooses the staggered kernel for suitable problems, and only on chips that have it. For other problems it gives the reason."""
   plain = {"B": 4, "H": 32, "Sq": 4096, "D": 128, "dtype": "bfloat16", "causal": True, "lse": False}
   p, chip = problem(**plain), get_chip("gfx942")
   assert choose(p, chip).kernel == "staggered" == choose(problem(**plain | {"lse": True}), get_chip("gfx950")).kernel
@@ -48,7 +48,7 @@ def test_dispatch() -> None:
   assert choose(p, replace(get_chip("gfx950"), llvm=21)).kernel == "staggered"       # dual_wave needs LLVM 22
 
 def test_fp32_is_not_packed() -> None:
-  """clang packs no fp32 operations in this kernel, where it is asked not to; in the forward kernel it does."""
+  """clang packs no fp32 operations in this kernel, because the kernel asks clang not to. In the forward kernel clang packs them."""
   spec = Spec("gfx942", 128)
   tiles = (None, choose_amd_tile(problem_of_spec(spec), get_chip(spec.arch)))
   apart, packed = (assembly(kernel_source(spec, tile).text, spec.arch) for tile in tiles)

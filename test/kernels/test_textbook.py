@@ -1,4 +1,4 @@
-"""Tests of the textbook kernel: it is right on every input of the other kernels' tests, and a planted defect shows."""
+"""Tests of the textbook kernel: it is right on every input of the other kernels' tests, and a planted fault breaks the law."""
 from __future__ import annotations
 import inspect, os, sys
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_shapes_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="the head dimension of q is 16"): Tensor.empty(1, 2, 8, 24).custom_kernel(q, k, k, fxn=textbook())
 
 def test_it_is_plain_and_fits_on_a_screen() -> None:
-  """The textbook kernel has at most 60 lines, and none of them is text in another language."""
+  """The textbook kernel has at most 60 lines, and no line is text in another language."""
   assert len(inspect.getsource(attn.kernels.textbook).splitlines()) <= 60
   p = problem(Sq=8, D=16)
   sink = textbook(True)(*[UOp.placeholder(p.shapes[n][0], dtypes.half, i) for i, n in enumerate("oqkv")])
@@ -53,7 +53,7 @@ def test_it_is_plain_and_fits_on_a_screen() -> None:
 @pytest.mark.parametrize("name", defects.DEFECTS)
 def test_a_planted_defect_shows_on_normal_inputs_and_hides_on_uniform_ones(name:str) -> None:
   with Context(DEV="EMU::gfx942"):
-    assert defects.mean_square(defects.KERNELS[name]) < 1e-2     # the old check passes
+    assert defects.mean_square(defects.KERNELS[name]) < 1e-2     # the check that the example had before passes
     verdict = defects.verdict(defects.KERNELS[name])
     assert not verdict.ok and verdict.error > 0.5
 

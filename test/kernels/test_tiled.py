@@ -1,5 +1,5 @@
-"""Tests of the kernel of plain UOps: on chips without a matrix unit, in every type, with many threads and with one, and on real devices of this
-machine."""
+"""Tests of the kernel of plain UOps: on chips without a matrix unit, in every type, with many threads and with one thread, and on real devices of
+this machine."""
 from __future__ import annotations
 import contextlib, functools, os, subprocess, sys
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ from cases import Inputs, array, expected, in_turn, normal, problem, tensor
 from test_forward import ADVERSARIAL, large_rows, rising
 
 PLAIN_CHIPS = ("gfx1030", "gfx1010", "sm_80", "gfx942")
-SMALL = TiledTile(4, 4, 4, 4, 16, 8, keeps_own=False)     # 16 threads, with several parts of everything
+SMALL = TiledTile(4, 4, 4, 4, 16, 8, keeps_own=False)     # 16 threads, each with several parts of every row, tile and sum
 AHEAD = replace(SMALL, depth=8, keeps_own=True, ahead=True)
 ONE_THREAD = replace(ALONE, walked=4, own=4, parts=2, columns=4)
 
 @contextlib.contextmanager
 def with_tile(tile:TiledTile|None, patch:pytest.MonkeyPatch) -> Iterator[None]:
-  """Makes dispatch use this tile, if any, for every problem."""
+  """Makes dispatch use this tile for every problem, if a tile is given."""
   if tile is not None: patch.setitem(KERNELS, "tiled", replace(KERNELS["tiled"], tile=lambda p, arch: tile))
   _choose.cache_clear(), kernels.cache_clear()
   try: yield
@@ -61,7 +61,7 @@ def check(arch:str="gfx1030", make=normal, tile:TiledTile|None=None, **parameter
 def test_every_type(dtype:str, arch:str) -> None: check(arch, B=1, H=4, Hkv=2, Sq=70, Sk=100, D=40, Dv=24, dtype=dtype, causal=dtype != "float16")
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 results agree with the textbook's own steps in float64 within 2e-6, without the law."""
+  """float32 results differ from the textbook's steps in float64 by at most 2e-6. The test does not use the law."""
   p = problem(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   x, got = normal(p), check(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   s = (x.q.astype(np.float64) @ x.k.swapaxes(-1, -2).astype(np.float64))*p.softmax_scale
@@ -77,15 +77,15 @@ def test_adversarial(make, dtype:str) -> None:
 def test_head_dimensions(D:int, Dv:int) -> None: check(tile=SMALL if D < 100 else None, H=1, Sq=20, Sk=40, D=D, Dv=Dv, dtype="float32")
 
 def test_long_sums_are_taken_in_parts() -> None:
-  """Long dot products are summed in parts: with scores near 1e4, lse is within 4 units in the last place of the largest score. One sum of 512
-  products in sequence would be 9 units off."""
+  """The kernel sums long dot products in parts. With scores near 1e4, lse is within 4 units in the last place of the largest score. One sequential
+  sum of 512 products would err by 9 units."""
   parameters:dict[str, Any] = dict(H=2, Sq=70, Sk=90, D=512, Dv=8, dtype="float32")
   _, lse = check(make=large_rows, tile=replace(SMALL, down=8, across=8, depth=32, ahead=True), **parameters)
   _, law = expected(p := problem(**parameters), large_rows(p), {})
   assert np.abs(lse - law.exact).max() < 4*np.spacing(np.float32(np.abs(law.exact).max()))
 
 def test_softcap_is_as_exact_as_float32() -> None:
-  """softcap is right within 6e-7 of the size of the values; the short formula would err by 15e-7."""
+  """The error of softcap is below 6e-7 of the size of the values. The error of the short formula would be 15e-7."""
   def large_values(p:Problem) -> Inputs:
     x = normal(p)
     return replace(x, v=x.v*1000)
@@ -109,7 +109,7 @@ PACKED = {"layout": "thd", "causal": True, "extras": {"cu_seqlens_q": int32(0, 0
 def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype=dtype, **MASKED)
 
 def test_options_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Options are right on a chip without workgroups, whose kernels loop over the grid as on a CPU; here on the emulator."""
+  """Options are right on a chip without workgroups, whose kernels loop over the grid as they do on a CPU. The test runs on the emulator."""
   monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
   check(tile=ONE_THREAD, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
@@ -129,7 +129,8 @@ def test_nan_beyond_the_lengths_has_no_effect() -> None:
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
 def test_one_thread_without_workgroups() -> None:
-  """A kernel of one thread is right with a CPU's grid: parts run in the grid's order, with a loop over the heads of each. It runs on the emulator."""
+  """A kernel of one thread is right with a CPU's grid: it computes the parts in the order of the grid, and loops over the heads of each part. The
+  test runs on the emulator."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
   kernel = forward_of(p, serial, ONE_THREAD)
@@ -155,20 +156,20 @@ FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
 def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Each planted fault of dropout shows. Each uses a problem of its own, because a program stays in tinygrad's cache."""
+  """Each planted fault of dropout breaks the law. Each fault uses its own problem, because a program stays in tinygrad's cache."""
   monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
   with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("D", (1, 6, 130))
 def test_rows_that_are_no_multiple_of_four(D:int) -> None:
-  """Rows whose width is no multiple of four are right. Once, a kernel of one thread summed elements that nobody had written."""
+  """Rows whose width is no multiple of four are right. In an earlier version, a kernel of one thread summed elements that no code had written."""
   check(tile=ONE_THREAD, H=1, Sq=9, Sk=20, D=D, Dv=5, dtype="float32")
 
 # ***** planted faults *****
 
 def fault(name:str, change) -> None:
-  """Runs the kernel with a method changed."""
+  """Runs the kernel with one method replaced."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(PlainForward, name, change(getattr(PlainForward, name)))
     check(make=rising, tile=SMALL, H=1, Sq=20, Sk=70, D=16, dtype="float32", causal=True)
@@ -207,7 +208,7 @@ def test_the_kernel_is_plain_uops() -> None:
   assert not {u.dtype for u in program.toposort()} & set(VECTORS)
 
 def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
-  """One value of each operation that kernels may use in plain UOps."""
+  """List of expressions, one for each operation that kernels may use in plain UOps."""
   four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
   bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),
@@ -219,7 +220,8 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_an_operation_means_the_same_in_plain_uops(dtype:str) -> None:
-  """Each operation gives the same numbers by its meaning in numpy and by the interpreter that turns it into UOps, in a kernel on the emulator."""
+  """Each operation gives equal numbers in two computations: by its meaning in numpy, and by the interpreter that turns the operation into UOps, in a
+  kernel on the emulator."""
   n, rng = 64, np.random.default_rng(0)
   given = rng.standard_normal((2, n)).astype(np.float32), rng.integers(0, 2**31, n).astype(np.uint32)
   count = len(operations(*[UOp.const(1.0, dtypes.float)]*2, *[UOp.const(1, t) for t in (dtypes.uint, dtypes.int)], dtype))
@@ -241,8 +243,8 @@ def test_an_instruction_without_plain_uops_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_a_program_takes_every_tensor_of_its_call(dtype:str) -> None:
-  """A program keeps every tensor of its call as a parameter. combine gets q, k and v only for the gradient's sake; when combine of `tiled` dropped
-  them, a CUDA graph on an H200 failed with "invalid argument"."""
+  """A program keeps every tensor of its call as a parameter. The merge of `tiled` gets q, k and v only because the gradient needs them. When an
+  earlier version dropped these parameters, a CUDA graph on an H200 failed with "invalid argument"."""
   with emulated("sm_90"):
     q, k = draw(1, 2, 1, 64, dtype=dtype), draw(1, 2, 4096, 64, dtype=dtype)
     assert choice_of(q, k, k, num_splits=4).kernel == {"float16": "split_kv", "float32": "tiled"}[dtype]
@@ -291,7 +293,7 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 """
 
 def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
-  """Runs a script on a device of this machine, for the first `types` types; 1 means float32 alone."""
+  """Runs a script on a device of this machine, for the first `types` types. 1 means float32 only."""
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}
   done = subprocess.run([sys.executable, "-c", script.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=600)
@@ -311,7 +313,8 @@ assert np.isneginf(attn.attention(*map(Tensor, (q, k, v))).numpy()).all()
 """
 
 def test_a_cpu_with_an_infinite_last_row() -> None:
-  """A thread that works alone reads the last row of V in place of missing rows, with weight 0. An infinite last row must not turn that into NaN."""
+  """A kernel of one thread reads the last row of V instead of missing rows, with weight 0. An infinite last row must not turn this product into
+  NaN."""
   pytest.importorskip("ziglang")
   on("CPU", 1, INFINITE, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 
@@ -327,7 +330,7 @@ for start, value in ((0, 1.0), (1, 0.0)):
 """
 
 def test_a_cpu_with_slices_that_begin_between_units() -> None:
-  """A slice of a buffer may begin anywhere: a CPU's 16-byte instructions would crash the process at an address that is no multiple of 16."""
+  """A slice of a buffer may begin at any element. A 16-byte instruction of a CPU would crash the process at an address that is no multiple of 16."""
   pytest.importorskip("ziglang")
   on("CPU", 1, BETWEEN_UNITS, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 

@@ -29,7 +29,7 @@ either = pytest.mark.parametrize("chip", ("sm_90", GPU))
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-  """Makes the kernel run in every test, also for few queries and for the problems of test_features."""
+  """Makes the wgmma kernel run in every test, also for few queries and for the problems of test_features."""
   monkeypatch.setenv("ATTN_KERNEL", "forward_wgmma")
   monkeypatch.setattr(cases, "choose_tile", wgmma_tile)
 
@@ -70,7 +70,7 @@ def test_every_tile(row:RatedUpTo, monkeypatch) -> None:
   assert tile.lds_bytes(problem(Sk=tile.block_n, D=row.up_to)) <= get_chip("sm_90").lds
   check("sm_90", H=1, Sq=200, Sk=tile.block_n if few else 500, D=row.up_to, causal="top-left" if few else True)
 
-@in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py runs the others by mma.sync
+@in_turn("option, chip", features.OPTIONS, ["sm_90"], [GPU], turn=1, among=2)    # test_features.py runs the other options by mma.sync
 def test_option(chip:str, option:str) -> None: features.test_option(chip, option)
 
 @either
@@ -94,7 +94,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
 
-# ***** what the emulator must see *****
+# ***** faults that the emulator must find *****
 
 def nothing(order:UOp) -> UOp: return nvidia.commit(order)
 
@@ -110,13 +110,13 @@ PLANTED = {
 }
 
 def of_weigh(monkeypatch, change) -> None:
-  """Gives `weigh` a changed meaning."""
+  """Replaces the meaning of the operation `weigh`."""
   definition = OPERATIONS["weigh"].meaning
   changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty `weigh`: rows that already have a reference keep P of the trip before."""
+  """Faulty version of `weigh`: rows that already have a reference keep P of the trip before."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)
@@ -133,18 +133,18 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("without_places")
 def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
-  """Two tiles get a ring of two places, and the copy of a third tile, all zeros, is not made."""
+  """Two tiles get a ring with two places, and the kernel does not copy a third tile, which would be all zeros."""
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
   check("sm_90", H=1, Sq=70, Sk=90, D=32, causal=True)
-  monkeypatch.setattr(wgmma_forward, "STAGES", 2)       # two places look like the full ring, so the copy is made
+  monkeypatch.setattr(wgmma_forward, "STAGES", 2)       # a ring of two places counts as full, and the kernel copies a third tile
   with pytest.raises(LdsRace): check("sm_90", H=1, Sq=70, Sk=90, D=32)
 
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
-  """Warpgroups without queries start no products. Of three warpgroups `idle` have no query in the last block; the others start two products in each
-  trip."""
+  """Warpgroups without queries start no products. `idle` of three warpgroups have no query in the last block; the other warpgroups start two products
+  in each trip."""
   tile, started = WgmmaTile(3, 64), list[int]()
   start = Frame.start_product
   def counted(frame:Frame, *args) -> np.ndarray:

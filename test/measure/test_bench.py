@@ -19,7 +19,7 @@ def run(*program:str, **settings:str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def bench_here(monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-  """Function that runs bench.py with these settings in this process, where everything is already imported, and returns its exit status."""
+  """Function that runs bench.py with these settings in this process, which has already imported everything, and returns the exit status."""
   monkeypatch.setattr(bench, "find_device", lambda: os.environ["DEV"])
   def with_settings(**settings:str) -> int:
     for name, value in settings.items(): monkeypatch.setenv(name, value)
@@ -33,7 +33,7 @@ def rows(path:Path) -> list[dict[str, str]]:
   with path.open() as f: return list(csv.DictReader(f))
 
 def test_without_settings() -> None:
-  """bench.py without settings and without a GPU says so, emulates gfx942, and checks the results."""
+  """bench.py without settings on a machine without a GPU reports this, emulates gfx942, and checks the results."""
   result = run()
   assert result.returncode == 0, result.stderr
   assert result.stdout.startswith("no DEV is set and no AMD GPU was found: emulating one, DEV=EMU::gfx942\n") or "TFLOP/s" in result.stdout
@@ -62,7 +62,7 @@ def test_backward(bench_here:Callable[..., int], settings:dict[str, str], tmp_pa
   assert row["heads checked"] == "100%"
 
 def test_sweep_shows_progress(bench_here:Callable[..., int], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """A setting holds for every shape of the sweep; the settings here leave few different shapes."""
+  """A setting applies to every shape of the sweep. The settings here leave few different shapes."""
   assert bench_here(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
                     WINDOW="-1,-1", SK="64") == 0
   assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in capsys.readouterr().err
@@ -150,7 +150,8 @@ def test_verify_judges_lse_too() -> None:
   assert not bench.verify(p, (q, k, v), (o, lse + 1), True)[0].ok
 
 def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
-  """bench.py accepts every shape of the comparison. The peers need PyTorch and a GPU; their list of shapes does not."""
+  """bench.py accepts every shape of the comparison. The other libraries of the comparison need PyTorch and a GPU, but their list of shapes does
+  not."""
   from attn.measure import peers
   problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in (*peers.sweep("float16"), *peers.sweep("float32"))]
   assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES) + 2*len(peers.SHAPES_FP32)
@@ -161,8 +162,8 @@ def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.Mon
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
 
 def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tmp_path:Path) -> None:
-  """The sweep of the backward kernels goes from settings to table and picture, with the device and PyTorch replaced, also for shapes too large to be
-  computed again."""
+  """The sweep of the backward kernels produces table and picture from its settings, also for shapes that are too large to be computed a second time.
+  Stand-ins replace the device and PyTorch."""
   pytest.importorskip("matplotlib")
   def row(p:Problem, causal:bool) -> dict[str, object]:
     theirs = {"TFLOP/s cuDNN": 2.0} if p.D < 256 else {}
@@ -180,7 +181,7 @@ def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tm
   assert {x["shape"] for x in found if not x["TFLOP/s cuDNN"]} == {"2x16x4096x256"}
 
 def test_problems_of_the_backward() -> None:
-  """Words select the problems that `python -m attn.measure.backward` measures."""
+  """Words on the command line select the problems that `python -m attn.measure.backward` measures."""
   both = backward.problems(["32/8", "bfloat16"])
   assert [(p.H, p.Hkv, p.D, causal) for p, causal in both] == [(32, 8, 128, False), (32, 8, 128, True)]
   assert [backward.name_of(*x) for x in both] == ["4x32/8x4096x128 full bfloat16", "4x32/8x4096x128 causal bfloat16"]

@@ -1,4 +1,5 @@
-"""Tests, without a GPU, of the measurements on a GPU: which problems, how often, and against what. test_bench.py has the rest."""
+"""Tests of the measurement programs without a GPU: which problems they measure, how often, and which other libraries they compare with. test_bench.py
+tests bench.py."""
 from __future__ import annotations
 import importlib.util, itertools, json, os, subprocess, sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from attn.measure.peers import in_turn
 from attn.tinygrad_compat import Context, Device, Tensor
 
 def test_first_calls_are_timed() -> None:
-  """A first call is timed, here in this process on the emulator. The time includes the compiler's, which is restored afterwards."""
+  """The measurement times a first call, here in this process on the emulator. The time includes the time of the compiler, whose method the
+  measurement replaces and then restores."""
   with Context(DEV="EMU::gfx942"):
     compiler = Device["EMU"].renderer.compiler
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
@@ -37,7 +39,7 @@ def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
   with pytest.raises(RuntimeError, match="what was wrong"): latency.main(["32 on 8", "2048"])
 
 def test_launches_of_a_tinyjit(monkeypatch) -> None:
-  """TinyJit launches the kernel as often as asked, first eagerly and then captured, and each launch writes the output."""
+  """TinyJit launches the kernel the wanted number of times, first eagerly and then captured, and each launch writes the output."""
   calls = []
   monkeypatch.setattr(short, "attention", lambda *args, **options: calls.append(options) or attention(*args, **options))
   rng = np.random.default_rng(0)
@@ -48,13 +50,13 @@ def test_launches_of_a_tinyjit(monkeypatch) -> None:
     np.testing.assert_array_equal(out.numpy(), attention(q, k, v).numpy())
 
 def test_short_rows() -> None:
-  """Every problem of short rows runs by wgmma, and the peers get the same problem."""
+  """Every problem of short rows runs by wgmma, and the compared libraries get an equal problem."""
   for row in short.SHORT_ROWS:
     assert choose(row.problem, get_chip("sm_90")).kernel == "forward_wgmma" and (row.causal or row.problem.window == (-1, -1))
   assert len({str(row) for row in short.SHORT_ROWS}) == 8
 
 def test_peers_take_turns() -> None:
-  """Each peer runs once in a round, in an order that varies, and its median counts."""
+  """Each compared library runs once in a round. The order differs between rounds, and the median time of each library counts."""
   called = list[str]()
   def timer(name:str, *seconds:float) -> Callable[[], float]:
     left = iter(seconds)

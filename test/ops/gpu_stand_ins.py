@@ -1,12 +1,12 @@
-"""C++ stand-ins for a GPU's builtins and instructions, with which test_ops.py compiles the printed text of operations for HIP and CUDA on this
+"""C++ stand-ins for a GPU's builtins and instructions. test_ops.py compiles the printed text of operations for HIP and CUDA with them, on this
 machine.
 
-The lanes of a wave run one after another, and again until what each lane takes from the others is right: `in_lockstep`.
+The lanes of a wave run one after another. `in_lockstep` repeats them until every lane has read the right values of the other lanes.
 """
 
 EXCHANGES = 40     # maximum number of exchanges between a wave's lanes in one operation
 
-# ***** common: lanes that exchange *****
+# ***** common: lanes that exchange values *****
 
 LOCKSTEP = r"""
 typedef unsigned u32;

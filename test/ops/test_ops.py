@@ -1,7 +1,7 @@
 """Tests that an operation's texts and its meaning agree. The texts for HIP and CUDA are compiled for this machine, with stand-ins for the GPU's
-builtins and instructions; the meaning is what the emulator computes in numpy. This also tests the interpreters of compound operations.
+builtins and instructions. The meaning is what the emulator computes in numpy. The tests also cover the interpreters of compound operations.
 
-Each lane has operands of its own, so an exchange that is left out, or takes the wrong lane, shows.
+Each lane has its own operands. A text without an exchange, or with an exchange with the wrong lane, therefore gives wrong results.
 """
 from __future__ import annotations
 import ctypes, functools, itertools, re, subprocess, sys
@@ -49,7 +49,7 @@ HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 
 def common(n:int) -> dict[str, Callable[[], UOp]]:
-  """Cases of the operations for all vendors, on vectors of n elements."""
+  """Test cases of the operations for all vendors, on vectors of n elements."""
   offsets = OFFSETS[:n]
   return {
     "splat": lambda: ops.splat(1.5, n), "splat of a value": lambda: ops.splat(f(), n), "build": lambda: ops.build(f(1, 0), f(1, 1)),
@@ -83,7 +83,7 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
-  """Cases of the operations of dropout, on vectors of n elements."""
+  """Test cases of the operations of dropout, on vectors of n elements."""
   return {
     "kept_octet": lambda: dropout.kept_octet((u(1, 0), u(1, 1)), *[u(1, slot) for slot in range(2, 6)], 0.3),
     "drop_packed": lambda: dropout.drop_packed(u(n//2, 0), u(2, 1), tuple((j % 2, 3*j) for j in range(n//2)), 0),
@@ -92,19 +92,20 @@ def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
-  """Correction of `tiles` tiles; `shapes` gives, for each operand, the number of vectors in a tile and of elements in a vector."""
+  """Correction of `tiles` tiles of scores. `shapes` gives, for each operand, the number of vectors in a tile and the number of elements in a
+  vector."""
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
   return correct(*[place(slot, name) for slot, name in enumerate(shapes)], rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """Kind of sum by which an AMD chip adds up rounded P, and its matrix instruction, if it uses one instead of dot products."""
+  """Kind of sum by which an AMD chip adds rounded P, and the matrix instruction for this sum, or None if the chip uses dot products."""
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True) -> UOp:
-  """Correction as in AMD's kernels: a lane has elements of one row."""
+  """Correction in the form of AMD's kernels: a lane has elements of one row."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, LANE)[:1 + lse]
@@ -113,13 +114,13 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
-  """Correction as in NVIDIA's kernels: a lane has elements of two rows, and two tiles of scores make one tile of P."""
+  """Correction in the form of NVIDIA's kernels: a lane has elements of two rows, and two tiles of scores become one tile of P."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
   return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
-  """P of two tiles, computed as in the kernel for Hopper."""
+  """P of two tiles, computed in the form of the kernel for Hopper."""
   shapes = dict(reference=(1, 2), bias=(1, 2), p=(2, 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
                for slot, (name, (count, n)) in enumerate(shapes.items())]
@@ -195,12 +196,12 @@ def constant(x:UOp) -> float|None:
 
 @dataclass(frozen=True)
 class Registers:
-  """Register array in the form that the emulator's meanings take, starting at its element `first`."""
+  """Register array in the form that the emulator's meanings expect, starting at its element `first`."""
   elements: list[np.ndarray]
   first: int
 
 class Wave:
-  """Stand-in for `Lanes` with what the operations here need."""
+  """Stand-in for `Lanes` with the methods that the operations here need."""
   def __init__(self, arch:str):
     self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
     self.active = np.ones(WAVES*self.wave, np.bool_)
@@ -214,7 +215,7 @@ def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
 def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
 
 def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
-  """Random values (threads, elements). Each wave has another magnitude, and later waves contain the special values that a softmax meets."""
+  """Random values (threads, elements). Each wave has another magnitude, and later waves also contain the special values that occur in a softmax."""
   n, threads = size(dtype), WAVES*wave
   if dtype is dtypes.bool: return rng.integers(0, 2, (threads, 1)).astype(np.bool_)
   if dtype is dtypes.int: return rng.integers(-4, 14, (threads, 1), dtype=np.int32)
@@ -254,7 +255,7 @@ def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip
 def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
 
 def function(number:int, arch:str, x:UOp) -> str:
-  """C++ function that runs an expression in every thread; what its text calls lies in a namespace of its own."""
+  """C++ function that runs an expression in every thread. The functions that its text calls are in a namespace of this function."""
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
   renderer.operations, renderer.r = KernelText(language(arch), arch), {}
@@ -292,7 +293,8 @@ extern "C" int f{number}({", ".join([*parameters, f"{out}* out"])}) {{
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, str], UOp]]:
-  """Compiles the functions f0, f1 ... of the cases into one library for each language, because vector types of HIP and CUDA have the same names."""
+  """Compiles the functions f0, f1 ... of the cases into two libraries, one for HIP and one for CUDA, because vector types of HIP and CUDA have equal
+  names."""
   pytest.importorskip("ziglang")
   made = {case: make() for case, make in CASES.items()}
   texts:dict[str, list[str]] = {"hip": [], "cuda": []}
@@ -315,7 +317,8 @@ def library(tmp_path_factory) -> tuple[dict[str, ctypes.CDLL], dict[tuple[str, s
 # ***** the tests *****
 
 def test_operations_in_which_lanes_meet_are_known() -> None:
-  """ACROSS_LANES names exactly the operations whose texts exchange between lanes; kernels compute their values before a branch stores them."""
+  """ACROSS_LANES names exactly the operations whose texts exchange values between lanes. Kernels compute the results of these operations before a
+  branch stores them."""
   found = set()
   for (arch, _), make in CASES.items():
     for x in make().toposort() if language(arch) == "hip" else ():
@@ -324,7 +327,7 @@ def test_operations_in_which_lanes_meet_are_known() -> None:
       types = [c_type(s) for s in x.src]
       expression = printed.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [f"x{i}{'+0'*t.endswith('*')}" for i, t in enumerate(types)])
       if re.search("permlane|bpermute|swizzle|dpp|wmma|mfma", "\n".join([expression, *printed.functions.values()])): found.add(x.arg.name)
-  assert found == set(ACROSS_LANES) - {"matrix"}      # the tests of kernels cover it
+  assert found == set(ACROSS_LANES) - {"matrix"}      # the tests of kernels cover this operation
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
@@ -353,7 +356,7 @@ RELATIVE = {"correct": 5e-7, "weigh": 5e-7}      # two more roundings: after exp
 ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "rounded_sum": 16*10*2.0**-24}
 
 def aligned(x:np.ndarray) -> np.ndarray:
-  """Copy that is aligned for the widest vector."""
+  """Copy of an array that is aligned for the widest vector."""
   room = np.zeros(x.nbytes + 64, np.uint8)
   start = -room.ctypes.data % 64
   copy = room[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -361,11 +364,11 @@ def aligned(x:np.ndarray) -> np.ndarray:
   return copy
 
 def close(a:np.ndarray, b:np.ndarray, absolute:float=2e-38, relative:float=TWO_UNITS) -> None:
-  """Compares two arrays, NaN equal to NaN; fp32 numbers may differ as much as libm's functions do."""
+  """Compares two arrays. NaN equals NaN, and fp32 numbers may differ by the error of libm's functions."""
   if a.dtype == np.float32: np.testing.assert_allclose(a, b, rtol=relative, atol=absolute)
   else: np.testing.assert_array_equal(a, b)
 
-# ***** definitions from which texts and meaning are both made *****
+# ***** definitions that produce the texts and the meaning *****
 
 def evaluated(x:UOp, *values:Any) -> np.ndarray: return np.asarray(meaning(x, Wave(NVIDIA), dict(zip(operands(x), values, strict=True))))
 
@@ -381,7 +384,7 @@ def test_masks(offsets:tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("side", ("above", "below"))
 def test_masks_of_registers(side:str) -> None:
-  """mask_rows hides the right keys: the i-th of three vectors holds the keys 8*i and 8*i + 1 of one row and of another."""
+  """mask_rows hides the right keys. Vector i of three vectors holds the keys 8*i and 8*i + 1 of two rows."""
   threads = WAVES*32
   scores = Registers([np.ones((4, threads), np.float32) for _ in range(3)], 0)
   limits = np.stack([np.arange(threads) % 19 - 1, np.arange(threads) % 5 + 7]).astype(np.int32)
@@ -392,7 +395,7 @@ def test_masks_of_registers(side:str) -> None:
       np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
 def test_turned() -> None:
-  """Eight lanes with rows of four 8 x 8 bit matrices get the columns: row j of a lane is 4 bits in each half."""
+  """Eight lanes hold rows of four 8 x 8 bit matrices and get their columns: row j of a lane is 4 bits in each half."""
   rng, threads = np.random.default_rng(0), WAVES*32
   rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # groups of eight lanes: lane, matrix, column
   def words(bits:np.ndarray) -> np.ndarray:
@@ -402,7 +405,8 @@ def test_turned() -> None:
   np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:
-  """A correction of two rows over four lanes moves the references to the maxima, and makes the accumulators and P relative to them."""
+  """A correction of two rows over four lanes moves the references to the row maxima. It makes the accumulators and P relative to the new
+  references."""
   rng, lanes, scale = np.random.default_rng(0), Wave(NVIDIA), 0.18
   threads, x = len(lanes.active), by_rows((LANE,), tiles=1, scale=scale)
   names = ("reference", "bias", "l", "acc", "p", "scores", "part")
@@ -426,8 +430,8 @@ def test_correction_of_rows() -> None:
   np.testing.assert_allclose(got.transpose(1, 2, 3, 0), p, rtol=1e-3, atol=1e-7)
 
 def test_splitting_rounds_to_nearest_even() -> None:
-  """P is rounded to nearest even where no instruction rounds to bf16: for every upper half of a normal fp32 number, and lower halves at both ends
-  and around ties, including those that carry into the next power of two."""
+  """If no instruction rounds to bf16, P is still rounded to nearest even. The test tries every upper half of a normal fp32 number. The lower halves
+  lie at the two ends and around ties, and some of them carry into the next power of two."""
   largest = numerics.bits_as(np.array([numerics.LARGEST_WEIGHT], np.float32), "uint32")[0] >> 16
   upper, lower = np.r_[0, 1 << 7:largest].astype(np.uint32), np.r_[:2, 0x7ffe:0x8002, 0xff00:0xff04, 0xfffc:0x10000].astype(np.uint32)
   x = (upper[:, None] << np.uint32(16) | lower).view(np.float32)

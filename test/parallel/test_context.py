@@ -1,5 +1,5 @@
-"""Tests of sequences whose rows are spread over devices: what each launch sees, compared with the mask by true positions; results against float64;
-what is copied; what is refused."""
+"""Tests of sequences whose rows are spread over devices. They compare what each launch sees with the mask by true positions, compare results with
+float64, and check what is copied and what is refused."""
 from __future__ import annotations
 import collections, itertools, math, random, re, zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -43,14 +43,14 @@ def shards(p:Problem, count:int, order:str, whole_q:bool=False) -> SequenceShard
   return SequenceShards(count, order, rows_held(p.Sk, count, order), None if whole_q else rows_held(p.Sq, count, order))
 
 def held(s:SequenceShards, rows:int, length:int, device:int) -> np.ndarray:
-  """Positions in the sequence of the rows that a device holds, -1 for padding. It follows the text of docs/sharding.md and not the functions under
-  test."""
+  """Positions in the sequence of the rows on a device, -1 for padding. The computation follows the text of docs/sharding.md, and not the functions
+  under test."""
   places = np.arange(rows*s.count)
   pieces = np.split(np.where(places < length, places, -1), s.count if s.order == "contiguous" else 2*s.count)
   return pieces[device] if s.order == "contiguous" else np.concatenate([pieces[device], pieces[-1 - device]])
 
 def counted(p:Problem, s:SequenceShards) -> np.ndarray:
-  """Counts how often the launches of all devices see each pair (query, key), from the window, the offset and the rows of each launch."""
+  """Counts how often the launches of all devices see each pair (query, key), by the window, the offset and the rows of each launch."""
   seen = np.zeros((p.Sq, p.Sk), int)
   for device in range(s.count):
     mine = np.arange(p.Sq) if s.queries is None else held(s, s.queries, p.Sq, device)
@@ -92,7 +92,7 @@ def test_a_causal_mask_takes_one_launch_of_an_owner_and_the_same_work_of_all(cou
     assert s.queries is not None
     assert seen[held(s, s.queries, p.Sq, device)].sum() == seen.sum()//count
   first = shards(p, count, "contiguous").plan(p, 0)
-  assert [owner for owner, _ in first] == [0]      # all keys of the other devices lie behind its queries
+  assert [owner for owner, _ in first] == [0]      # all keys of the other devices come after its queries
 
 def broken_plan(monkeypatch:pytest.MonkeyPatch, name:str, fault:Any) -> None:
   original = getattr(dealing, name)
@@ -115,7 +115,7 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
 @pytest.mark.parametrize("count, order", ((1, "zigzag"), (2, "zigzag"), (3, "zigzag"), (3, "contiguous")))
 @pytest.mark.parametrize("block_m", (3, 5, 8))
 def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> None:
-  """A kernel computes the true position of each query from pieces of 5 rows; no block of queries crosses the border of a piece."""
+  """A kernel computes the true position of each query if a device has pieces of 5 rows. No block of queries contains rows of two pieces."""
   length = 5*count*ORDERS[order] - 3
   p = posed(length, length, (-1, 0), 0)
   s = shards(p, count, order)
@@ -126,8 +126,8 @@ def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> 
     assert places_of_blocks(q, block_m) == mine[mine >= 0].tolist()
 
 def check_keys(p:Problem, s:SequenceShards) -> None:
-  """Checks that a device holds the keys that its queries see, and REACH rows around them, at the places where its kernel looks for them. Here the
-  key of each head is a number of its own."""
+  """Checks that a device stores the keys that its queries see, and REACH rows around them, at the addresses where its kernel reads them. Each key of
+  each head is a different number here."""
   keys, heads = np.arange(p.Sk), np.arange(p.B*p.Hkv)[:, None]
   for device in range(s.count):
     mine = held(s, s.queries or 0, p.Sq, device)
@@ -155,7 +155,7 @@ def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) ->
     for p, s in some: check_keys(p, s)
 
 def places_of_blocks(p:Problem, block_m:int) -> list[int]:
-  """Positions in the sequence of the queries of all blocks of `block_m` rows, in order. No query may be in two blocks."""
+  """Positions in the sequence of the queries of all blocks of `block_m` rows, in order. Fails if a query is in two blocks."""
   tile: Any = SimpleNamespace(block_m=block_m, pack_gqa=False)
   places = dict[int, int]()
   for number in range(math.prod(blocks_of_queries(p, tile))):
@@ -185,7 +185,7 @@ def test_zigzag_deals_out_front_and_back() -> None:
 
 def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
           shared_bias:bool=False, **parameters:Any) -> None:
-  """Checks o and lse of `attention` on `count` devices against the accuracy law. With `keys`, every device holds all of q."""
+  """Checks o and lse of `attention` on `count` devices against the accuracy law. With `keys`, every device has all rows of q."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis = normal(p), ROWS[p.layout]
@@ -247,7 +247,7 @@ def test_contract_of_every_option(name:str, count:int, order:str, arch:str, kern
   check(count, order, arch, kernel, keys=keys, layout=layout, dtype=dtype, **MORE[name])
 
 def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Tiles read rows before and after those that a window leaves, so a device needs REACH more rows: with REACH=0 the emulator stops at a read of
+  """A tile reads rows before and after the rows that a window shows, so a device needs REACH more rows. With REACH=0 the emulator stops at a read of
   rows that were not copied."""
   monkeypatch.setattr(dealing, "REACH", 0)
   with pytest.raises(UninitialisedRead): check(2, Sq=300, D=16, H=1, window=(70, 0), causal=True)
@@ -256,36 +256,36 @@ def test_a_tile_has_rows_that_no_query_sees(monkeypatch:pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("order", ("zigzag", "contiguous"))
 @pytest.mark.parametrize("arch, dtype", (("gfx942", "float16"), ("gfx1100", "bfloat16"), ("sm_80", "float16"), ("sm_90", "bfloat16")))
 def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dtype:str, order:str) -> None:
-  """A device copies only a part of a long sequence with a window. REACH is set to 256 rows here, two tiles, which is still more than these kernels
-  need."""
+  """A device copies only a part of a long sequence if the problem has a window. REACH is 256 rows here (two tiles), which is still more than these
+  kernels need."""
   monkeypatch.setattr(dealing, "REACH", 256)
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 def test_wide_scores_of_an_odd_number_of_rows() -> None:
-  """Results are right where the numbers that lse loses in fp32, one for each row, begin between two of the 16-byte units in which kernels write rows
-  of o: here a part has 5 rows."""
+  """Results are right if the numbers that lse loses in fp32, one for each row, begin between two 16-byte units. Kernels write the rows of o in
+  16-byte units. Here a device's partial result has 5 rows."""
   check(2, keys=True, H=1, Sq=5, Sk=12, D=16, extras={"bias": floats(1, 1, 1, 12)})
 
 @pytest.mark.thorough
 def test_a_bias_of_one_query() -> None:
-  """A bias of one query is not taken for a bias that all queries share: the second device has no query, only rows of padding."""
+  """A bias for one query is not used as a bias that all queries share. The second device has no query, only rows of padding."""
   check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
 
 @pytest.mark.thorough
 def test_devices_without_regions(monkeypatch:pytest.MonkeyPatch) -> None:
-  """OpenCL buffers have no regions, and its renderer prints none of attn's operations. Copied parts are then joined, and plain UOps merge the
-  results."""
+  """OpenCL buffers have no regions, and the OpenCL renderer prints none of attn's operations. attn then joins the copied parts, and plain UOps merge
+  the results."""
   monkeypatch.setattr(context, "region", lambda u: None)
   monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
 
 def test_sharded_keys_with_whole_queries() -> None:
-  """Sharded keys with a single query on every device, as in decoding; zigzag gives each device two pieces of the keys."""
+  """Results are right for sharded keys with a single query on every device, as in decoding. zigzag gives each device two pieces of the keys."""
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
 def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Sharded keys on a chip without workgroups: kernels loop over the grid as on a CPU, here on the emulator, and tinygrad prints the merging kernel
-  for a CPU as such a loop."""
+  """Results are right for sharded keys on a chip without workgroups. Kernels loop over the grid as on a CPU, here on the emulator, and tinygrad
+  prints the kernel that merges results as such a loop."""
   for module in (checked_call, checked_kernel):
     monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
@@ -329,7 +329,7 @@ SMALL = {"Sq": 8, "D": 16, "H": 2, "Hkv": 1}
 def test_gradients_go_back_to_their_owners(monkeypatch:pytest.MonkeyPatch) -> None:
   check_gradients(2, **SMALL)
   added_up = context_gradient.added_up
-  monkeypatch.setattr(context_gradient, "added_up", lambda parts, *args: added_up(parts[:1], *args))     # loses what other devices found
+  monkeypatch.setattr(context_gradient, "added_up", lambda parts, *args: added_up(parts[:1], *args))     # loses the results of other devices
   with pytest.raises(AssertionError, match=r"d[qkv]: error"): check_gradients(2, **SMALL)
 
 @pytest.mark.parametrize("keys", (False, True))
@@ -342,7 +342,7 @@ def test_gradients_of_every_option(name:str, count:int, order:str, arch:str, dty
   check_gradients(count, order, arch, keys=keys, dtype=dtype, D=16, **MORE[name])
 
 def test_the_gradient_of_a_sum_and_a_shard_of_padding() -> None:
-  """Gradients are right where dO is the same number everywhere and one device holds nothing but padding of q."""
+  """Gradients are right if dO is one number everywhere and one device has only padding of q."""
   with emulated("gfx942"):
     x = [draw(1, 1, rows, 16) for rows in (1, 6, 6)]
     def gradients(place:Any, **options:Any) -> list[np.ndarray]:
@@ -356,10 +356,10 @@ def test_gradients_of_a_bias_sharded_like_q() -> None:
 
 # ***** results, read in any order *****
 
-SHARED = {"rows": 2, "keys": 2, "heads": 1, "batch": 0}     # what devices share, and its axis in k and v
+SHARED = {"rows": 2, "keys": 2, "heads": 1, "batch": 0}     # what the devices share, and the sharded axis of k and v
 
 def groups(names:list[str], seed:int) -> list[list[str]]:
-  """Splits the names, in random order, into groups of one or more."""
+  """Splits the names, in random order, into groups of at least one name."""
   rng = random.Random(seed)
   order = rng.sample(names, len(names))
   cuts = sorted(rng.sample(range(1, len(order)), rng.randrange(len(order))))
@@ -367,8 +367,8 @@ def groups(names:list[str], seed:int) -> list[list[str]]:
 
 def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list[str]]], *, order:str="zigzag", calls:int=1, arch:str="gfx942",
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
-  """Checks o, lse and all gradients against the accuracy law, computed group by group as `reading` says. With several `calls`, the step runs under
-  TinyJit with other inputs in each call."""
+  """Checks o, lse and all gradients against the accuracy law. The test reads them group by group in the order of `reading`. With several `calls`, the
+  step runs under TinyJit with other inputs in each call."""
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
   options, in_order = {name: parameters[name] for name in ("causal", "softcap") if name in parameters}, shared in ("rows", "keys")
   if in_order: options |= {"sequence_order": order}
@@ -401,12 +401,13 @@ def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list
 def one_by_one(names:list[str]) -> list[list[str]]: return [[name] for name in names]
 
 def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients that are read one by one are right on three devices with one buffer for other devices' keys, which these keys use in turn."""
+  """Gradients that are read one by one are right on three devices. Each device has one buffer for the keys of other devices, which these keys use one
+  after another."""
   monkeypatch.setattr(context, "SLOTS", 1)
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
 class AnyOrder(collections.deque[Any]):
-  """Queue of the kernels that tinygrad's scheduler may take next. It gives out a random one instead of the first."""
+  """Queue of the kernels that tinygrad's scheduler may schedule next. It returns a random kernel instead of the first."""
   def __init__(self, ready:Iterable[Any], rng:random.Random) -> None:
     super().__init__(ready)
     self.rng = rng
@@ -415,7 +416,7 @@ class AnyOrder(collections.deque[Any]):
     return super().popleft()
 
 def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
-  """Makes tinygrad schedule kernels in a random order among those that their dependencies allow, a new one each time."""
+  """Makes tinygrad schedule kernels in a random order that their dependencies allow. Each scheduling uses a new order."""
   rng = random.Random(seed)
   monkeypatch.setattr(tinygrad.schedule, "deque", lambda ready: AnyOrder(ready, rng))
   return Context(SCACHE=0)
@@ -423,8 +424,7 @@ def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
 @pytest.mark.parametrize("launches", (1, 3))
 @pytest.mark.parametrize("seed", (1, 2))
 def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
-  """A launch waits for every copy of keys to its device, and for the device's own keys, in whatever order the scheduler takes them: no copy has to
-  come last."""
+  """A launch waits for every copy of keys to its device, and for the device's own keys, in any order of scheduling. No copy has to come last."""
   monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(head, p.Hkv//launches) for head in range(0, p.Hkv, p.Hkv//launches)])
   with in_any_order(monkeypatch, seed): check(4, H=launches, Sq=16, D=16)
 
@@ -447,7 +447,7 @@ def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, 
 @pytest.mark.parametrize("count", (2, 3, 4, 5, 8))
 @pytest.mark.parametrize("shared", SHARED)
 def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
-  """Results of random problems are right in any order of reading, one at a time or in groups, with and without TinyJit."""
+  """Results of random problems are right in any order of reading, one by one or in groups, with and without TinyJit."""
   rng = random.Random(zlib.crc32(f"{shared} {count} {seed}".encode()))
   name, order, calls, reading = rng.choice([*READ]), rng.choice([*ORDERS]), rng.choice((1, 3)), rng.randrange(1000)
   check_reading(count, shared, lambda names: groups(names, reading), order=order, calls=calls, **scaled_up(shared, count, **READ[name]))
@@ -455,8 +455,8 @@ def test_results_are_read_in_any_order(shared:str, count:int, seed:int) -> None:
 # ***** under TinyJit *****
 
 def test_under_tinyjit() -> None:
-  """Grouped heads, padding and a causal mask are right under TinyJit. The inputs are computed values, so tinygrad assigns new buffers to them, as it
-  does to parts of keys and to messages between devices."""
+  """Grouped heads, padding and a causal mask are right under TinyJit. The inputs are computed values, so tinygrad gives them new buffers in each
+  call. It also gives new buffers to parts of keys and to messages between devices."""
   p = problem(H=2, Hkv=1, Sq=21, D=16, causal=True)
   with emulated("gfx942"):
     @TinyJit
@@ -470,8 +470,8 @@ def test_under_tinyjit() -> None:
       assert (verdict := judge(got, law)).ok, f"call {seed}: {verdict}"
 
 class StandInGraph(MultiGraphRunner):
-  """Stand-in on the emulator for tinygrad's graph of CUDA. It records the addresses of a call once, replaces those of inputs in each later call, and
-  records which nodes each node waits for. Among nodes that are ready, the last one runs first."""
+  """Stand-in on the emulator for tinygrad's CUDA graph. It records the addresses of a call once, and replaces the addresses of inputs in each later
+  call. It also records which nodes each node waits for. Among nodes that are ready, the last node runs first."""
   made: ClassVar[list[StandInGraph]] = []
   def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
     super().__init__(linear, input_uops)
@@ -504,17 +504,17 @@ class StandInGraph(MultiGraphRunner):
     while len(found) < len(self.waits): found.append(max(n for n, waits in enumerate(self.waits) if n not in found and waits <= {*found}))
     return found
   def launches_on(self, device:str) -> list[int]:
-    """Nodes that launch attention on a device."""
+    """Nodes of a graph that launch attention on a device."""
     return [n for n, (_, ast, buffers, _) in enumerate(self.calls)
             if ast.op is Ops.PROGRAM and buffers[0].device == device and "in_order" not in ast.arg.name]
   def before(self, node:int) -> set[int]:
-    """Nodes that a node waits for, directly or indirectly."""
+    """Nodes that a node waits for, directly or through other nodes."""
     return self.waits[node].union(*map(self.before, self.waits[node]))
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """Each call under TinyJit uses its own inputs, although launches and copies of a device take only parts of them. tinygrad's own graph keeps the
-  parts of the first call; the case `mended=False` shows this."""
+  """Each call under TinyJit uses its own inputs, although the launches and copies of a device read only parts of these inputs. tinygrad's own graph
+  keeps the parts of the first call; the case `mended=False` shows this."""
   monkeypatch.setattr(context.SharedRows, "gathers", False)
   with emulated("gfx942", "tiled"):
     anew = list[int]()
@@ -523,17 +523,17 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     @TinyJit
     def step(q:Tensor, k:Tensor, v:Tensor) -> Tensor: return attn.attention(q, k, v).realize()
     inputs = [[draw(1, 1, 4, 8, seed=3*n + i) for i in range(3)] for n in range(4)]
-    kept = [[attn.shard_sequence(t, devices(2), 2, "contiguous").realize() for t in x] for x in inputs]     # every input has a buffer of its own
+    kept = [[attn.shard_sequence(t, devices(2), 2, "contiguous").realize() for t in x] for x in inputs]     # every input has its own buffer
     right = [np.abs(array(whole(step(*t))) - array(attn.attention(*x))).max() < 4e-3 for t, x in zip(kept, inputs)]
     assert right == [True, True, mended, mended]
     copied_anew = list(anew)
     step(*kept[-1])
-    # Each device copies k and v of the other one. Where inputs lie as in the call before, the copies stay as they are.
+    # Each device copies k and v of the other device. If inputs have the addresses of the call before, the copies do not change.
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
 
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
-  """Heads are computed in several launches of equal size when their keys take long to copy, so that copies run beside a launch: 32 or 8 heads in two
-  halves, 9 heads by threes. Short sequences take all heads in one launch."""
+  """If the keys of heads need long to copy, several launches of equal size compute the heads, and copies run beside a launch. 32 or 8 heads run in
+  two halves, 9 heads in groups of three. With short sequences one launch computes all heads."""
   def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
     p = Problem(1, H, Hkv, rows, rows, 128, 128, window=(-1, 0), softmax_scale=1.0)
     return head_chunks(p, shards(p, 2, "zigzag"))
@@ -544,7 +544,8 @@ def heads_at_a_time(monkeypatch:pytest.MonkeyPatch, count:int) -> None:
   monkeypatch.setattr(context, "head_chunks", lambda p, shards: [(first, count) for first in range(0, p.B*p.Hkv, count)])
 
 def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
-  """Captures the graph of two devices that compute three heads one after another. Also returns whether its results are right for changing inputs."""
+  """Captures the graph of two devices that compute three heads one after another. Returns the graph, and whether its results are right if inputs
+  change."""
   heads_at_a_time(monkeypatch, 1)
   with emulated("gfx942", "tiled"), Context(JIT_BATCH_SIZE=0):
     for name in devices(2): monkeypatch.setattr(Device[name], "graph", with_selected_inputs(StandInGraph, lambda *_: None))
@@ -557,8 +558,8 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
     return StandInGraph.made[-1], judge(array(o), expected(p, inputs[-1], {})[0]).ok
 
 def test_a_graph_copies_keys_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A launch waits for the keys of its head, and until its device has put its own keys of the next head in order. The third head's keys reuse the
-  buffer of the first: they wait until the first launch has read it and the other device has copied from it."""
+  """A launch waits for the keys of its head, and until its device has reordered its own keys of the next head. The third head's keys use the buffer
+  of the first head's keys. They wait until the first launch has read the buffer and the other device has copied from it."""
   graph, right = graph_of_heads(monkeypatch)
   assert right
   for device in ("EMU", "EMU:1"):
@@ -579,7 +580,7 @@ def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatc
 # ***** what is copied *****
 
 def copies(o:Tensor) -> list[tuple[str, str, int]]:
-  """Copies between devices that computing o needs, each as (from, to, bytes)."""
+  """Copies between devices that are needed to compute o, each as (from, to, bytes)."""
   calls = [u for u in o.schedule_linear().src if u.src[0].op is Ops.COPY and u.src[1].device != u.src[2].device]
   return [(u.src[2].device, u.src[1].device, u.src[1].max_numel()*u.src[1].dtype.itemsize) for u in calls]
 
@@ -600,7 +601,8 @@ def test_only_visible_keys_of_small_heads_are_copied(monkeypatch:pytest.MonkeyPa
 @pytest.mark.thorough
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
-  """Each device needs, under TinyJit and beside its inputs, o and lse of its own rows and two buffers for k and v of some heads of all devices."""
+  """Each device under TinyJit needs memory beside its inputs for o and lse of its own rows, and for two buffers. Each buffer holds k and v of some
+  heads of all devices."""
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16
   heads_at_a_time(monkeypatch, together)
@@ -612,7 +614,7 @@ def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pyte
 
 @pytest.mark.thorough
 def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """`python -m attn.measure.context` prints its table on the emulator; its times mean something only on two GPUs."""
+  """`python -m attn.measure.context` prints its table on the emulator. Its times are meaningful only on two GPUs."""
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   monkeypatch.setenv("SMALL", "1")
   with emulated("gfx942", "tiled"): measure.main(["524288", "keys"])
@@ -620,7 +622,8 @@ def test_the_measurement_prints_its_rows(monkeypatch:pytest.MonkeyPatch, capsys:
   assert "(1, 4 on 1, 1 x 128, 16) full, keys shared: one" in printed and "bytes, inputs:" in printed and "copy from EMU:1" in printed
 
 def test_few_queries_are_exchanged_once() -> None:
-  """Few queries are exchanged once: each device sends every other device one buffer with o and lse, and one kernel merges them."""
+  """Devices exchange the results of few queries once: each device sends one buffer with o and lse to every other device, and one kernel merges
+  them."""
   with emulated("gfx942"):
     q, k = draw(1, 4, 1, 16).shard(devices(2)).realize(), sequence(2, 1, 1, 64, 16, order="contiguous")
     o = attn.attention(q, k, k)
@@ -671,7 +674,7 @@ def test_refusals() -> None:
 # ***** two GPUs *****
 
 GPUS = ("CUDA:0", "CUDA:1")
-ON_GPUS: dict[str, tuple[bool, str, dict[str, Any]]] = {     # whether both hold all of q, the order, the problem
+ON_GPUS: dict[str, tuple[bool, str, dict[str, Any]]] = {     # whether each GPU has all rows of q, the order, the problem
   "rows, zigzag": (False, "zigzag", {"H": 16, "Hkv": 8, "Sq": 4100, "D": 128, "causal": True}),
   "rows, contiguous": (False, "contiguous", {"H": 4, "Sq": 1500, "Sk": 2300, "D": 64, "dtype": "bfloat16"}),
   "rows beside heads": (False, "zigzag", {"H": 8, "Hkv": 2, "Sq": 1000, "D": 64, "causal": True, "layout": "bshd", "window": (300, 0)}),
@@ -686,8 +689,8 @@ def have_two_gpus() -> bool:
 @pytest.mark.parametrize("name", ON_GPUS)
 @pytest.mark.parametrize("at_once", (False, True))
 def test_two_gpus(monkeypatch:pytest.MonkeyPatch, at_once:bool, name:str, backward:bool) -> None:
-  """o, or the gradients of a loss through o, is right on two GPUs under TinyJit with other inputs in each call; with all heads in one launch, and
-  with one head in each."""
+  """o, or the gradients of a loss through o, are right on two GPUs under TinyJit with other inputs in each call. One case computes all heads in one
+  launch, another case computes one head in each launch."""
   if not have_two_gpus(): pytest.skip("this machine does not have two GPUs")
   if not at_once: heads_at_a_time(monkeypatch, 1)
   keys, order, parameters = ON_GPUS[name]

@@ -1,5 +1,5 @@
-"""Tests of the pictures in docs/algorithm.md and docs/sharding.md: they show what the kernels' tables say today, and what the text beside them
-claims."""
+"""Tests of the pictures in docs/algorithm.md and docs/sharding.md: they agree with the current tables of the kernels, and with the text beside
+them."""
 from __future__ import annotations
 import functools, itertools, re
 import xml.etree.ElementTree as ElementTree
@@ -39,7 +39,8 @@ def test_a_folder_that_is_not_there_is_an_error(capsys:pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("name", pictures())
 def test_nothing_lies_outside(name:str) -> None:
-  """Each picture is valid XML, and its words and cells lie inside. A letter counts as 0.6 of its size wide, wider than in any usual font."""
+  """Each picture is valid XML, and its words and cells lie inside the picture. The test counts a letter as 0.6 of its size wide, more than in any
+  usual font."""
   root = ElementTree.fromstring(pictures()[name])
   width, height = float(root.attrib["width"]), float(root.attrib["height"])
   for shape in root.iter("{http://www.w3.org/2000/svg}rect"):
@@ -69,7 +70,8 @@ def test_each_lane_holds_as_many_elements_as_it_has_registers_for(name:str) -> N
 
 @pytest.mark.parametrize("name", AMD)
 def test_c_is_where_the_emulator_has_it(name:str) -> None:
-  """Elements of C lie where the emulator has them. Its layouts come from the ISA documents and know nothing of the kernels' tables."""
+  """Elements of C lie at the lanes and registers of the emulator. The emulator's layouts come from the ISA documents and are independent of the
+  kernels' tables."""
   mat = AMD[name]
   numbers = np.arange(mat.accumulator*mat.wave).reshape(mat.accumulator, mat.wave)
   columns, = INSTRUCTIONS[mat.name].c.to_matrices(numbers, lambda x: x)
@@ -82,7 +84,7 @@ def test_every_key_is_once_in_the_order_of_p(name:str) -> None:
   order = matrices.key_order(mat)
   assert sorted(key for _, key in order) == list(range(contraction(mat, mat.M)))
   c = matrices.accumulator_cells(mat)
-  for n, (h, key) in enumerate(order):      # the lane that needs a key in the second product has it from the first
+  for n, (h, key) in enumerate(order):      # the lane that needs a key in the second product holds it after the first product
     assert c[key % mat.M, 0][0].lane == h*mat.N, n
 
 def test_mma_fragments() -> None:

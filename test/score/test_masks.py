@@ -1,5 +1,5 @@
-"""Tests of masks: the rows of attn/score/masks.py agree with attn.reference.visible from the side of queries and of keys, and kernels with wrong
-rows are caught."""
+"""Tests of masks: the rows of attn/score/masks.py agree with attn.reference.visible for the keys that a query sees and for the queries that see a
+key. Kernels with wrong rows give wrong results."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,20 +34,21 @@ def number(x:UOp|int) -> int:
   return x if isinstance(x, int) else int(x.simplify().arg)
 
 def walks(p:Problem) -> list[tuple[Walk, Array]]:
-  """Both walks over a problem: queries that see keys, and keys that see queries. Each comes with the reference's table of what a row sees."""
+  """The two walks over a problem: queries that see keys, and keys that queries see. Each walk comes with the reference's table of visible columns for
+  each row."""
   seen, sequence = visible(p.Sq, p.Sk, p.window, p.offset), Extent(p.Sq, p.Sk, 0, 0, p.offset)
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
 def hold_columns(walk:Walk, seen:Array) -> None:
-  """Checks that each row sees exactly the right columns by the masks' intervals, and no column beyond the last."""
+  """Checks that the intervals of the masks show each row exactly the right columns, and no column beyond the last column."""
   j = np.arange(number(walk.count) + 1)
   for row, want in enumerate(np.pad(seen, ((0, 0), (0, 1)))):
     first, last = first_seen(walk, UOp.const(row)), last_seen(walk, UOp.const(row))
     np.testing.assert_array_equal((j >= (0 if first is None else number(first))) & (j <= number(last)), want)
 
 def hold_tiles(walk:Walk, seen:Array) -> None:
-  """Checks that a block walks over every tile in which one of its rows sees something, and that it takes a tile as unmasked exactly where all of its
-  rows see all columns."""
+  """Checks that a block walks over every tile in which one of its rows sees a column. Checks also that it treats a tile as unmasked exactly if all of
+  its rows see all columns."""
   rows, count = seen.shape
   for begin in range(0, rows, BLOCK):
     x = blocks_seen(walk, UOp.const(begin), UOp.const(begin + BLOCK - 1), TILE)
@@ -85,7 +86,8 @@ def test_which_masks_a_problem_has() -> None:
 # ***** planted faults *****
 
 def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: a window's first and last columns are this much further, for kernels that walk over keys and for those that walk over queries."""
+  """Plants a fault: the first and last columns of a window are moved by these numbers, in kernels that walk over keys and in kernels that walk over
+  queries."""
   def seen(walk:Walk, row:Any) -> Interval:
     x = WINDOW_MASK.seen(walk, row)
     return Interval(None if x.first is None else x.first + before, None if x.last is None else x.last + after)
@@ -94,16 +96,16 @@ def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 
 def with_row(row:Mask) -> tuple[Mask, ...]:
-  """All masks, with the one of this row's name replaced."""
+  """All masks, with the given row in place of the row of the same name."""
   return tuple(row if mask.name == row.name else mask for mask in SCORE_MASKS)
 
 def uncounted(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: one key, or one query, too many is seen."""
+  """Plants a fault: the mask shows one key, or one query, beyond the last."""
   row = next(mask for mask in SCORE_MASKS if mask.name == "count")
   m.setattr(masks, "SCORE_MASKS", with_row(replace(row, seen=lambda walk, i: Interval(last=walk.count))))
 
 def of_tiles(**further:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: some tiles are left out, or taken as unmasked."""
+  """Plants a fault: a block leaves out some tiles, or treats them as unmasked."""
   original = blocks_seen
   def plant(m:pytest.MonkeyPatch) -> None:
     def seen(*args:Any) -> Blocks:
@@ -119,7 +121,7 @@ FAULTS = [*ROWS, of_tiles(begin=1), of_tiles(end=-1), of_tiles(full_begin=-1), o
 
 @pytest.mark.parametrize("plant", (*FAULTS, uncounted), ids=lambda x: x.__name__)
 def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
-  """A wrong row of the table is caught on the walk over keys and on the walk over queries."""
+  """The checks find a wrong row of the table on the walk over keys and on the walk over queries."""
   for side in range(2):
     with monkeypatch.context() as m:
       plant(m)
@@ -141,11 +143,12 @@ def test_planted_fault_in_kernels(monkeypatch:pytest.MonkeyPatch, plant:Callable
   with pytest.raises((AssertionError, RuntimeError)): compute(kind)
 
 def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A key beyond the last one is caught in forward. It is read as zeros, whose score has a weight, though it adds nothing to a gradient."""
+  """The forward test finds a visible key beyond the last. The kernel reads this key as zeros. Its score adds weight in forward, but nothing to a
+  gradient."""
   uncounted(monkeypatch)
   with pytest.raises(AssertionError): compute("forward")
 
-# ***** a mask that depends on more than distances *****
+# ***** a mask that depends on more than the distance of query and key *****
 
 def test_devices_that_share_rows_refuse_it(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(masks, "SCORE_MASKS", with_row(replace(WINDOW_MASK, moves=False)))

@@ -1,5 +1,5 @@
-"""Tests of the terms of a score: each derivative agrees with differences of the term's value, both computed by the operations of kernels; and a term
-without a derivative refuses gradients."""
+"""Tests of the terms of a score: each derivative agrees with finite differences of the term's value, and the operations of kernels compute the
+derivative and the value. A term without a derivative refuses gradients."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ def test_dimensions_that_a_tensor_cannot_have(name:str, value:Any, message:str) 
   with pytest.raises(ValueError, match=message): replace(problem(), **{name: value})
 
 def applied(term:ScoreTerm, p:Problem, unit:Unit, to:Unit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Result of a term for the scores of one query, as natural logarithms, and its derivative at each score."""
+  """Result of a term for the scores of one query, in units of the natural logarithm, and its derivative at each score."""
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
     r, zero = UOp.range(N//4, 0, AxisType.GLOBAL), UOp.const(0)
     row, first = (Row(zero, UOp.const(1), i, UOp.const(True)) for i in (UOp.const(3), zero))
@@ -68,7 +68,7 @@ def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:Unit) ->
 SIZE, SCALE = (1, 2, 8, 16), 0.25
 
 def replaced(m:pytest.MonkeyPatch, **changes:Any) -> None:
-  """Replaces softcap by a changed row. Each test needs a softcap value of its own, because what is known of a problem is cached."""
+  """Replaces softcap by a changed row. Each test needs its own softcap value, because attn caches its choices for a problem."""
   m.setattr(terms, "TERMS", tuple(replace(term, **changes) if term.name == "softcap" else term for term in TERMS))
 
 def loss_of(device:Any, **options:Any) -> tuple[list[Tensor], Tensor]:
@@ -84,7 +84,7 @@ def by_book(given:list[Tensor], softcap:float) -> tuple[np.ndarray, list[np.ndar
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_a_term_without_a_derivative_refuses_a_gradient(monkeypatch:pytest.MonkeyPatch, kernel:str) -> None:
-  """A gradient is refused by the term's name before any kernel runs; forward still works."""
+  """attn refuses a gradient by the name of the term before any kernel runs. Forward still works."""
   softcap = 2.125 + len(kernel)
   replaced(monkeypatch, derivative=None, differentiable=False)
   with emulated("gfx942", kernel):

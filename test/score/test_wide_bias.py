@@ -1,7 +1,7 @@
 """Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, which mask padding.
-Adding an ordinary score to such a bias changes nothing in fp32, and an lse of that size loses the logarithm of the number of keys. The float64
-result for the scores as fp32 rounds them is exact here. The law of attn/accuracy.py is no help: it lets a score err in proportion to its size, which
-here allows nearly any result."""
+An ordinary score added to such a bias changes nothing in fp32, and an lse of this size loses the logarithm of the number of keys. The expected values
+are float64 results from scores rounded to fp32. The law of attn/accuracy.py is no help: it lets a score err in proportion to its size, which here
+allows nearly any result."""
 from __future__ import annotations
 import os, sys
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ LEAST = float(np.finfo(np.float32).min)
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
-  """Bias whose even rows are ordinary. Odd rows are masked by large numbers: in all columns, in some, or by sums of two such numbers."""
+  """Bias with ordinary even rows. Large negative numbers mask the odd rows: in all columns, in some columns, or by sums of two such numbers."""
   bias = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
   keys = shape[-1]
   bias[..., 1::16, :], bias[..., 3::16, :], bias[..., 5::16, :], bias[..., 7::16, :], bias[..., 9::16, :] = LEAST, -1e9, LEAST, LEAST, -1e4
@@ -37,7 +37,7 @@ def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class Given:
-  """Inputs as numbers: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), the bias, dO and options."""
+  """Inputs as numpy arrays: q (B, H, Sq, D), k and v (B, Hkv, Sk, D), the bias, dO and options."""
   q: Array
   k: Array
   v: Array
@@ -61,7 +61,7 @@ class Given:
     return {name: x.realize() for name, x in (found | {"bias": tensor(self.bias, self.bias_dtype)}).items()}
 
 def exact(x:Given) -> dict[str, Array]:
-  """Computes o, lse and the gradients of sum(o*do) in float64, from scores that are rounded to fp32 after the bias."""
+  """Computes o, lse and the gradients of sum(o*do) in float64. Rounds the scores to fp32 after the bias is added."""
   q, k, v, do, bias = (a.astype(np.float64) for a in (x.q, x.k, x.v, x.do, x.bias))
   (_, H, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
   k, v = np.repeat(k, H//Hkv, 1), np.repeat(v, H//Hkv, 1)
@@ -86,7 +86,7 @@ def exact(x:Given) -> dict[str, Array]:
           "bias": of_bias}
 
 def hold(x:Given, found:dict[str, Array]) -> None:
-  """Checks results against the exact ones, within a few roundings of the inputs' type or the bias's type."""
+  """Checks results against the expected results. The tolerance is a few roundings of the inputs' type or the bias's type."""
   want = exact(x)
   for name, got in found.items():
     if name == "lse":
@@ -126,7 +126,7 @@ def test_every_option(name:str, arch:str) -> None:
   with emulated(arch): hold(x, computed(x))
 
 def test_dropout_of_a_mean() -> None:
-  """Backward and forward drop the same keys of rows whose o is a mean of V: with dO = 1, the sum of v times its gradient is the sum of o."""
+  """Backward drops the keys that forward drops, in rows whose o is a mean of V. With dO = 1, the sum of v times its gradient is the sum of o."""
   x = Given.of()
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -136,13 +136,13 @@ def test_dropout_of_a_mean() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80", pytest.param("gfx1030", marks=pytest.mark.thorough)))
 def test_key_ranges(arch:str) -> None:
-  """Key ranges of unequal length are weighted by their numbers of keys."""
+  """The merge weights key ranges of unequal length by their numbers of keys."""
   x = Given.of(Sq=16, Sk=400)
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 
 def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The part of lse that fp32 loses is needed: without it a gradient is too large by the number of keys of a row, and key ranges of all lengths
-  weigh the same."""
+  """Kernels need the part of lse that fp32 loses. Without it a gradient is too large by a factor of the row's number of keys, and key ranges of all
+  lengths have equal weights."""
   of = epilogue.LogSum.of
   def forgotten(reference:UOp, total:UOp) -> epilogue.LogSum:
     found = of(reference, total)
@@ -154,7 +154,7 @@ def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count, keys", ((2, False), (3, True), *(pytest.param(4, keys, marks=pytest.mark.thorough) for keys in (False, True))))
 def test_rows_that_devices_share(count:int, keys:bool) -> None:
-  """Sequences whose rows are spread over devices are right; with q whole on every device, only the keys are spread."""
+  """Sequences whose rows are spread over devices are right. If every device has all rows of q, only the keys are spread."""
   x, at = Given.of(Sq=18, Sk=54), devices(count)
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
@@ -167,8 +167,8 @@ def test_rows_that_devices_share(count:int, keys:bool) -> None:
     hold(x, {"o": whole(o, 18), "lse": whole(lse, 18)} | {name: whole(g, 18 if name == "q" else 54) for name, g in zip("qkv", gradients)})
 
 def test_a_mask_of_padding() -> None:
-  """Padding is masked as models do it: the lowest float32 in every padding column, added to the same number above the diagonal. A row with nothing
-  else gets the mean."""
+  """Padding is masked in the way of models: every padding column has the lowest float32, and this bias is added to the lowest float32 above the
+  diagonal. A row without any other columns gets the mean."""
   x = Given.of(Sq=20, Sk=20, bias_heads=1)
   with np.errstate(over="ignore"): mask = np.where(np.arange(20) < 6, LEAST, 0) + np.triu(np.full((20, 20), LEAST), 1)
   x.bias[:] = np.maximum(mask, LEAST)
@@ -189,7 +189,7 @@ def test_a_cpu() -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030"))
 @pytest.mark.parametrize("options", ({"softcap": 20.0}, {"extras": {"alibi_slopes": np.float32([0.5, 0.25])}}), ids=("softcap", "slopes"))
 def test_a_row_of_nan(arch:str, options:dict[str, Any]) -> None:
-  """Scores of NaN stay NaN behind another term of the score, and infinite scores keep their meaning."""
+  """Scores of NaN stay NaN if another term of the score follows, and infinite scores keep their effect."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:, :, 3], x.k[:, :, 5, 0] = np.nan, -np.inf

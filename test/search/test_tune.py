@@ -1,4 +1,4 @@
-"""Tests of the search for tiles: how it ranks tiles, that the table holds what it finds, and bench.py with TUNE=1 and a fake clock."""
+"""Tests of the search for tiles: how it ranks tiles, that the table contains the tiles it finds, and bench.py with TUNE=1 and a fake clock."""
 from __future__ import annotations
 import json, os, subprocess, sys
 from collections.abc import Callable
@@ -61,8 +61,8 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
   assert bound(**better) > bound(**worse)
 
 def test_the_best_is_the_best_of_the_worst() -> None:
-  """The best tile is the one whose worst variant is best. The tile that leads by one variant has a bad one, and the last tile is not examined,
-  because even its good variant is no better."""
+  """The best tile is the tile whose worst variant is best. The tile with the best single variant also has a bad variant. The search does not examine
+  the last tile, because even its good variant is no better."""
   tiles = [UpTo(64, ForwardShape(4, 1, n)) for n in (16, 32, 64, 128)]
   ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
@@ -90,13 +90,13 @@ def test_the_space_is_what_fits() -> None:
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
-  """The search knows bank conflicts as the emulator counts them in test_banks.py: the 16x16 instructions of CDNA need two cycles for a read."""
+  """The search computes bank conflicts as the emulator counts them in test_banks.py: the 16x16 instructions of CDNA need two cycles for a read."""
   assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
 
 class Bounds:
-  """Stand-in for the compiler: gives tiles the bounds of `rule` and remembers which tiles were asked for."""
+  """Stand-in for the compiler: returns the bounds of `rule` for a tile, and records the tiles."""
   def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[UpTo[ForwardShape]], dict[str, int]|None]):
     self.seen, self.rule = list[UpTo[ForwardShape]](), rule
     monkeypatch.setattr(search, "first_bound", self)
@@ -115,7 +115,7 @@ def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
-  """The search prefers tiles of two waves with prefetch, then of two waves without, then of one wave."""
+  """The search prefers tiles of two waves with prefetch, then tiles of two waves without prefetch, then tiles of one wave."""
   def rule(row:UpTo[ForwardShape]) -> dict[str, int]|None:
     if row.shape.prefetch == 2: return None
     if 2*search.held(row, get_chip("gfx942"), 128) > 512: return {"enough": 1}
@@ -138,7 +138,8 @@ def test_where_no_tile_compiles_the_search_says_why(monkeypatch:pytest.MonkeyPat
   assert search.why_none("gfx1201", 64) == "none of those looked at fits"
 
 def test_the_table_is_what_the_search_finds() -> None:
-  """The search finds the tiles in the table, here for the smallest class. All classes take minutes: `python -m attn.tune --check`."""
+  """The search finds the tiles in the table, here for the smallest head dimensions. A search for all head dimensions needs minutes: `python -m
+  attn.tune --check`."""
   pytest.importorskip("ziglang")
   result = CliRunner().invoke(tune.main, ["--arch", "gfx1100", "--d", "256", "--jobs", "1", "--check"])
   assert result.exit_code == 0 and "attn/chips has these tiles" in result.output and "bounds, not measured" in result.output, result.output
@@ -181,13 +182,14 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
   assert new["cdna3"][64, -EVERY] == old["cdna3"][64, -EVERY]
   assert search.table_rows_in(search.with_table(search.file_of("cdna3").read_text(), new["cdna3"])) == new["cdna3"]
   assert len(search.differences(old, new)) == 2
-  assert search.merged_rows(new, [searched(other, same)], 20) == new                     # equal to the rows of 21
-  assert search.merged_rows(new, [searched(same)], 21) == old                            # equal to the rows for every release again
+  assert search.merged_rows(new, [searched(other, same)], 20) == new                     # equal to the rows of release 21
+  assert search.merged_rows(new, [searched(same)], 21) == old                            # equal to the rows for every release
   assert list(search.merged_rows(new, [searched(same)], 20)["cdna3"]) == [(64, -EVERY), (64, -21), (64, -20)]
 
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
 def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
-  """Dispatch takes, for each class, the rows of the oldest LLVM release that is not older than the compiler, or the rows for every release."""
+  """Dispatch reads, for each class of problems, the rows of the oldest LLVM release that is not older than the compiler, or the rows for every
+  release."""
   shape = ForwardShape(4, 1, 32)
   table = (UpTo(64, shape), UpTo(64, shape, llvm=21), UpTo(64, shape, llvm=20), UpTo(128, ForwardShape(4, 1, 16)))
   assert [row.llvm if row.up_to == 64 else row.shape.block_n for row in rows_for(table, llvm)] == list(tiles)
@@ -208,7 +210,7 @@ def test_bad_options(words:list[str], line:str) -> None:
   result = CliRunner().invoke(tune.main, words)
   assert result.exit_code == 2 and line in result.output
 
-# ***** winners by time *****
+# ***** fastest tiles by time *****
 
 FAST = UpTo(128, ForwardShape(4, 2, 32, fenced=True))
 
@@ -221,7 +223,7 @@ def test_a_winner_is_for_its_class_and_a_real_device(cache:Path) -> None:
   assert not tuned.winner(p, REAL) and tuned.store(p, REAL, FAST, 1e-3) == cache
   assert tuned.winner(p, REAL) == tuned.winner(problem(Sq=3000, D=96), REAL) == [FAST]
   assert choose_tile(p, REAL) == amd_tile(p, REAL, FAST) != before
-  assert choose_tile(p, get_chip("gfx942")) == before                                     # the emulator and attn.isa ignore winners
+  assert choose_tile(p, get_chip("gfx942")) == before                                     # the emulator and attn.isa ignore stored tiles
   for other in (problem(Sq=9000), problem(D=64, Dv=64), problem(window=(-1, 0)), problem(dtype="bfloat16"), problem(softcap=20.0), problem(Hkv=4)):
     assert not tuned.winner(other, REAL)
   assert not tuned.winner(p, replace(REAL, name="gfx950"))
@@ -268,8 +270,8 @@ def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> N
 
 @pytest.mark.parametrize("keys", (7, 150, 1000))
 def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
-  """A stored tile with few keys is enlarged to whole operands: products of 16x16x16 matrices run over 32 keys at a time, and a tile of 16 once left
-  the second product without an operand."""
+  """attn enlarges a stored tile with few keys to whole operands. Products of 16x16x16 matrices loop over 32 keys at a time; in an earlier version a
+  tile of 16 keys left the second product without an operand."""
   p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
   tile = amd_tile(p, arch, UpTo(128, ForwardShape(4, 1, 128), matrix=1))
   assert tile.matrix.M == 16 and tile.block_n % 32 == 0
@@ -289,7 +291,7 @@ def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
   finally: bench.getenv.cache_clear()
 
 def clock(s:bench.Settings, fastest:Callable[[Tile], bool]) -> tiles_by_time.Seconds:
-  """Timer that runs the kernels on the emulator, and reports the fastest time for the tiles that `fastest` names."""
+  """Timer that runs the kernels on the emulator, and returns the shortest time for the tiles that `fastest` selects."""
   run = bench.device_timer(s)
   def seconds(program:Callable[..., UOp], tile:Tile) -> float:
     assert run(program, tile) >= 0
@@ -317,12 +319,12 @@ def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> No
     assert len(table) == 1 + len(others) > 20 and table[0]["tile"] == str(others[3]) and table[0]["chosen by"] == ""
     assert tiled_winner(s.problem, real) == [UpTo(64, others[3])]
     assert tiled_tile(s.problem, real) == choose(s.problem, real).work.tile == others[3] != own
-    assert tiled_tile(s.problem, get_chip("gfx1030")) == own                               # the emulator keeps its own
+    assert tiled_tile(s.problem, get_chip("gfx1030")) == own                               # the emulator keeps its own tile
     tiles_by_time.time_forward(s.problem, real, lambda program, tile: 1e-3 if tile == own else 2e-3)
     assert not tiled_winner(s.problem, real)                                     # the table's own tile won
 
 def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """A tile that the device refuses is skipped with a message."""
+  """Tuning skips a tile that the device refuses, with a message. It keeps the fastest tile of each backward kernel."""
   real, seen, of_backward = replace(get_chip("gfx1030"), tuned=True), list[TiledBackwardTile](), TiledBackwardTile(2, 2, 4, 4, 4, 4)
   for table in ("DQ_TILED", "DKDV_TILED"): monkeypatch.setattr(tiled_tiles, table, (UpTo(4, of_backward),))
   with Context(DEV="EMU::gfx1030"):
@@ -360,7 +362,7 @@ def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.Monkey
   ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
   ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
 def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """A stored tile that the kernel does not support is ignored with one warning. Fields with `keys` belong to a gradient."""
+  """attn ignores a stored tile that the kernel does not support, with one warning. A stored tile with a field `keys` is a tile of a gradient."""
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
   kind, kernel = (TiledBackwardTile, "backward_dq_tiled") if "keys" in fields else (TiledTile, "tiled")
@@ -409,7 +411,8 @@ def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("d, keys", ((64, False), (128, True), (256, True)))
 def test_the_backwards_space(d:int, keys:bool) -> None:
-  """The space of the backward search contains the tiles in use, except for some options, and no more tiles than a search can examine."""
+  """The space of the backward search contains the tiles in the tables, except for some options. It contains no more tiles than a search can
+  examine."""
   for arch in ("gfx942", "gfx1201"):
     found = backward_search.backward_candidates(get_chip(arch), d, keys)
     own = amd_backward_tile(problem_of_spec(Spec(arch, d)), get_chip(arch), keys)

@@ -1,4 +1,4 @@
-"""Tests of what attn relies on in tinygrad, name by name. With another tinygrad they fail, with a sentence for each thing that changed."""
+"""Tests of the names in tinygrad that attn uses, one by one. With another tinygrad they fail, with a sentence for each changed name."""
 import ast, importlib, importlib.metadata, inspect, os, subprocess, sys, tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,7 +144,7 @@ def test_every_import_is_pinned() -> None:
 @pytest.mark.parametrize("owner", ["tinygrad.uop.ops:Ops", "tinygrad.uop.ops:AxisType", "tinygrad.dtype:AddrSpace", "tinygrad.uop.ops:GroupOp",
                                    "tinygrad.dtype:dtypes"])
 def test_members(owner:str) -> None:
-  """Every Ops.X, dtypes.x and so on in attn exists."""
+  """Every Ops.X, dtypes.x and similar member that attn uses exists."""
   name = owner.split(":")[1]
   attributes = [n for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
   used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == name}
@@ -158,14 +158,15 @@ def test_one_room_imports_tinygrad() -> None:
   assert {path.parent for path, tree in TREES.items() if any(m.split(".")[0] == "tinygrad" for m in modules(tree))} == {COMPAT}
 
 def test_one_function_constructs_uops_by_their_fields() -> None:
-  """One function constructs UOps by their fields, and no class derives from UOp, so a renamed field costs one line."""
+  """Only one function of attn constructs UOps by their fields, and no class derives from UOp. So if tinygrad renames a field, one line must
+  change."""
   calls = [(path, n) for path, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "UOp"]
   assert [(path, ast.unparse(n)) for path, n in calls] == [(COMPAT/"uops.py", "UOp(op, dtype, src, arg)")]
   assert not [x for tree in TREES.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for x in n.bases if ast.unparse(x) == "UOp"]
 
 @pytest.fixture
 def reopened(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-  """Function that makes a file tinygrad's cache, as if a new process opened it."""
+  """Function that makes tinygrad use a file as its cache. tinygrad opens the file as a new process would."""
   def reopen(file:Path) -> None:
     for name, value in (("CACHEDB", str(file)), ("_db_connection", None), ("_db_tables", set())): monkeypatch.setattr(helpers, name, value)
     helpers.db_connection.cache_clear()
@@ -203,7 +204,7 @@ def test_another_version_is_refused_in_one_sentence(installed:str|None, monkeypa
   assert str(e.value).startswith(f"attn needs tinygrad==0.14.0 but {installed or 'none'} is installed") and "\n" not in str(e.value)
 
 def test_the_version_is_checked_before_tinygrad_is_imported() -> None:
-  """The module that checks the version is imported first, and itself imports nothing of tinygrad."""
+  """attn imports the module that checks the version first, and this module imports nothing of tinygrad."""
   first = next(n for n in TREES[COMPAT/"__init__.py"].body if isinstance(n, (ast.Import, ast.ImportFrom)))
   assert ast.unparse(first) == "from attn.tinygrad_compat.version import TINYGRAD_VERSION"
   looks = TREES[COMPAT/"version.py"].body
@@ -226,7 +227,7 @@ def test_another_tinygrad_of_this_version_is_refused_in_one_sentence(changed:str
   assert "\n" not in str(e.value)
 
 def test_workers_know_what_this_process_knows() -> None:
-  """A compile worker knows attn's vector types, which it needs with SPEC=2: tinygrad then computes the type of each UOp anew."""
+  """A compile worker registers attn's vector types. It needs them with SPEC=2, because tinygrad then computes the type of each UOp anew."""
   script = ("import attn\nfrom tinygrad import Tensor\nif __name__ == '__main__':\n  q = Tensor.rand(1, 2, 20, 16).half().realize()\n"
             "  Tensor.realize(attn.attention(q, q, q, causal=True), attn.attention(q, q, q, softcap=2.0))")
   with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
