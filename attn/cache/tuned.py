@@ -23,14 +23,15 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """Class of a problem's head dimensions; if D and Dv differ, the class of the larger one."""
+  """Class of a problem's head dimensions. If D and Dv differ, the larger one decides."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these share a class
 
 def problem_class(p:Problem) -> str|None:
-  """Name of the class of problems that share a tile. A class has one dtype and one kind of mask; it rounds lengths and the number of heads up to a
-  power of two, and head dimensions up to one of CLASSES. None for a problem with an option that takes registers of its own: those are not timed."""
+  """Name of the class of problems that share a tile. All problems of a class have one dtype and one kind of mask. Lengths and the number of heads are
+  rounded up to a power of two, and head dimensions up to one of CLASSES. None for a problem with an option that takes registers of its own: such
+  problems are not timed."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
   mask = "window" if hidden.before else "causal" if hidden.after else "full"
@@ -39,7 +40,7 @@ def problem_class(p:Problem) -> str|None:
   return f"{p.dtype} {width} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
 
 def path() -> Path:
-  """Path of the file of the fastest tiles."""
+  """Path of the file that holds the fastest tiles."""
   return user_cache.directory()/"tune.json"
 
 # ***** valid content of the file *****
@@ -70,11 +71,12 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
 def said_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Entry of the file for a row: its numbers by name."""
+  """Entry of the file for a table row: the numbers of the row by name."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Reads the tile of an entry of the file as a row; None stands for dispatch's own choice. Raises ValueError if the entry has no valid tile."""
+  """Turns the tile of an entry of the file into a table row. None stands for dispatch's own choice. Raises ValueError if the entry has no valid
+  tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
   limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]
@@ -91,14 +93,14 @@ def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
 RowCheck = Callable[[UpTo[Any], Chip, Problem], object]     # raises ValueError if a row has no valid tile for a problem on a chip
 
 def check_matrix(row:UpTo[Any], arch:Chip, p:Problem) -> None:
-  """Check of a tile for a matrix unit."""
+  """Raises ValueError unless a row has a valid tile for a kernel on a matrix unit."""
   if row.matrix >= len(matrices := arch.matrix.get(p.dtype, ())):
     raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat, block_n = matrices[row.matrix], row.shape.block_n
   if block_n % mat.M or block_n % mat.span: raise ValueError(f"block_n={block_n}: must be a multiple of {mat.M} and of {mat.span} keys")
 
 def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
-  """Check of a tile for a kernel in plain UOps."""
+  """Raises ValueError unless a row has a valid tile for a kernel of plain UOps."""
   tile = row.shape
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
   if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
@@ -106,7 +108,7 @@ def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
   if not whole: raise ValueError(f"tile {tile}: its parts don't go together")
 
 def check_stamp(found:Any) -> None:
-  """Raises ValueError unless an entry was made with the current versions."""
+  """Raises ValueError unless an entry was measured with the present versions of attn, tinygrad and the compiler."""
   for name, now in stamp().items():
     then = found.get(name) if isinstance(found, dict) else None
     if then != now: raise ValueError(f"was made with {name} {values.shown(then)}, this is {now!r}")
@@ -117,7 +119,7 @@ def warn(file:str, reason:str) -> None:
   warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it anew", stacklevel=2)
 
 def load() -> dict[str, Any]:
-  """Reads the whole file. A missing file counts as empty; so does a damaged one, after a warning."""
+  """Reads the whole file. A missing file counts as empty. A damaged file also counts as empty, after a warning."""
   file = path()
   try: text = user_cache.content_of(file).decode()
   except FileNotFoundError: return {}
@@ -134,8 +136,8 @@ def load() -> dict[str, Any]:
   return found
 
 def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCheck) -> list[UpTo[AnyShape]]:
-  """Fastest measured tile for the class of `p` on this chip, as a row before those of a table. Empty if it is not known or not valid, or
-  `arch` is not a real device's chip."""
+  """Fastest measured tile for the class of `p` on this chip, as a table row that is tried before the rows of a table. Empty if no valid tile is
+  known, or if `arch` is not the chip of a real device."""
   if not arch.tuned or (name := entry_of(p, kernel)) is None: return []
   if (entry := load().get(arch.name, {}).get(name)) is None: return []
   try:
@@ -151,12 +153,12 @@ def winner(p:Problem, arch:Chip) -> list[UpTo[ForwardShape]]:
   return kept_rows(p, arch, "", ForwardShape, check_matrix)
 
 def entry_of(p:Problem, kernel:str) -> str|None:
-  """Name of an entry of the file: the problem's class, followed by the kernel's name ("" for forward). None for a problem without a class."""
+  """Name of an entry of the file: the problem's class, followed by the kernel's name ("" for forward). None if the problem belongs to no class."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
-  """Writes the fastest tile for the class of `p` to the file; None stands for dispatch's own choice. Raises ValueError if `p` belongs to no class,
-  OSError if the file can't be written."""
+  """Writes `row`, the fastest tile for the class of `p`, to the file. None stands for dispatch's own choice. Raises ValueError if `p` belongs to no
+  class, OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
     raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class for which tiles are kept: TUNE=1 is for problems without that")

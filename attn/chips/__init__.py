@@ -1,6 +1,6 @@
-"""Table of the chips, one row each, with all facts about a chip. Kernels, dispatch, the search for tiles, the report on machine code, the
-disassembler, the roofline and error messages read it. Only the emulator has tables of its own: a test checks that both agree.
-"""
+"""Table of the chips. Each chip has one row with all facts about it. Kernels, dispatch, the search for tiles, the report on machine code, the
+disassembler, the roofline and error messages read this table. Only the emulator has tables of its own. A test checks that the emulator's tables agree
+with this table."""
 from __future__ import annotations
 from attn.chips.cdna2 import CHIPS_OF_CDNA2
 from attn.chips.cdna3 import CHIPS_OF_CDNA3
@@ -26,6 +26,6 @@ def get_chip(name:str) -> Chip:
   return chip
 
 def modelled(name:str) -> Chip:
-  """Returns a chip for whose machine code there are bounds. Raises ValueError for any other chip."""
+  """Returns a chip, if attn can compute bounds from its machine code. Raises ValueError for any other chip."""
   if name not in MODELLED: raise ValueError(f"no machine model for {name!r}: known are {', '.join(MODELLED)}")
   return CHIPS[name]

@@ -5,7 +5,7 @@ from attn.chips.matrix import LaneSums, Matrix
 from attn.chips.shapes import BackwardShape, MlaShape, UpTo
 
 def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", banks:int=32) -> Matrix:
-  """Makes the row of an MFMA instruction of CDNA with M x M results."""
+  """Makes the table row of one of CDNA's MFMA instructions, with M x M results."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
 SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}

@@ -1,5 +1,5 @@
-"""Fields of the tables' rows: of a family (chips with the same matrix unit), of a chip, and of a card. Each family has a file beside this one with
-all facts about it.
+"""Fields of the table rows of families (chips with the same matrix unit), of chips and of cards. Each family has a file in this folder with all facts
+about the family.
 
 Sources
   [calc]  AMD Matrix Instruction Calculator (github.com/ROCm/amd_matrix_instruction_calculator): "execution cycles" and "co-execution cycles
@@ -44,7 +44,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Counters:
-  """Names of the counters of accesses that are under way, by what they count."""
+  """Names of a wave's counters of accesses that are under way: one counter for each kind of access."""
   load: str
   store: str
   lds: str
@@ -52,7 +52,7 @@ class Counters:
   number: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)    # counter -> its bits in the operand of s_waitcnt, where the chip
                                                                                      # has that: (first bit, number of bits), low bits first
   def most(self, name:str) -> int:
-    """Returns the largest value of a counter. A wait for this value waits for nothing."""
+    """Returns the largest value of a counter. A wait until the counter is at most this value ends at once."""
     return (1 << sum(bits for _, bits in self.number.get(name, ((0, 6),)))) - 1
 
 @dataclass(frozen=True, eq=False)   # compared by identity: each family has one row
@@ -94,7 +94,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Card:
-  """A product with a chip."""
+  """A product that contains a chip."""
   name: str
   cus: int            # compute units (multiprocessors); 0: not published
   ghz: float = 0.0    # peak engine clock; 0: not published, or not needed

@@ -1,7 +1,7 @@
-"""Rates and latencies of the units in a compute unit, for stepping through machine code. Beside each figure stands its source, or "assumed".
+"""Rates and latencies of the units in a compute unit, for timing machine code instruction by instruction. Beside each figure stands its source, or
+"assumed".
 
-Cycles are cycles of the shader clock.
-"""
+Cycles are cycles of the shader clock."""
 from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-  """Figures of a family for stepping through instructions. A latency is the time from the issue of an instruction to the issue of an instruction that
-  uses its result."""
+  """Figures of a family with which machine code is timed instruction by instruction. A latency is the time from the issue of an instruction to the
+  issue of an instruction that uses its result."""
   turn: Figure               # cycles between turns of a SIMD; in a turn it issues at most one instruction of each kind, from different waves
   step: Figure               # least cycles between two instructions of a wave
   vector: Figure             # latency of a vector instruction
@@ -42,7 +42,7 @@ class Machine:
   transcendental: Figure     # latency of v_exp and other transcendental instructions
   beside: Figure             # 1 if transcendentals have a unit of their own and take one slot of vector issue
   matrix: Figure             # latency of a matrix instruction beyond its cycles; 0 where the next matrix instruction adds to its sum
-  matrix_sum: Figure         # the latency in that case for an instruction of 8 cycles, beyond its cycles
+  matrix_sum: Figure         # latency of an instruction of 8 cycles, beyond its cycles, where the next matrix instruction adds to its sum
   packed_drain: Figure       # cycles from the end of a matrix instruction until packed fp32 may follow on the same unit; 0 if that runs beside it
   packed_alone: Figure       # 1 if packed fp32 instructions and matrix instructions exclude each other
   scalar: Figure             # latency of a scalar instruction
@@ -61,5 +61,5 @@ class Machine:
   lds_load: Figure           # cycles by which a load to LDS takes longer than a load to registers
 
 def figures_of(machine:Machine) -> dict[str, Figure]:
-  """Returns the figures of a machine by name."""
+  """Returns the figures of a machine, by the names of their fields."""
   return {f.name: getattr(machine, f.name) for f in fields(machine)}

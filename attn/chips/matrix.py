@@ -5,7 +5,7 @@ its lane group. The kernels need only two facts about a layout (AMD Instinct MI3
 RDNA4 ISA section 7.9; AMD Matrix Instruction Calculator):
 - C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in blocks of `block` consecutive rows, dealt to the lane groups in turn.
 - A and B: lane (h, m) holds `operand` elements of row (column) m, and element e of lane group h of A meets element e of lane group h of B.
-  Which k the ISA calls that pair does not matter: a contraction may be done in any order as long as both operands agree.
+  The ISA gives each such pair a number k. This number does not matter, because pairs may be added in any order, as long as both operands agree.
 RDNA3 is the exception: a lane holds all 16 elements of a row, and lanes 16-31 must repeat lanes 0-15 (`duplicated`).
 
 With S^T = K Q^T a query is a column: it stays in one lane, and that lane's elements are keys of the tile. `key_of` says which keys. These elements,
@@ -46,17 +46,18 @@ class Matrix:
   def operand_words(self) -> int: return self.operand*self.size//4
   @property
   def span(self) -> int:
-    """Least number of elements of a contraction that gives each lane whole units and the instruction whole operands."""
+    """Least number of elements that a product may sum over, so that each lane holds whole units and the instruction has whole operands."""
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
-    """Least number of keys with whole operands in both products: the product of the keys' rows, and the product that contracts over keys."""
+    """Least number of keys for which both matrix products have whole operands: the product that makes scores, and the product that sums over keys."""
     return max(self.M, self.span)
   @property
   def groups(self) -> int: return self.wave // self.N             # number of lane groups
   @property
   def group_steps(self) -> tuple[int, ...]:
-    """Distances of lanes at which pairs of lane groups exchange values, such that in the end all groups have met."""
+    """Distances in lanes at which lane groups exchange values in pairs, one distance after another. After the last exchange every lane group has
+    values from all groups."""
     return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property
   def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
@@ -68,21 +69,22 @@ class Matrix:
     """Returns the row of C that lane group h holds as element i."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the key that lane group h holds as its n-th score, counted over a column of S^T tiles."""
+    """Returns the number of the key whose score lane group h holds as its n-th one, counted over a column of S^T tiles."""
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
-    """Returns the row of A that must hold row d of V^T, so that a lane's elements of O^T are consecutive columns d of O, and its stores wide."""
+    """Returns the row of A that must hold row d of V^T. With these rows, a lane's elements of O^T are consecutive columns d of O, and the lane stores
+    many bytes at a time."""
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
   def column_of(self, row:Int) -> Int:
-    """Returns the row d of V^T that is row `row` of A: the inverse of `row_of`."""
+    """Returns the row d of V^T that row `row` of A holds: the inverse of `row_of`."""
     tile, r = row//self.M*self.M, row%self.M
     return tile + r//self.block%self.groups*self.accumulator + r//(self.block*self.groups)*self.block + r%self.block
 
 @dataclass(frozen=True)
 class LaneSums:
-  """A matrix instruction of small blocks (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1) that sums the elements of each lane. A lane has one column of
-  a block of B and of D. With A all ones, each element of D is therefore the element of C plus the sum of the lane's own elements of B."""
+  """A matrix instruction of small blocks (v_mfma_f32_4x4x4_16b: MI300 ISA section 7.1) that sums the elements of each lane. A lane holds one column
+  of a block of B and of D. If all elements of A are 1, each element of D is the element of C plus the sum of the lane's own elements of B."""
   name: str             # name of the clang builtin after `__builtin_amdgcn_`
   operand_type: str     # element type of the builtin's A and B
   operand_words: int = 2
@@ -101,9 +103,9 @@ class Mma:
   """mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulation (PTX ISA 9.7.14.5.8), and the addresses from which ldmatrix.x4 (9.7.14.5.15) reads its
   operands.
 
-  With S = Q K^T and O = P V a query is a row. A lane has parts of rows g = lane//4 and g + 8: of C, in each row, the columns 2*(lane%4) and
-  2*(lane%4) + 1. The C fragments of two neighbouring tiles, packed, are the A fragment of their 16 columns, so P never leaves its lane. K is read as
-  it lies in memory. V is read with the transposition that ldmatrix does.
+  With S = Q K^T and O = P V a query is a row. A lane holds parts of rows g = lane//4 and g + 8. In each of these rows of C, it holds the columns
+  2*(lane%4) and 2*(lane%4) + 1. The C fragments of two neighbouring tiles, packed, are the A fragment of their 16 columns, so P never leaves its
+  lane. K is read as it lies in memory. ldmatrix transposes V while it reads V.
   """
   name: str       # name of the instruction in the emulator
   ptx: str        # PTX type of A and B
@@ -126,26 +128,28 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key that lane h of a row holds as its n-th score, counted over a row of tiles of S."""
+    """Returns the number of the key whose score lane h of a row holds as its n-th one, counted over a row of tiles of S."""
     return n//self.block*self.N + h*self.block + n%self.block
   # (row, unit of 8 columns) of the address that a lane gives to ldmatrix
   def a_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the lane's address for A of 16 rows and 16 columns, read from rows of A. The result of ldmatrix is a uint4."""
+    """Returns the address that a lane gives to ldmatrix to read A (16 rows and 16 columns) from memory that holds rows of A. The result of ldmatrix
+    is a uint4."""
     return lane%16, lane//16
   def b_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the lane's address for B of two tiles, read from 16 rows of B^T (keys) and 16 of their columns (the contraction). The result of
-    ldmatrix is a uint4, half of it for each tile."""
+    """Returns the address that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B^T: 16 rows (keys) and 16 of their
+    columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
     return lane//16*8 + lane%8, lane//8%2
   def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the lane's address for B of two tiles, read from 16 rows of B (the contraction) and 16 of their columns. ldmatrix transposes them."""
+    """Returns the address that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B: 16 rows, over which the product
+    sums, and 16 of their columns. ldmatrix transposes them."""
     return lane%16, lane//16
 
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Rounds `length` up to whole operands, and to whole units of every lane group."""
+  """Rounds `length`, the number of elements that a product sums over, up to whole operands and to whole units of every lane group."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:
-  """Returns how many registers of a lane hold its part of a row of `length` elements, as an operand."""
+  """Returns the number of registers with which a lane holds its part of a row, as an operand. The row has `length` elements."""
   return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

@@ -1,8 +1,7 @@
-"""Rows of the tables of tiles. A row has a shape that a kernel's tile may have, and says for which problems the shape is.
+"""Rows of the tables of tiles. A row gives the shape of a kernel's tile, and says for which problems the kernel may use this shape.
 
-A shape holds the numbers by which a kernel divides its work, whatever the problem. The tile that a problem gets (attn/kernels/tiles) has the same
-numbers, or smaller ones where the problem has few rows, and what the problem adds.
-"""
+A shape holds the numbers by which a kernel divides its work, whatever the problem. A problem's tile (attn/kernels/tiles) has these numbers, or
+smaller ones if the problem has few rows, and further fields that depend on the problem."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -14,7 +13,8 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # a release of LLVM newer than all: a row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """Things for which the loop of a problem needs registers, besides its matrix tiles. Each member includes those before it."""
+  """Masks, options and terms for which the loop of a kernel needs registers, besides the registers for matrix tiles. Each member includes the members
+  before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -25,7 +25,8 @@ AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
-  """Row of a table: a shape for head dimensions up to `up_to`, where the conditions hold that the row names."""
+  """Row of a table: a shape for head dimensions up to `up_to`. Except `matrix`, the other fields are conditions that a problem, chip or compiler must
+  fulfil."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
@@ -37,8 +38,8 @@ class UpTo(Generic[AnyShape]):
   spills_on: tuple[str, ...] = ()  # chips on which the shape spills registers, whatever the burden
   whole: bool = False              # whether it has registers only for rows of whole units, and for workgroups with all of its waves: rows in pieces
                                    # have more addresses, and with fewer waves each wave loads more
-  llvm: int = EVERY                # newest release of LLVM that the row is for. In a class the rows count whose `llvm` is the least one that is not
-                                   # older than the compiler
+  llvm: int = EVERY                # newest release of LLVM that the row is for. Of the rows with one `up_to`, only the rows are used whose `llvm`
+                                   # is the oldest release that is not older than the compiler
 
 # ***** AMD *****
 
@@ -69,7 +70,7 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class MlaShape:
-  """Shape of a tile of mla."""
+  """Shape of a tile of the kernel mla."""
   row_tiles: int               # tiles of matrix.N queries of a workgroup, over all heads that share a key/value head
   block_n: int                 # keys of a trip
   key_parts: int               # parts of a trip's keys for the scores: this many waves have the same queries, and each has one part of the keys
@@ -82,7 +83,7 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class MmaShape:
-  """Shape of a tile of forward_mma."""
+  """Shape of a tile of the kernel forward_mma."""
   q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
   block_n: int                 # keys of a trip
   q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
@@ -91,15 +92,15 @@ class MmaShape:
 
 @dataclass(frozen=True)
 class WgmmaShape:
-  """Shape of a tile of forward_wgmma."""
+  """Shape of a tile of the kernel forward_wgmma."""
   groups: int                  # warpgroups of a block, each with 64 queries
   block_n: int                 # keys of a trip
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
-  """A row that also says how fast the tile is: TFLOP/s with a large grid and many keys, without and with a causal mask. A multiprocessor has
-  registers for `resident` blocks. A block's work besides its trips (waiting for Q and its first K and V, storing O) takes as long as `prologue`
-  keys."""
+  """A row that also says how fast the tile is, in TFLOP/s for a large grid and many keys: `full` without a mask, `causal` with a causal mask. The
+  registers of a multiprocessor have room for `resident` blocks. Besides its trips a block waits for Q and its first K and V, and stores O. This takes
+  as long as `prologue` keys."""
   resident: int
   full: int
   causal: int
@@ -108,7 +109,7 @@ class RatedUpTo(UpTo[WgmmaShape]):
 
 @dataclass(frozen=True)
 class MlaMmaShape:
-  """Shape of a tile of mla_mma."""
+  """Shape of a tile of the kernel mla_mma."""
   row_tiles: int               # tiles of 16 queries of a block, over all heads that share a key/value head
   block_n: int                 # keys of a trip
   key_parts: int               # parts of a trip's keys for the scores: this many warps have the same queries, and each has one part of the keys
@@ -131,7 +132,7 @@ class WgmmaBackwardShape:
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """A row with conditions that only gradients have."""
+  """A row for a backward kernel, with conditions that only gradients need."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for the derivative of a term where that is not 1
   few_queries: int|None = None   # most queries that the row is for: of one head, or if the kernel owns keys, of all heads that share them
@@ -139,14 +140,14 @@ class GradientsUpTo(UpTo[WgmmaBackwardShape]):
 # ***** tiles for a family without tables: with as few registers as a kernel can use *****
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
-  """Makes the forward rows of a family without a table, for its preferred matrix instruction."""
+  """Makes the rows of forward tiles for a family without a table. The tiles use the family's preferred matrix instruction."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
-  """Makes the rows of a backward kernel of a family without a table. The kernel owns queries, or with `keys` it owns keys."""
+  """Makes the rows of a backward kernel's tiles for a family without a table. The kernel owns queries, or with `keys` it owns keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Makes the rows of mla for a family without a table."""
+  """Makes the rows of tiles of the kernel mla, for a family without a table."""
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0)),)

@@ -1,5 +1,5 @@
-"""Choice of what computes the gradient of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass`. Every refusal has a
-reason."""
+"""Choice of what computes the gradient of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass`. Each refusal comes
+with a reason."""
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass, replace
@@ -43,13 +43,12 @@ def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=
 
 @dataclass(frozen=True)
 class BackwardChoice:
-  """What computes the gradients of a problem: the backward kernels with `tiles`, or `three_pass` if `tiles` is None.
+  """What computes the gradients of a problem: the backward kernels with `tiles`, or, if `tiles` is None, tinygrad from `three_pass`.
 
   refused: why the backward kernels do not compute the gradients
   parts: number of parts into which each kernel divides its sums; 0: no parts
   memory: bytes besides inputs and outputs
-  others: (kernels, reason) for each unit that comes before the chosen one and was refused
-  """
+  others: (kernels, reason) for each unit that comes before the chosen one and was refused"""
   tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None
@@ -57,7 +56,8 @@ class BackwardChoice:
   memory: int = 0
   others: tuple[tuple[str, str], ...] = ()
   def why_not(self, kernel:str) -> str|None:
-    """Returns why a backward kernel, such as "backward_dq_mma", was not chosen. None if it was chosen, or if a better one was."""
+    """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. None if it was chosen, or if a better kernel was
+    chosen."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]:
@@ -77,15 +77,16 @@ FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counte
 
 @dataclass(frozen=True)
 class Parts:
-  """Numbers of fp32 parts into which the backward kernels divide their sums; 0 for no parts. One more kernel adds the parts of each gradient, always
-  in the same order."""
+  """Numbers of fp32 parts into which each backward kernel divides its sums; 0 for a sum that is not divided. A further kernel adds the parts of each
+  gradient, always in the same order."""
   dq: int
   dkdv: int
   dbias: int
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """Chooses parts for a grid that would leave compute units idle, by the model of `splits.split_heuristic`. Each workgroup leaves fp32 numbers for
-  its own rows. To bound that memory, the workgroups are at most the kernel's own and FULL_GRIDS grids that fill the chip."""
+  """Chooses the numbers of parts, by the model of `splits.split_heuristic`, for grids that would leave compute units idle. Each workgroup writes its
+  part of the sums for its own rows, as fp32 numbers. To bound the memory for these parts, they may add at most FULL_GRIDS grids that fill the chip to
+  a kernel's own workgroups."""
   dq, dkdv = tiles_of(p, arch)
   if arch.serial or not arch.cus: return Parts(0, 0, 0)      # nothing is known of such a device
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
@@ -105,7 +106,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
                parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)), of_bias if of_bias > 1 else 0)
 
 def memory_of(p:Problem, parts:Parts) -> int:
-  """Returns the bytes that the gradients take besides inputs and outputs: lse and delta of each row, and the parts of sums."""
+  """Returns the number of bytes that the gradients need besides inputs and outputs: for lse and delta of each row, and for the parts of sums."""
   divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
   if has_sum(p) and parts.dbias: divided.append(dbias_arguments(p, parts.dbias)[f"d{summed_tensor(p).name}"])
@@ -113,26 +114,26 @@ def memory_of(p:Problem, parts:Parts) -> int:
   return 8*p.rows + left
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Returns the tiles of the backward kernels for `p`. The kernels must be able to compute the gradient of `p`."""
+  """Returns the tiles of the backward kernels for a problem `p` whose gradient these kernels can compute."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
 def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
-  """Returns the tiles of the backward kernels for `p` on `arch`, or the reason why they don't compute its gradient: they cannot, or ATTN_KERNEL asks
-  for another way. Raises NotImplementedError if ATTN_KERNEL asks for them and they cannot."""
+  """Returns the tiles of the backward kernels for `p` on `arch`, or the reason why these kernels do not compute its gradient: they cannot, or
+  ATTN_KERNEL asks tinygrad to compute it. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels and they cannot."""
   if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
   if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)
   return found
 
 def check_not_forced(reason:str) -> None:
-  """Raises NotImplementedError, with the reason why the backward kernels don't compute a gradient, if ATTN_KERNEL asks for them."""
+  """Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels. `reason` says why they do not compute the gradient."""
   if (wanted := asked_for().backward) in WAYS: raise NotImplementedError(f"ATTN_KERNEL={wanted}: {reason}")
 
 @cache_of_kernels
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tiles|str:
-  """Returns the tiles of the best backward kernels for `p` on `arch`, or the reasons why none can compute its gradient. Only kernels for `units` are
-  asked. Kernels for a matrix unit come before kernels of plain UOps."""
+  """Returns the tiles of the best backward kernels for `p` on `arch`, or the reasons why no backward kernels can compute its gradient. Considers only
+  kernels for `units`. Kernels for a matrix unit come before kernels of plain UOps."""
   if arch is None: return NO_UNIT
   p, reasons = replace(p, num_splits=1), []
   for everywhere in (False, True):
@@ -145,12 +146,13 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   return "; ".join(dict.fromkeys(reasons))
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
-  """Returns the choice that tinygrad computes the gradient. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
+  """Returns the choice that tinygrad computes the gradient from `three_pass`. Raises NotImplementedError if ATTN_KERNEL asks for the backward
+  kernels."""
   check_not_forced(reason)
   return BackwardChoice(None, arch, reason)
 
 def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
-  """Chooses what computes the gradient of `p` after the kernel `forward` computed its output."""
+  """Chooses what computes the gradient of `p`: the backward kernels or tinygrad. `forward` is the name of the kernel that computed the output."""
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
@@ -160,7 +162,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   return BackwardChoice(tiles, arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts), others)
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
-  """Returns (kernels, reason) for each unit that comes before the chosen one."""
+  """Returns (kernels, reason) for each unit that comes before the chosen unit."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
   for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
     if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} forces another"

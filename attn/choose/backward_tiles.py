@@ -1,7 +1,7 @@
-"""Choice of the backward kernels' tiles for a problem on a chip: the first row that fits in the table of the family of matrix units.
+"""Choice of the backward kernels' tiles for a problem on a chip: the first row that fits in the table of the chip's family.
 
-The tables of AMD are made by the registers that clang 22 needs, those of mma.sync by the registers that nvcc 13 needs. They were not measured.
-"""
+The tables for AMD were chosen by the number of registers that clang 22 needs, the tables for mma.sync by the number of registers that nvcc 13 needs.
+None of these tables was measured."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,8 +47,8 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Chooses the tile of a backward kernel on wgmma: the first row of the table for the problem's head dimensions. Every problem that wgmma takes has
-  such a row."""
+  """Chooses the tile of a backward kernel on wgmma: the first row of the table that is for the problem's head dimensions. Every problem that the
+  wgmma kernels can compute has such a row."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
   found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
@@ -56,7 +56,7 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Says why wgmma does not compute the gradient of `p` on `arch`. None: it does."""
+  """Says why the wgmma kernels cannot compute the gradient of `p` on `arch`, or why smaller tiles suit it better. None: they compute it."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
   rows = wgmma.M
@@ -72,7 +72,8 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """Returns the tile that a row gives for a problem. It has no more waves than the rows that the kernel owns (queries, or with `keys` keys) fill."""
+  """Returns the tile that a table row gives for a problem. The kernel owns queries, or with `keys` it owns keys. The tile has no more waves than
+  these rows fill."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
   crowded = p.dropout_p or (keys and p.wide_scores)     # dropout, or what lse lost to rounding, takes the registers of a prefetched tile
@@ -80,8 +81,8 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields those rows of a table for plain problems that fit a problem. Rows for dk and dv need a problem without a mask: with a mask, moves between
-  registers dominate."""
+  """Yields the rows, of a table for plain problems, that fit a problem. The rows for dk and dv need a problem without a mask. With a mask, these
+  kernels spend most of their time on moves between registers."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)

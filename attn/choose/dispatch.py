@@ -1,5 +1,5 @@
-"""Choice of the kernel for a problem on a chip. Each kernel answers two questions: can it compute the problem, and is no other kernel faster? Every
-refusal has a reason."""
+"""Choice of the kernel for a problem on a chip. Each kernel says whether it can compute the problem, and whether another kernel is faster. Each
+refusal comes with a reason."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
@@ -40,13 +40,13 @@ STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill 
 
 @dataclass(frozen=True)
 class Work:
-  """Division of a problem by a kernel: its tile (None: tinygrad's own schedule), and the number of key ranges."""
+  """How a kernel divides a problem: its tile (None: tinygrad chooses its own schedule), and the number of key ranges."""
   tile: AnyTile|None
   splits: int = 1
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that computes a problem, and why the kernels before it in KERNELS don't."""
+  """The kernel that computes a problem, and the reasons why the kernels before it in KERNELS do not compute it."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -54,7 +54,7 @@ class Choice:
   memory: tuple[tuple[str, int], ...] = ()    # (kernel, bytes besides inputs and outputs) for the chosen kernel and for three_pass
   grid: str = ""                              # how the kernel's workgroups fill the chip, in words
   def why_not(self, kernel:str) -> str|None:
-    """Returns why `kernel` was not chosen. None if it was chosen, or if it comes after the chosen one in KERNELS."""
+    """Returns the reason why `kernel` was not chosen. None if it was chosen, or if it comes after the chosen kernel in KERNELS."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
     packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""
@@ -69,7 +69,7 @@ class Choice:
 # ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
 def plain_only(p:Problem, *but:str) -> str|None:
-  """Says why a kernel that takes no options except `but` does not take `p`. None: it takes `p`."""
+  """Says why a kernel that supports no options except the options `but` cannot compute `p`. None: it can compute `p`."""
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
   return f"{options[0]}: it takes plain problems only" if options else None
 
@@ -104,8 +104,8 @@ def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` with at least two key ranges, or the reason why the keys are not divided. The number of ranges is num_splits, or what
-  the heuristic finds."""
+  """Returns a kernel's `Work` with at least two key ranges, or the reason why the keys are not divided. The number of ranges is num_splits, or for
+  num_splits=0 the number that `split_heuristic` returns."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -118,8 +118,8 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of the kernel of plain UOps, or the reason why it cannot compute the problem. The number of key ranges is num_splits, or what
-  the heuristic finds."""
+  """Returns the `Work` of the kernel of plain UOps, or the reason why it cannot compute the problem. The number of key ranges is num_splits, or for
+  num_splits=0 the number that `split_heuristic` returns."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -137,7 +137,7 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """Says in words how the workgroups of a division fill a chip."""
+  """Describes in words how the workgroups of a kernel fill a chip: their number and waves, the chip's compute units, and the share of padding."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -178,7 +178,7 @@ def too_short(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class ForwardKernel:
-  """Row of KERNELS: a forward kernel as dispatch knows it."""
+  """Row of KERNELS: a forward kernel with the functions by which dispatch chooses it."""
   refuses: Callable[[Problem, Chip], str|None]                              # why it cannot compute a problem on a chip that has its unit, or None
   tile: TileOf
   program: Callable[[Problem, Chip, Any], Callable[..., UOp]]|None          # makes the kernel of a tile; None: tensor operations
@@ -188,7 +188,7 @@ class ForwardKernel:
   ranges: bool = False      # whether split_kv may give it ranges of the keys
   general: bool = False     # whether it takes every problem that its unit can compute: then its reason says more than those of other kernels
   def can(self, p:Problem, arch:Any) -> Work|str:
-    """Returns how the kernel divides a problem on a chip, or why it cannot compute it."""
+    """Returns the kernel's `Work` for a problem on a chip, or the reason why the kernel cannot compute the problem."""
     return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
 
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
@@ -202,7 +202,7 @@ def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   raise NotImplementedError(most_telling(refusals))
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
-  """Returns the forward kernel to which a tile belongs. It takes all keys, or with p.num_splits key ranges."""
+  """Returns the forward kernel to which a tile belongs. With p.num_splits > 1, the kernel divides the keys into p.num_splits ranges."""
   program = KERNELS[tile.kernel].program
   assert program is not None
   return program(p, arch, tile)
@@ -221,25 +221,27 @@ KERNELS: dict[str, ForwardKernel] = {
   "three_pass": ForwardKernel(never, never, None, divide=by_tensors)}
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
-  """Returns how the kernel `name` divides `p` on `arch`, or why it cannot compute `p` there."""
+  """Returns the `Work` of the kernel `name` for `p` on `arch`, or the reason why the kernel cannot compute `p` there."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel chosen for `p`: a function of the placeholders that `tensors.arguments(p)` names. Raises NotImplementedError for tensor
-  operations."""
+  """Returns the kernel chosen for `p`, as a function of the placeholders that `tensors.arguments(p)` names. Raises NotImplementedError if tensor
+  operations are chosen instead of a kernel."""
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None:
     raise NotImplementedError(f"{choice.kernel} is no single kernel: use attn.attention, which runs it as tensor operations")
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel that merges the key ranges of `p`. It is made of plain UOps if the chosen kernel is."""
+  """Returns the kernel that merges the results of the key ranges of `p`. It is made of plain UOps if the chosen forward kernel is made of plain
+  UOps."""
   assert choice.arch is not None
   merge = combine(p, choice.arch, p.num_splits)
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
-  """Returns the least number of bytes besides inputs and outputs: for the partial results of key ranges, or for the score matrix."""
+  """Returns the least number of bytes that forward needs besides inputs and outputs: for the partial results of key ranges, or for the score matrix
+  of `three_pass`."""
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 
@@ -252,22 +254,22 @@ def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
   return program_of(choice, p), choice.work.tile
 
 def asked_for() -> Forced:
-  """Returns what ATTN_KERNEL asks for."""
+  """Returns the names of the kernels that ATTN_KERNEL asks for."""
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
-  """Chooses the first kernel that takes `p` on `arch` (None: a device for which there is no kernel), or the kernel that ATTN_KERNEL names, even if
-  another is faster.
+  """Chooses the first kernel that can compute `p` on `arch` and that is not slower than another kernel. With arch=None the device has none of attn's
+  kernels. If ATTN_KERNEL names a kernel, chooses that kernel, even if another one is faster.
 
-  Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named one cannot. Raises ValueError if ATTN_KERNEL names no
-  kernel."""
+  Raises NotImplementedError, with every reason, if no kernel can compute `p`, or if the named kernel cannot. Raises ValueError if ATTN_KERNEL names
+  no kernel."""
   return _choose(p, arch, asked_for().forward)
 
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns the problem by which the kernel of a batch-invariant problem is chosen, the same for every batch: one sequence, which for packed
-  sequences has LONG_SEQUENCE queries. Returns any other problem unchanged."""
+  """Returns the problem by which the kernel of a batch-invariant problem is chosen. It has a single sequence (with LONG_SEQUENCE queries if sequences
+  are packed), so that the choice does not depend on the batch. Returns any other problem unchanged."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

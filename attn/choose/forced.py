@@ -1,4 +1,5 @@
-"""Reading of ATTN_KERNEL. It names the kernel that computes attention, the way in which the gradient is computed, or both, with a comma between."""
+"""Reading of the environment variable ATTN_KERNEL. It names the kernel that computes attention, the way in which the gradient is computed, or first
+one and then the other with a comma between."""
 from __future__ import annotations
 import functools, os
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,8 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Names for the kernels that compute gradients together on a unit. Names without an ending are AMD's, and stand for these kernels on every unit."""
+  """Names of the kernels that together compute gradients on a unit. Names without an ending are the names of AMD's kernels, and also stand for the
+  corresponding kernels on every other unit."""
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
@@ -19,15 +21,15 @@ WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for uni
 
 @dataclass(frozen=True)
 class Forced:
-  """Names of the kernels that ATTN_KERNEL asks for, "" where dispatch chooses. One backward kernel stands for all that run together with it, on one
-  of `units`."""
+  """Names of the kernels that ATTN_KERNEL asks for; "" where dispatch chooses. The name of one backward kernel stands for all backward kernels that
+  run together with it, on one of `units`."""
   forward: str
   backward: str
   units: tuple[str, ...] = UNITS
 
 def forced(kernels:Sequence[str]) -> Forced:
-  """Reads the names in ATTN_KERNEL; `kernels` are the names of forward kernels. Raises ValueError for an unknown name, and for names that exclude
-  each other."""
+  """Reads the names in ATTN_KERNEL. `kernels` lists the names of the forward kernels. Raises ValueError for an unknown name, and for names that
+  cannot be used together."""
   return _parsed(os.environ.get("ATTN_KERNEL", ""), tuple(kernels))
 
 @functools.cache

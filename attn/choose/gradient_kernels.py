@@ -1,4 +1,5 @@
-"""Kernels that compute gradients, with one record for each unit: what they refuse, their tiles and their programs."""
+"""Kernels that compute gradients. For each unit, one record says which problems its kernels refuse, which tiles they use, and which programs they
+are."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -33,7 +34,7 @@ Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq,
 LEAST_KEPT = 2.0**-14     # least probability with which dropout may keep an element, if P is rounded to float16
 
 def beyond_float16(p:Problem) -> str|None:
-  """Says why P with dropout cannot be rounded to 16 bits. None: it can."""
+  """Says why P cannot be rounded to 16 bits when dropout is used. None: it can."""
   if p.kept >= LEAST_KEPT: return None
   return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
 
@@ -50,7 +51,7 @@ class BiasKernel:
 
 @dataclass(frozen=True)
 class GradientKernels:
-  """Row of GRADIENT_KERNELS: the kernels that compute gradients together on one unit, as dispatch knows them."""
+  """Row of GRADIENT_KERNELS: the kernels that together compute gradients on one unit, with the functions by which dispatch chooses them."""
   refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
   tile: Callable[[Problem, Chip, bool], AnyBackwardTile]            # tile of the kernel that owns queries, or keys (True); raises NotImplementedError
   dq: Callable[..., Callable[..., UOp]]
@@ -60,7 +61,7 @@ class GradientKernels:
   general: bool = False                                             # as in `dispatch.ForwardKernel`
 
   def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
-    """Returns the kernels' tiles for a problem on a chip, or why the kernels cannot compute its gradient."""
+    """Returns the kernels' tiles for a problem on a chip, or the reason why the kernels cannot compute its gradient."""
     if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
     try:
       tiles = self.tile(p, arch, False), self.tile(p, arch, True)

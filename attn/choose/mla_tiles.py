@@ -1,4 +1,5 @@
-"""Choice of tiles for the kernels of latent attention, mla and mla_mma. Their rows of O and K are too long for one wave, so waves share them."""
+"""Choice of tiles for the kernels of latent attention, mla and mla_mma. In latent attention the rows of O and K are too long for one wave, so several
+waves share each row."""
 from __future__ import annotations
 from typing import Any
 from attn.cache import tuned
@@ -16,7 +17,7 @@ from attn.score.terms import score_terms
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
-  """Says why neither kernel takes `p` on any chip. None: they take it."""
+  """Says why neither mla nor mla_mma can compute `p` on any chip. None: they can compute it."""
   if not p.v_in_k: return "v_dim=None: it takes values that are the first columns of the keys"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   tensors = [term.name for term in score_terms(p) if any("keys" in tensor.axes for tensor in term.tensors)]
@@ -25,7 +26,8 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   return next((f"{name}={value}: its tiles are for up to {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Tile of a row. Raises ValueError if the matrix instruction does not divide it."""
+  """Tile of the kernel mla that a table row gives. Raises ValueError if the chip lacks the row's matrix instruction, or if the tile's keys cannot be
+  divided into whole tiles of the matrix instruction."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   for name, parts in (("key_parts", tile.key_parts), ("weight_parts", tile.weight_parts)):
@@ -34,15 +36,15 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Tile of a row on NVIDIA. Raises ValueError if a warp gets no pairs of fragments of scores."""
+  """Tile of the kernel mla_mma that a table row gives. Raises ValueError if the keys of a warp are not a whole number of pairs of score fragments."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
     raise ValueError(f"key_parts={tile.key_parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Tile of a row that no table has. Raises ValueError also if LDS has no room for it, or if O has no columns for each warp of mla_mma: no warp
-  waits while others multiply with V."""
+  """Tile of a row that does not come from a table. Raises ValueError if the tile cannot be divided, if LDS has no room for it, or if mla_mma has more
+  warps than O has columns for: every warp must multiply P with columns of V."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > max(1, fragments(p.Dv, tile.matrix)//LINE):
     raise ValueError(f"{tile.waves} warps: O has {p.Dv} columns, of which each has {LINE*tile.matrix.N}")
@@ -52,11 +54,11 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
 ENTRY = "mla"       # name of the entry in the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
-  """Tile that TUNE=1 found, or tile of the first row that fits."""
+  """Tile of mla: the tile that TUNE=1 found, or else the tile of the first row that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
-  """Tile that TUNE=1 found, or tile of the first row that fits."""
+  """Tile of mla_mma: the tile that TUNE=1 found, or else the tile of the first row that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *LATENT_MMA)
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

@@ -1,4 +1,4 @@
-"""Reasons why kernels refuse problems: the chip lacks the kernel's unit, or no kernel of that unit can compute the problem."""
+"""Reasons why kernels refuse problems: the chip lacks the unit that a kernel needs, or no kernel for this unit can compute the problem."""
 from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,17 +46,18 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Says why a device without workgroups does not take `blocks` blocks of rows for each of `heads` heads of all batches. None: it takes them."""
+  """Says why a device without workgroups cannot compute `blocks` blocks of rows for each of `heads` heads of all batches. None: it can compute
+  them."""
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel does not take a problem, and facts about the kernel."""
+  """The reason why a kernel refuses a problem, with facts about the kernel."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that tells a user the most: that of a general kernel whose unit the chip has, if there is one."""
+  """Returns the reason that helps a user most: the reason of a general kernel whose unit the chip has, if such a kernel refused."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

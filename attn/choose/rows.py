@@ -1,4 +1,5 @@
-"""Choice of a row from a table of tiles, for a problem on a chip: the first row whose conditions hold, and for whose tile the chip has room."""
+"""Choice of a row from a table of tiles, for a problem on a chip. It is the first row whose conditions hold and whose tile fits into the chip's LDS
+and registers."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
-  """Returns the heaviest thing for which the loop of a problem needs registers."""
+  """Returns the heaviest `Burden` of a problem: the mask, option or term that needs the most registers in the kernel's loop."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
@@ -26,13 +27,14 @@ def in_units(p:Problem, unit:int) -> bool:
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Returns the rows of a table that count for a release of LLVM. In each class these are the rows for the oldest release that is not older than
-  `llvm`."""
+  """Returns the rows of a table that are valid for a release of LLVM. Each row names the newest release that it is for. Among the rows for the same
+  head dimensions, the valid ones name the oldest release that is not older than `llvm`."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
-  """Says why a tile does not fit a problem on `arch`. None: it fits. `row` made the tile for the problem, `load` is the problem's burden."""
+  """Says why a tile does not fit a problem on `arch`. None: it fits. `row` is the table row from which the tile was made, `load` is the problem's
+  burden."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile} reads {tile.fenced} units together, an operand is made of more"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} has the registers for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on: return f"tile {tile} has not the registers for this problem's loop on {arch.name}"
@@ -48,7 +50,7 @@ T = TypeVar("T", bound=BlockTile)
 
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:
-  """Yields the tiles of the rows that fit, best first. Raises NotImplementedError, with every reason, if none fits."""
+  """Yields the tiles of those rows that fit, in the order of the rows: best first. Raises NotImplementedError, with every reason, if no row fits."""
   reasons, found = [], False
   for row in rows:
     if (reason := misfit(p, arch, row, tile := tile_of(row), load)) is not None: reasons.append(reason)

@@ -15,7 +15,7 @@ from attn.kernels.tiles.plain import TiledTile
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.problem import INVARIANT_KEYS, MAX_SPLITS, Problem
 
-# Times are in the time that a workgroup takes for one key.
+# The unit of these times is the time that a workgroup takes for one key.
 PROLOGUE = 1280     # time of a workgroup's work besides its trips: loading Q, waiting for its first K and V, storing O
 COMBINE = 320       # time of launching `combine`
 COMBINE_BYTES = 2**14   # bytes of scratch that the whole chip writes and reads again in the time for one key
@@ -25,26 +25,26 @@ AnyTile = Tile|MmaTile|WgmmaTile|MlaTile|MlaMmaTile|TiledTile
 def key_tiles(p:Problem, tile:AnyTile) -> int: return ceildiv(p.Sk, tile.block_n)
 
 def workgroups(p:Problem, tile:AnyTile) -> int:
-  """Returns the number of workgroups of the forward kernel without splits."""
+  """Returns the number of workgroups that the forward kernel has if the keys are not divided."""
   heads = heads_of(p, tile)
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns which share of the rows and of the keys that workgroups work on is padding. Masks are ignored."""
+  """Returns the share of padding among the rows that workgroups compute, and among the keys. Masks are ignored."""
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
 def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
-  """Returns the number of splits, a power of two, by an occupancy model.
+  """Returns the number of splits (key ranges), a power of two, by an occupancy model.
 
-  A chip with `arch.cus` compute units works on that many workgroups at a time. It works on more only if a workgroup has fewer waves than keep a
-  compute unit busy, and if LDS has room for several: the workgroups of a busy compute unit share its matrix unit and its memory bandwidth. G splits
-  make G times the workgroups, each with 1/G of the trips. In the time for one key this takes
+  A chip with `arch.cus` compute units works on `arch.cus` workgroups at a time. It works on more only if a workgroup has too few waves to keep a
+  compute unit busy, and if LDS has room for several workgroups. `places` is the number of workgroups at a time. The workgroups of a busy compute unit
+  share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the trips. They take this time,
+  in units of a workgroup's time for one key:
 
     time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
 
-  The smallest G with the least time is chosen. It is at most the number of key tiles. A grid that fills the chip many times over gets no split.
-  """
+  The smallest G with the least time is chosen. It is at most the number of key tiles. A grid that fills the chip many times over gets no split."""
   trips = max(1, ceildiv(p.flops//(2*p.all_heads*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average block of queries
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]
   return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
@@ -54,23 +54,23 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns how many workgroups keep a compute unit busy. A workgroup whose warps divide the keys among them is enough by itself, because it has many
-  loads on their way. If it must also wait for a block table, because pages are smaller than its tiles or do not line up with them, there should be
-  two workgroups."""
+  """Returns the number of workgroups that keep a compute unit busy. If a workgroup's warps divide the keys among them, a single workgroup is enough,
+  because it has many loads under way. Two workgroups are needed if such a workgroup also has to wait for a block table: if pages are smaller than its
+  tiles, or do not line up with them."""
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
   """Returns the number of parts, one of `choices`, that takes the least time by the model of `split_heuristic`. Each part writes `numbers` fp32
-  numbers."""
+  numbers to memory."""
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
     return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge
   return min(choices, key=lambda parts: (time(parts), parts))
 
 def fixed_ranges(p:Problem, tile:AnyTile) -> int:
-  """Returns the number of key ranges of a batch-invariant problem. If its queries fill no more than one tile, as in decoding, there is a range for
-  every INVARIANT_KEYS keys, else there is one range. Raises NotImplementedError for more than MAX_SPLITS ranges."""
+  """Returns the number of key ranges of a batch-invariant problem. If its queries fill at most one tile, as in decoding, there is one range for every
+  INVARIANT_KEYS keys; otherwise there is one range for all keys. Raises NotImplementedError for more than MAX_SPLITS ranges."""
   if p.Sq*heads_of(p, tile) > tile.block_m: return 1
   ranges = ceildiv(key_tiles(p, tile), ceildiv(INVARIANT_KEYS, tile.block_n))
   if ranges > MAX_SPLITS:
@@ -79,7 +79,7 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
   return ranges
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
-  """Returns `p` with the number of splits with which it is computed. For num_splits=0 `split_heuristic` chooses it. A larger number is limited to the
-  number of key tiles."""
+  """Returns `p` with the final number of splits. For num_splits=0 `split_heuristic` chooses this number. A given number is reduced to the number of
+  key tiles if it is larger."""
   if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

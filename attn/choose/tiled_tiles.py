@@ -1,8 +1,7 @@
 """Choice of tiles for the kernels of plain UOps.
 
-The rows for NVIDIA were measured on an H200, the rows for one thread on a CPU (docs/plain.md). Other chips take the first row for which their local
-memory has room.
-"""
+The table rows for NVIDIA were measured on an H200, the table rows for workgroups of one thread on a CPU (docs/plain.md). Other chips use the first
+row whose tile fits into their local memory."""
 from __future__ import annotations
 from dataclasses import replace
 from attn.cache import tuned
@@ -33,7 +32,7 @@ TILED = (
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """Tile that TUNE=1 found, or tile of the first row that fits."""
+  """Tile of the forward kernel: the tile that TUNE=1 found, or else the tile of the first row that fits."""
   rows = (*tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads), *(TILED if arch.lds else [UpTo(MAX_WIDTH, ALONE)]))
   return next(fitting("tiled", p, arch, rows, lambda row: row.shape))
 
@@ -63,8 +62,8 @@ DKDV_TILED = (
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
-  """Tile of the kernel of dq, which owns queries, or of the kernel of dk and dv, which owns `keys`: what lies in local memory differs. It is the tile
-  that TUNE=1 found, or the tile of the first row that fits."""
+  """Tile of the kernel of dq, which owns queries, or with `keys` of the kernel of dk and dv, which owns keys. These two kernels keep different
+  tensors in local memory. It is the tile that TUNE=1 found, or else the tile of the first row that fits."""
   kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
   rows = (*tuned.kept_rows(p, arch, kernel, TiledBackwardTile, tuned.check_threads), *(table if arch.lds else [UpTo(MAX_WIDTH, BACKWARD_ALONE)]))
   return next(fitting(kernel, p, arch, rows, lambda row: replace(row.shape, keys=keys)))

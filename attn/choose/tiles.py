@@ -21,17 +21,17 @@ from attn.score.terms import crowded, score_terms
 # ***** AMD *****
 
 # head dimensions
-SHORT = 64     # up to this one a wave has registers to spare
-LONG = 128     # beyond this one O takes a good part of the registers of RDNA
-WIDE = 192     # beyond this one O takes most of the registers of a wave that shares its SIMD
+SHORT = 64     # up to this head dimension a wave has registers to spare
+LONG = 128     # beyond this head dimension O takes a good part of the registers of RDNA
+WIDE = 192     # beyond this head dimension O takes most of the registers of a wave that shares its SIMD
 
 class Economy(Flag):
-  """Ways for a loop to need fewer registers."""
+  """Ways in which the loop of a kernel needs fewer registers."""
   NONE = 0
   FENCED = auto()         # the work on one tile is done before the next one is read from LDS
-  NO_PREFETCH = auto()    # no tile is being loaded during that work
+  NO_PREFETCH = auto()    # no tile is being loaded during the work on another tile
   SPARING = auto()        # K and V are loaded one after the other
-  ANEW = auto()           # each trip computes the addresses of their pieces anew
+  ANEW = auto()           # each trip computes the addresses of pieces of rows, instead of keeping them in registers
   FOUR_WAVES = auto()     # workgroups of four waves: one on each SIMD, with all its registers
   SHORT_TRIPS = auto()    # trips of half as many keys, and so of half as many scores
 
@@ -50,7 +50,8 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """A rule of economy. Registers are short if a problem has all of `burdens`, and if D or Dv is more than `beyond`: then the loop uses `means`."""
+  """A rule that says when registers are short: if a problem has all of `burdens`, and if D or Dv is larger than `beyond`. The loop then uses the
+  economies `means`."""
   beyond: int
   burdens: tuple[str, ...]
   means: Economy
@@ -82,13 +83,14 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy:
-  """Returns the economies with which a problem's loop fits into the registers of a chip, in a workgroup of `waves` waves."""
+  """Returns the economies that a problem's loop needs to fit into the registers of a chip, in a workgroup of `waves` waves."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
-  """Returns the tile that a row gives for a problem. It is no larger than the problem's queries need, and small enough for its terms."""
+  """Returns the tile that a table row gives for a problem. The tile is no larger than the problem's queries need, and small enough for the registers
+  that its terms take."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   pack = p.Hkv < p.H and p.Sq < mat.N                     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
@@ -112,7 +114,7 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """Chooses AMD's tile: the tile that TUNE=1 found, or the tile of the first row that fits."""
+  """Chooses AMD's tile: the tile that TUNE=1 found, or else the tile of the first row that fits."""
   rows = (*tuned.winner(p, arch), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
 
@@ -128,12 +130,12 @@ WARPS = 4     # warps of a block of forward_mma: two or three blocks share a mul
 BLOCK_LDS = 1024  # bytes of shared memory that CUDA takes for itself in each block (CUDA C++ Programming Guide, compute capability 8.0 and later)
 
 def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
-  """Returns the number of blocks for which a multiprocessor has shared memory."""
+  """Returns the number of blocks that fit into the shared memory of a multiprocessor."""
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """Chooses the tile of the first row that fits such that two blocks share a multiprocessor, or else the tile of the first row that fits. It is no
-  larger than the problem's queries need."""
+  """Chooses the tile of the first row that fits and with which two blocks share a multiprocessor. If there is no such row, chooses the tile of the
+  first row that fits. The tile is no larger than the problem's queries need."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group
@@ -154,9 +156,9 @@ BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as 
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """Chooses the tile that should take the least time, no larger than the problem's keys. The time follows from the tile's rate and from the blocks
-  that a multiprocessor works on. All rows and keys of a block count, padding too. Under a causal mask blocks of all lengths share the
-  multiprocessors, but the time is at least that of the longest block."""
+  """Chooses the tile with the least estimated time, no larger than the problem's keys. The estimate follows from the tile's rate and from the number
+  of blocks that a multiprocessor works on. It counts all rows and keys of a block, including padding. Under a causal mask blocks of all lengths share
+  the multiprocessors, but the estimate is at least the time of the longest block."""
   up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   def tile(row:RatedUpTo) -> WgmmaTile:

@@ -17,7 +17,7 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
   return c.fma(c.splat(slope, len(offsets)), away, x)
 
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Computes x + slope*|distance - offset|, with one offset per element."""
+  """Computes x + slope*|distance - offset| for each element of x. Each element has its own offset."""
   return emit("alibi", x.dtype, x, slope, integer(distance), offsets=offsets)
 
 def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
@@ -30,7 +30,7 @@ def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
   _, kv_heads, group, queries, _ = map(int, s.shape)
   slopes = given["alibi_slopes"].float().reshape(-1, kv_heads, group, 1, 1)
-  if at.member is not None: slopes = at.member.reshape(-1, 1, 1, queries, 1).where(slopes, 0.0).sum(0, keepdim=True)   # of its sequence
+  if at.member is not None: slopes = at.member.reshape(-1, 1, 1, queries, 1).where(slopes, 0.0).sum(0, keepdim=True)   # of its own sequence
   return s - slopes*(at.query - at.key).abs().float()
 
 def _in_float(name:str, slopes:Tensor) -> Tensor:

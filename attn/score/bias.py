@@ -25,7 +25,7 @@ def _rounded(c:Any, x:Value) -> Value:
 
 def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   if at.unit == NATURAL != unit: return [ops.fma(y, unit.natural, b) for b, y in zip(_loaded(at), x)]
-  if at.unit == NATURAL: x = [emit("rounded", y.dtype, y) for y in x]      # rounded alike in all passes
+  if at.unit == NATURAL: x = [emit("rounded", y.dtype, y) for y in x]      # forward and backward then round x in the same way
   return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]
 
 def _loaded(at:Fragment) -> list[UOp]:
@@ -47,7 +47,7 @@ def _loaded(at:Fragment) -> list[UOp]:
   return [ops.build(*[y for n in columns[::chunk] for y in load(n)]) for columns in at.columns]
 
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
-  _, kv_heads, group, _, _ = map(int, s.shape)     # sharded tensors: of all devices together
+  _, kv_heads, group, _, _ = map(int, s.shape)     # for sharded tensors, the sizes over all devices
   bias = given["bias"]
   heads = (kv_heads, group) if bias.shape[1] == kv_heads*group else (1, 1)
   return s + bias.float().reshape(bias.shape[0], *heads, *bias.shape[2:])

@@ -1,4 +1,4 @@
-"""Definition of a term, one of the steps of a score between Q K^T and the softmax, and of what a term may read."""
+"""Definition of a term, which is a step that changes scores between Q K^T and the softmax, and of the data that a term may read."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ class Fragment:
   unit: Unit                          # unit of the scores after a term: BASE2 or NATURAL
   @property
   def begin(self) -> UOp:
-    """First column of the lane."""
+    """Column of the lane's first score."""
     return self.tile*self.size + self.group*self.block
 
 # ***** scores in tensor operations *****

@@ -1,2 +1,2 @@
-"""Searches tiles by predictions from machine code: which tiles it compiles, how it ranks them, and the table that it writes. The command is
-attn.tune."""
+"""Search for the best tiles by predictions from machine code: which tiles are compiled, how they are ranked, and how the table is written. The
+command is attn.tune."""

@@ -1,5 +1,5 @@
-"""The tiles that the backward kernels might have, and their bounds from machine code. `python -m attn.tune --gradient dq` ranks them, and TUNE=1
-with BWD=1 of bench.py times them. The backward tables in attn/chips are written by hand from such a list."""
+"""Tiles that the backward kernels might use, and their bounds from machine code. `python -m attn.tune --gradient dq` ranks these tiles, and bench.py
+with TUNE=1 and BWD=1 times them. The backward tables in attn/chips are written by hand from such a ranking."""
 from __future__ import annotations
 import itertools
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class RankedBackwardTile:
   bound: Bound
 
 def backward_held(tile:BackwardTile, d:int) -> int:
-  """Least number of vector registers of a lane that the tile takes: accumulators, S and dP, own rows, and tiles on their way."""
+  """Least number of vector registers of a lane that a tile needs: for accumulators, S and dP, own rows, and tiles that are being loaded."""
   mat = tile.matrix
   row = row_registers(mat, d)
   accumulators = (2 if tile.keys and tile.passes == 1 else 1)*round_up(d, mat.M)//mat.groups
@@ -41,8 +41,8 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
-  """Rows for the shapes of BACKWARD_SPACE that the matrix instruction divides, that LDS and registers have room for, and that are read without
-  bank conflicts. Own rows in LDS, sparing reads and two passes are tried only where most registers would be taken otherwise."""
+  """Rows for those shapes of BACKWARD_SPACE that consist of whole tiles of the matrix instruction, that fit into LDS and registers, and that are read
+  without bank conflicts. Own rows in LDS, sparing reads and two passes are tried only if most registers would be taken otherwise."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
@@ -57,7 +57,7 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]
   return found
 
 def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """The bound of one tile for one variant of the kernel "dq" or "dkdv". None if it doesn't compile, or spills."""
+  """Bound of one tile for one variant of the kernel "dq" or "dkdv". None if the kernel doesn't compile, or spills registers."""
   spec = Spec(arch, row.up_to, dtype, mask, kernel)
   tile = backward_tile(problem_of_spec(spec), get_chip(arch), row, kernel == "dkdv")
   source = kernel_source(spec, tile)
@@ -69,7 +69,7 @@ def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARI
   return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
-  """Backward tiles for head dimensions up to `d` that don't spill in any variant, sorted by the worst of their bounds, greatest first."""
+  """Backward tiles for head dimensions up to `d` that spill registers in no variant. They are sorted by the worst of their bounds, greatest first."""
   found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
   worst: dict[UpTo[BackwardShape], Bound] = {}
   for dtype, mask in VARIANTS:

@@ -6,7 +6,7 @@ not spill. The best tile has the greatest `Bound`: its prediction by attn.isa.ti
 full and causal. If the best tile takes more than SMALL_TILE queries, a second row has the best tile with fewer, for grids too small to fill a chip.
 
 Rows belong to the release of LLVM that the search ran with: the release of the extra `isa`, or the one that ATTN_CLANG names. Rows of an older
-release serve that release and those before it, and stand in the table only if their tiles differ. On a GPU, TUNE=1 of bench.py chooses by time
+release serve it and all releases before it. They stand in the table only if their tiles differ. On a GPU, TUNE=1 of bench.py chooses by time
 instead."""
 from __future__ import annotations
 import functools, itertools, multiprocessing, re
@@ -52,8 +52,8 @@ RESERVE = 16    # registers for addresses, operands on their way and the state o
 Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
-  """The figures that rank tiles, the greatest first. Uses of the matrix unit are in half percents; smaller differences are chance in the
-  compiler's output."""
+  """Figures by which tiles are ranked, greatest first. The uses of the matrix unit are rounded to half percents, because smaller differences are
+  chance in the compiler's output."""
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
   enough: int     # waves per SIMD, but no more than ENOUGH
   ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no other figure covers waiting for memory
@@ -72,22 +72,24 @@ class RankedTile:
 # ***** the space *****
 
 def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
-  """Least number of vector registers of a lane that the tile takes: accumulators and scores, Q, and the tiles of K and V on their way."""
+  """Least number of vector registers of a lane that a tile needs: for accumulators and scores, for Q, and for the tiles of K and V that are being
+  loaded."""
   mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
   of_q = 0 if c.q_in_lds else row_registers(mat, d)
   on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Whether lanes meet in a bank of LDS as they read their units of matrix operands, lane group h at unit h of row n. On CDNA's 16x16 instructions
-  they do: a phase of its reads takes rows of one lane group with the neighbouring rows of another."""
+  """Whether lanes of a wave access the same bank of LDS when they read their units of matrix operands: lane group h reads unit h of row n. For CDNA's
+  16x16 instructions this happens, because one phase of a read serves rows of one lane group and the neighbouring rows of another lane group."""
   banks, groups = phases(family, mat.wave, True, 16)
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
-  """Rows for the shapes of SPACE that the matrix instruction divides, that LDS and registers have room for, and that are read without bank
-  conflicts. Q lies in LDS, where every trip has to read it again, only if Q would fill the wave's registers beyond half."""
+  """Rows for those shapes of SPACE that consist of whole tiles of the matrix instruction, that fit into LDS and registers, and that are read without
+  bank conflicts. Q lies in LDS only if the tile would need more than half of the wave's registers with Q in registers. Otherwise Q stays in
+  registers, because every trip has to read Q from LDS again."""
   found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
@@ -103,16 +105,16 @@ def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
 # ***** the bound of one tile *****
 
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
-  """Waves per SIMD, counting whole workgroups only."""
+  """Number of waves on a SIMD, counting only whole workgroups."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """Returns the `Bound` of a kernel from its machine code `text`. None if the kernel doesn't compile, or spills: keeps vector registers in memory, or
-  scalar registers in vector registers. Moves from vector to accumulation registers, which clang also counts as spills, stay in the register file, and
-  the prediction covers them."""
+  """Returns the `Bound` of a kernel from its machine code `text`. None if the kernel doesn't compile, or if it spills: keeps vector registers in
+  memory, or scalar registers in vector registers. clang also counts moves from vector registers to accumulation registers as spills. These moves stay
+  in the register file, so they are allowed, and the prediction includes their time."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   if r.scratch or r.sgpr_spills: return None
@@ -128,14 +130,14 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """Returns the `Bound` of the forward kernel with this tile. None if the kernel doesn't compile, or spills."""
+  """Returns the `Bound` of the forward kernel with this tile. None if the kernel doesn't compile, or spills registers."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
   return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
 def why_none(arch:str, d:int) -> str:
-  """Why a class of head dimensions has no tile, as far as its first tile tells: clang's message for it."""
+  """Reason why no tile was found for a class of head dimensions: clang's message for the first tile, if that tile does not compile."""
   chip = get_chip(arch)
   if not (space := candidates(chip, d)): return "none of those looked at fits"
   spec = Spec(arch, d)
@@ -144,21 +146,23 @@ def why_none(arch:str, d:int) -> str:
   return "all of them spill registers"
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Returns the `Bound` of the tile of a table row, for one dtype and mask of the forward kernel. None if the kernel doesn't compile, or spills."""
+  """Returns the `Bound` of the tile of a table row, for one dtype and mask of the forward kernel. None if the kernel doesn't compile, or spills
+  registers."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """Returns the `Bound` of a tile. Each figure is the worst over the dtypes and masks of VARIANTS. None if a variant has no bound."""
+  """Returns the `Bound` of a tile in which each figure is the worst over the dtypes and masks of VARIANTS. None if there is no `Bound` for one of the
+  variants."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """The tile whose worst variant is best. `ranked` is sorted by the bound of one variant, the greatest first. No worst bound is greater than that
-  one, so few tiles are looked at."""
+  """The tile whose worst `Bound` over all variants is the greatest. `ranked` is sorted by the `Bound` of one variant, greatest first. A tile's worst
+  `Bound` is never greater than the `Bound` of this variant, so the search can stop early."""
   found: RankedTile|None = None
   for x in ranked:
     if found is not None and x.bound <= found.bound: break
@@ -168,7 +172,8 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """The table rows for a class of head dimensions: the best tile, and if that one is larger, the best tile of at most SMALL_TILE queries."""
+  """Table rows for a class of head dimensions: the best tile and, if this tile has more than SMALL_TILE queries, also the best tile with at most
+  SMALL_TILE queries."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
@@ -183,9 +188,9 @@ class Class:
   rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """Searches the tiles for head dimensions up to `d` on a chip. Costlier parts of the space are tried only if earlier ones have no good tile:
-  first tiles without prefetch, then tiles too heavy for ENOUGH waves. A second buffer changes little else, so it is tried on the LEADING tiles,
-  and on the LEADING ones of at most SMALL_TILE queries."""
+  """Searches the tiles for head dimensions up to `d` on a chip. Tiles without prefetch, and tiles too heavy for ENOUGH waves, are tried only if the
+  tiles tried before are not good enough. Tiles with a second LDS buffer are tried only for the LEADING best tiles, and for the LEADING best tiles
+  with at most SMALL_TILE queries, because a second buffer changes little else."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
   def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:
@@ -217,7 +222,7 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 ALONGSIDE = 78     # the column of a row's figures
 
 def row_of(x:RankedTile, llvm:int=EVERY) -> str:
-  """A line of the table, for releases of LLVM up to this one."""
+  """A line of the table: a tile's row, for releases of LLVM up to `llvm`, with the tile's figures in a comment."""
   row, shape = replace(x.row, llvm=llvm), x.row.shape
   def named(of:Any) -> list[str]:
     return [f"{f.name}={value}" for f in fields(of) if f.default is not MISSING and (value := getattr(of, f.name)) != f.default]
@@ -232,11 +237,11 @@ TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[UpTo\[ForwardShape\], \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
 
 def file_of(family:str) -> Path:
-  """The file with a family's table."""
+  """The file that contains a family's table."""
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """The lines of the tile table in the text of a family's file. Raises ValueError if it has no table."""
+  """Lines of the tile table in the text of a family's file. Raises ValueError if the text contains no such table."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -245,16 +250,16 @@ def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
   return rows
 
 def all_tables() -> TableRows:
-  """Tables of all families with a chip to search for."""
+  """Tables of all families that have a chip for which tiles are searched."""
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
-  """The tiles in some lines of a table, without figures and releases."""
+  """The tiles in some lines of a table, without their figures and LLVM releases."""
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """The table's lines after a search with this release of LLVM. Rows of a release older than the table's own are kept only if their tiles differ
-  from those of the next newer release."""
+  """Lines of the tables after a search with the release `llvm` of LLVM. Rows for a release older than the tables' own are kept only if their tiles
+  differ from the tiles of the next newer release."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:
@@ -266,12 +271,12 @@ def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
   return rows
 
 def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
-  """The text of a family's file with these rows in its tile table."""
+  """Text of a family's file, with these rows in its tile table."""
   lines = "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """Lines that say which tiles differ between `old` and `new`. Figures don't count."""
+  """Lines that say which tiles differ between the tables `old` and `new`. Figures are not compared."""
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []

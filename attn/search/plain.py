@@ -1,4 +1,4 @@
-"""The tiles of plain UOps' kernels that TUNE=1 of bench.py times: all tiles for which local memory and registers have room."""
+"""Tiles of the kernels of plain UOps that bench.py times with TUNE=1: all tiles that fit into local memory and registers."""
 from __future__ import annotations
 import itertools
 from dataclasses import replace
@@ -8,7 +8,7 @@ from attn.choose.tiled_tiles import STEPS_AT_ONCE
 from attn.kernels.tiles.plain import LONG_SUM, TiledBackwardTile, TiledTile
 from attn.problem import Problem
 
-MOST_NUMBERS = 192     # most fp32 registers of a thread for sums and scores; it needs others besides
+MOST_NUMBERS = 192     # most fp32 registers of a thread for sums and scores; a thread also needs other registers
 
 THREADS_OF_TILED = ((8, 16), (16, 8), (16, 16), (32, 8), (32, 16))      # threads down and across
 ROWS_OF_TILED = tuple(itertools.product((4, 8), repeat=2))               # rows of a thread: walked and own
@@ -17,12 +17,12 @@ DEPTHS_OF_TILED = (16, 32, 64)
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
 def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
-  """The tiles for a workgroup of one thread."""
+  """Tiles to time for workgroups of one thread."""
   return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
-  """The tiles of the forward kernel `tiled`."""
+  """Tiles to time for the forward kernel `tiled`."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
   for (down, across), (walked, own), depth, ahead in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (True, False)):
@@ -34,7 +34,8 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """The tiles of a backward kernel that owns queries, or `keys`. A thread holds S, dP and its part of each gradient in registers."""
+  """Tiles to time for a backward kernel that owns queries, or with `keys` for a backward kernel that owns keys. A thread holds S, dP and its part of
+  each gradient in registers."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):

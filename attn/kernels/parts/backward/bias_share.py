@@ -74,7 +74,7 @@ class BiasShare:
 class BiasPart:
   """One workgroup's part of the gradient of a bias."""
   share: BiasShare
-  grid: Grid             # its head and block count the owned heads and the owned blocks of queries
+  grid: Grid             # with numbers of a head and a block among the owned heads and the owned blocks of queries
   key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup walks over all tiles
   part: UOp              # number of the part of the sum that this workgroup computes
   parts: int             # number of parts in which the sum is left; 0: the sum is complete

@@ -1,4 +1,4 @@
-"""The tensors that a kernel takes, and checks that a kernel can address them."""
+"""Tensors that kernels read and write, by name, and checks that a kernel can address them."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -41,22 +41,22 @@ def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. It writes dq (`in_parts`) and delta. It reads q, k, v, o,
-  lse, with wide scores lse_rest, do, the optional tensors, and with `dlse` the gradient of lse."""
+  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. The kernel writes dq (`in_parts`) and delta. It reads q, k,
+  v, o, lse, with wide scores lse_rest, do, the optional tensors, and with `dlse` the gradient of lse."""
   x = of_backward(p).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. It writes dk and dv (`in_parts`). It reads q, k, v, lse,
-  with wide scores lse_rest, delta, do, and the optional tensors."""
+  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. The kernel writes dk and dv (`in_parts`). It reads q, k,
+  v, lse, with wide scores lse_rest, delta, do, and the optional tensors."""
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. It writes the gradient (`in_parts`) of the tensor that
-  `summed_tensor` returns. It reads q, k, v, lse, with wide scores lse_rest, delta, do, and the optional tensors."""
+  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The kernel writes the gradient (`in_parts`) of the
+  tensor that `summed_tensor` returns. It reads q, k, v, lse, with wide scores lse_rest, delta, do, and the optional tensors."""
   x, name = of_backward(p).shapes, summed_tensor(p).name
   return {f"d{name}": in_parts(x[name], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}

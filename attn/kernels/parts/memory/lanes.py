@@ -18,7 +18,7 @@ class Lane:
   def h(self) -> UOp: return self.lane // self.matrix.N
   @property
   def thread(self) -> UOp: return self.wave*self.matrix.wave + self.lane
-  # with which lanes this one exchanges values: their distances, and the way of exchange (`exchange` of the interpreters in attn/ops)
+  # lanes with which this lane exchanges values: their distances, and the way of exchange (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
     """Distances to the lanes that share a row of scores with this lane, and the way in which they exchange values."""

@@ -66,7 +66,8 @@ class GlobalRows:
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads the `part`-th `n` elements of a row of `dtype` and converts them to fp32. They are one unit, or two where the row is fp32."""
+    """Loads the `part`-th `n` elements of a row of `dtype` and converts them to fp32. The `n` elements fill one unit, or two units if the row is
+    fp32."""
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
@@ -76,7 +77,7 @@ class GlobalRows:
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Loads row `first` + `row` where each row is a single fp32 number. Returns 0 beyond the last row."""
+    """Loads the only number of row `first` + `row`, from a tensor with a single fp32 number in each row. Returns 0 beyond the last row."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))

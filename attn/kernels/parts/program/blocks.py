@@ -1,5 +1,5 @@
-"""Numbers of queries and keys of a workgroup's sequence, and the tiles that a workgroup walks over: which of them a mask touches, and which no mask
-touches."""
+"""Numbers of queries and keys of a workgroup's sequence, and the tiles that a workgroup walks over: tiles of which a mask may hide scores, and tiles
+of which no mask hides any."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping

@@ -48,7 +48,7 @@ class Statements:
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """`done` in a tuple, or an empty tuple where no statement has been executed yet."""
+    """Tuple with `done`, or an empty tuple if no statement has been executed yet."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
