@@ -123,7 +123,7 @@ def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
   return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
-  """Prints and returns which kernel, tile and split `attention` takes with these arguments, and why not the others.
+  """Prints and returns the kernel, tile and split that `attention` chooses for these arguments, and why it doesn't choose the other kernels.
 
     attn.explain(q, k, v, causal=True)                                # for the device of q
     attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients

@@ -127,7 +127,8 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
   return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
 def install() -> deque[Decision]:
-  """Makes `Tensor.scaled_dot_product_attention` run these kernels wherever one takes the call, and otherwise the function that was there before.
+  """Makes `Tensor.scaled_dot_product_attention` run one of these kernels if a kernel can compute the call, and otherwise the function that was there
+  before.
 
   Returns the list of decisions. It grows with every call (under TinyJit: with every capture) and keeps the latest 1024. A call that goes to the
   earlier function also warns with the reason, once for each reason.
@@ -156,8 +157,8 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:
-  """Context manager that installs for the length of a with statement: `with attn.installed() as decisions: ...`. Of nested ones, the outermost
-  uninstalls."""
+  """Context manager that installs for the length of a with statement: `with attn.installed() as decisions: ...`. If such statements are nested, the
+  outermost uninstalls."""
   outermost = not installation.active
   try: yield install()
   finally:

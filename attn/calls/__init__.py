@@ -1,1 +1,1 @@
-"""The parts of a call of attention: options, placement on devices, views of tensors, kernels as tinygrad takes them, and gradients."""
+"""The parts of a call of attention: options, placement on devices, views of tensors, kernels in the form that tinygrad needs, and gradients."""

@@ -59,7 +59,7 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-  """A kernel function, and the (shape, dtype) of each tensor that it takes, by name."""
+  """A kernel function, and the (shape, dtype) of each of its arguments, by name."""
   kernel: Callable[..., Any]
   shapes: Shapes
 

@@ -62,7 +62,7 @@ class KernelOptions:
 
   @property
   def posed(self) -> dict[str, Any]:
-    """The options that `problem_of` takes, by name."""
+    """The options that are arguments of `problem_of`, by name."""
     return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch")}
 
 @dataclass(frozen=True, eq=False)

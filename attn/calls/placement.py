@@ -32,7 +32,8 @@ def opened(name:str, x:str) -> str:
   return Device.canonicalize(x)
 
 def device_names(name:str, x:Any) -> tuple[str, ...]:
-  """tinygrad's names of one device, or of several different ones. Raises ValueError for anything else, and for a device that doesn't open."""
+  """Returns tinygrad's names of one device, or of several different devices. Raises ValueError if `x` is neither, and for a device that doesn't
+  open."""
   if isinstance(x, str) and x: return (opened(name, x),)
   if not isinstance(x, (tuple, list)) or not x or not all(isinstance(part, str) and part for part in x):
     raise values.wrong(name, x, "the name of a device, or the names of several in a tuple, such as ('EMU:0', 'EMU:1')")

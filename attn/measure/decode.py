@@ -75,7 +75,7 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, normal(*shape), normal(*shape), options_of("attention", options))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Timer of one step. The tile and the number of splits are those of `work`, or by default the chosen ones."""
+  """Timer of one step. The tile and the number of splits are those of `work`, or by default those that dispatch chooses."""
   choice = call.choice()
   o, = run_matrix(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)

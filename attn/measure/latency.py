@@ -50,7 +50,7 @@ def compiler_timed(compiler:Any) -> Iterator[list[float]]:
   finally: del compiler.compile
 
 def first_call(row:FirstCall) -> dict[str, float]:
-  """Returns the seconds of the call in this process, and the seconds that the compiler takes of these."""
+  """Returns the seconds of the call in this process, and the part of these seconds in which the compiler runs."""
   device = device_of(Device.DEFAULT)
   q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
   adapt(Device.DEFAULT)

@@ -218,7 +218,7 @@ def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:Piece
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Position of the first key in the buffer, and the strides from it to the other keys."""
+    """Position of the first key in the buffer, and the strides between keys."""
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
   return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p

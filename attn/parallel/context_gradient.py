@@ -78,7 +78,8 @@ def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)
 
 def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
-  """Sums tensors, one on each device, in the order of the devices. Every device gets the sum: each tensor is copied once to each other device."""
+  """Sums tensors, one on each device, in the order of the devices. Every device gets the sum. For this, each tensor is copied once to every device
+  that does not hold it."""
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
