@@ -127,29 +127,29 @@ class UnitOf(Protocol):
     order, to their shapes and dtypes."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns the maker of the kernel that computes dq, and delta for the other kernels. Its placeholders have the order of `tensors.dq_arguments(p,
-  dlse, parts)`. A query that sees no key gets dq = 0. A row of no sequence gets dq = 0 and delta = 0. With `parts` > 0 the keys are divided into
-  `parts` parts. The kernel stores an fp32 dq for each part, and the caller adds these. Raises NotImplementedError for a problem that
-  `tensors.check_backward` rejects."""
+  """Returns the maker of the kernel that computes dq, and delta for the other kernels. The kernel's placeholders have the order of
+  `tensors.dq_arguments(p, dlse, parts)`. dq of a query that sees no key is 0. dq and delta of a row that belongs to no sequence are 0. With `parts` >
+  0 the keys are divided into `parts` parts. The kernel stores an fp32 dq for each part, and the caller adds these. Raises NotImplementedError for a
+  problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradient_of_q(unit(p, arch, tile, args, dq_arguments(p, dlse, parts), parts))
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns the maker of the kernel that computes dk and dv, given delta. Its placeholders have the order of `tensors.dkdv_arguments(p, parts)`. A
-  key gets 0 if no query sees it, if it lies beyond kv_lengths, or if it belongs to no sequence. With `parts` > 0 the query heads that share keys, and
-  the queries of these heads, are divided into `parts` parts. The kernel stores an fp32 dk and dv for each part, and the caller adds these. Raises
-  NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns the maker of the kernel that computes dk and dv, given delta. The kernel's placeholders have the order of `tensors.dkdv_arguments(p,
+  parts)`. dk and dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the key belongs to no sequence. With `parts` >
+  0 the query heads that share keys, and the queries of these heads, are divided into `parts` parts. The kernel stores an fp32 dk and dv for each
+  part, and the caller adds these. Raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns the maker of the kernel that computes dbias, given delta. Its placeholders have the order of `tensors.dbias_arguments(p, parts)`. With
-  `parts` > 0 the sum is divided into `parts` parts. The kernel stores fp32 sums for each part, and the caller adds these. Raises NotImplementedError
-  for a problem that `tensors.check_backward` rejects. Raises ValueError if there are more parts than trips to sum over."""
+  """Returns the maker of the kernel that computes dbias, given delta. The kernel's placeholders have the order of `tensors.dbias_arguments(p,
+  parts)`. With `parts` > 0 the sum is divided into `parts` parts. The kernel stores fp32 sums for each part, and the caller adds these. Raises
+  NotImplementedError for a problem that `tensors.check_backward` rejects. Raises ValueError if there are more parts than trips to sum over."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)

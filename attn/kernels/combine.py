@@ -26,12 +26,12 @@ MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial"
 PARTS_AT_ONCE = 16          # partial results whose loads run at the same time: a thread has no other work while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """Returns (shape, dtype) of the tensors that `combine` takes, by name and in order."""
+  """Returns (shape, dtype) of each placeholder of `combine`'s kernel, by name and in order."""
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in MERGED if name in shapes}
 
 def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
-  """Returns the kernel that merges `splits` partial results. Its placeholders are the tensors of `combine_arguments(p)`.
+  """Returns the kernel that merges `splits` partial results. The kernel's placeholders are the tensors of `combine_arguments(p)`.
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
 

@@ -1,13 +1,11 @@
-"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns: while one group computes, the other group reads LDS.
+"""Flash attention forward for CDNA4, D = 128: two groups of waves take turns. While one group computes, the other group reads LDS.
 
 The algorithm comes from attn/kernels/amd/forward.py. In this file S, P and O name the transposed matrices S^T, P^T and O^T. A workgroup has eight
 waves of 32 queries. The second four waves run one barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in a
 compute cluster, the other wave is in a memory cluster. A tile t of keys takes four clusters, with a barrier after each cluster:
 
-  C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
-  M1  V(t) from LDS, transposed on the way; K(t+3) starts on its way to LDS
-  C2  O += V(t) P(t)
-  M2  K(t+2) from LDS; V(t+2) starts on its way to LDS
+C1 S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t) M1 reads V(t) from LDS, transposed by the load; starts the load
+of K(t+3) to LDS C2 O += V(t) P(t) M2 reads K(t+2) from LDS; starts the load of V(t+2) to LDS
 
 K and V tiles are loaded from global memory straight to LDS, which has two buffers for K and two for V. A trip computes two tiles, so that the buffer
 of each tile is known at compile time. A wave waits for its load one cluster before it reads the tile itself. The other group passes the barrier after
@@ -40,15 +38,15 @@ HEAD, BLOCK_N, WAVES = 128, 64, 8
 TRIP_KEYS = 2*BLOCK_N                            # two tiles
 ROW_UNITS = 2*HEAD//UNIT_BYTES                   # units of a row of K or V: equal for float16 and bfloat16
 LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # loads of a wave, straight to LDS, for each tile
-BEHIND = 2*LOADS                                 # loads that may still run when a wait ends: those issued after the load that it waits for
+BEHIND = 2*LOADS                                 # loads that may still run when a wait ends: issued after the awaited load
 
 # Layouts of tiles in LDS: eight lanes that read 16 bytes each, or sixteen that read 8, never use the same bank.
 K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows are read at the same unit
 V_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 4)   # a transposing load reads four rows of four units
 
 def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v).
-  `dispatch.dual_wave_refuses` says which problems the kernel can't compute."""
+  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems
+  for which `dispatch.dual_wave_refuses` returns None."""
   return lambda *args: DualWave.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class DualWaveState(InOrder):
     """Adds a statement after the earlier statements. Other operations may be scheduled before or after this statement."""
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
-    """Adds stores to registers. The stored values can be read from the next `settled` on."""
+    """Adds stores to registers. Reads of these registers return the stored values only after the next `settled`."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
@@ -125,7 +123,7 @@ class DualWave:
     keys, second = self.group.walked, self.wave//(WAVES//2)
     begin, pairs = keys.begin, (keys.full_end - keys.begin)//2
     s = self.first_tiles(self.started(), begin)
-    s = s.sync(amd.barrier_of(second, s.done))                      # the second group alone: now it is one barrier behind
+    s = s.sync(amd.barrier_of(second, s.done))                      # only the second group waits: now it is one barrier behind
     s = self.trips(s, begin, pairs, self.group.scores, None)
     here, row = self.late(s)
     s = self.trips(s, begin + pairs*2, (keys.end - begin - pairs*2 + 1)//2, replace(self.group.scores, at=here), row)

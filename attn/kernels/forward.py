@@ -20,7 +20,7 @@ class ForwardUnit(Protocol[State]):
   """The steps of `online_softmax` on one kind of matrix unit, for one workgroup, as one thread sees them. The state passes results from step to step:
   m (the reference of the exponents), l (the sum of P) and O in registers, and tiles in LDS."""
   @property
-  def parts(self) -> Iterable[Any]: """The parts of a tile of keys. `weigh` and `add_to_o` run for one part after another."""
+  def parts(self) -> Iterable[Any]: """The parts of a tile of keys. `weigh` and `add_to_o` are called for each part, one part after another."""
   def begin(self) -> State:
     """Returns the state before the first key: m is the lowest number, l and O are 0. Q is loaded, or its load has started."""
   def loops(self) -> Iterable[TileLoop[Any]]:
@@ -30,12 +30,12 @@ class ForwardUnit(Protocol[State]):
     """Computes S = Q K^T of tile t, and applies terms and masks. Returns S, or None if the state holds S. On an asynchronous matrix unit only starts
     the product."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
-    """Computes P = exp(S - m) of one part from what `scores` returned, and adds sum(P) to l. If S exceeds m by too much, raises m and scales O and l
-    down by the matching factor. Returns P, or None if the state holds P."""
+    """Computes P = exp(S - m) of one part of the keys, and adds sum(P) to l. `x` is the S that `scores` returned. If S exceeds m by too much, raises
+    m and scales O and l down by the matching factor. Returns P, or None if the state holds P."""
   def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
-    """Adds P V of one part to O. `p` is what `weigh` returned."""
+    """Adds P V of one part of the keys to O. `p` is the P that `weigh` returned."""
   def kernel(self, s:State) -> UOp:
-    """Returns the kernel. It ends with the stores of O / l and of lse = m + log(l)."""
+    """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
   """Returns the forward kernel: one workgroup computes O and lse in one walk over the tiles of keys, by the online softmax."""

@@ -29,9 +29,8 @@ TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of a 
 K_READ_AFTER = 1      # K is read from LDS after the product of this matrix tile of O: until then, reads of V use the ports of LDS
 
 def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v).
-  `dispatch.staggered_refuses` says which problems the kernel can't compute. Raises NotImplementedError for a tensor that is larger than a buffer
-  descriptor can address."""
+  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems
+  for which `dispatch.staggered_refuses` returns None. Raises NotImplementedError for a tensor that is larger than a buffer descriptor can address."""
   check_problem(p, tile)
   return lambda *args: Staggered.of(p, arch, tile, args).program()
 
@@ -67,7 +66,7 @@ class Staggered:
     group, second = self.common.group, ops.uniform(self.common.at.wave.cast(dtypes.int))//(TURN_WAVES//2)
     apart, start = self.statements.do(amd.fp32_apart()), self.state.softmax.start(group.scores)
     s = self.first_tiles(self.state.after(apart, start), group.walked.begin)
-    s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # the second group alone: now it is one barrier behind
+    s = s.after(self.statements.do(amd.barrier_of(second, s.s[0].load())))                    # only the second group waits: it is now one behind
     s = over_tiles(s, group.walked, self.common.new, self.trip)
     s = s.after(self.statements.do(amd.barrier_of(1 - second, s.softmax.acc[0].load())))
     return group.kernel("staggered", self.common.outputs(s.softmax))

@@ -15,17 +15,17 @@ def total(xs:list[UOp]) -> UOp: return functools.reduce(UOp.add, xs)
 @functools.cache
 def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
   """Returns the kernel for `Tensor.empty(B, H, Sq, Dv).custom_kernel(q, k, v, fxn=textbook())[0]`: q (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk,
-  Dv), float16, bfloat16 or float32. `causal` has the meaning that it has in `attn.attention`. `block_n` is the number of keys in a tile. Raises
-  ValueError if shapes contradict each other."""
+  Dv), float16, bfloat16 or float32. For `causal` see `attn.attention`. `block_n` is the number of keys in a tile. Raises ValueError if shapes
+  contradict each other."""
   def kernel(o:UOp, q:UOp, k:UOp, v:UOp) -> UOp:
     shapes = [[int(n) for n in x.shape] for x in (o, q, k, v)]
     p = problem_of(*shapes, dtypes=["float32"]*4, causal=causal)   # the tensors' elements are converted to float32
 
-    # 1. A thread is a query of a head. It walks over tiles of keys.
+    # 1. A thread computes one query of a head, and walks over tiles of keys.
     b, h, i = (UOp.range(n, axis, AxisType.GLOBAL) for axis, n in enumerate((p.B, p.H, p.Sq)))
     tile, kv_head = UOp.range(-(-p.Sk//block_n), 3, AxisType.LOOP), h//(p.H//p.Hkv)
 
-    # 2. From tile to tile it keeps three things in registers: the largest score m so far, the sum l of exp(score - m), and acc, the sum of
+    # 2. From tile to tile the thread keeps three things in registers: the largest score m so far, the sum l of exp(score - m), and acc, the sum of
     #    exp(score - m)*V.
     acc, m, l = (UOp.placeholder((n,), dtypes.float, slot, AddrSpace.REG) for slot, n in enumerate((p.Dv, 1, 1)))
     start = UOp.group(*[acc[d].store(0.0) for d in range(p.Dv)], m[0].store(-math.inf), l[0].store(0.0))
@@ -38,15 +38,15 @@ def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
     s = [total([q[b, h, i, d].float()*k[b, kv_head, row, d].float() for d in range(p.D)])*p.softmax_scale for row in rows]
     s = [there.where(x, -math.inf) for there, x in zip(seen, s)]
 
-    # 4. The new maximum. It is -inf while no key was seen. Then 0 is subtracted instead, because -inf - -inf is NaN.
+    # 4. The new maximum is -inf if the query has seen no key so far. In that case 0 is subtracted instead, because -inf - -inf is NaN.
     m_new = functools.reduce(UOp.maximum, s, m_old[0])
     reference = m_new.eq(-math.inf).where(0.0, m_new)
 
-    # 5. P = exp(S - m) of this tile, and the factor that brings the sums from the old maximum to the new one.
+    # 5. P = exp(S - m) of this tile, and the factor that rescales l and acc from the old maximum to the new maximum.
     weights = [(x - reference).exp() for x in s]
     rescale = (m_old[0] - reference).exp()
 
-    # 6. Add this tile to l and acc.
+    # 6. Rescale l and acc, and add P and P V of this tile.
     values = [[v[b, kv_head, row, d].float() for row in rows] for d in range(p.Dv)]
     sums = [acc[d].store(acc_old[d]*rescale + total([w*x for w, x in zip(weights, values[d])])) for d in range(p.Dv)]
     done = UOp.group(*sums, l[0].store(l_old[0]*rescale + total(weights)), m[0].store(m_new)).end(tile)

@@ -66,14 +66,14 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, `offset` is not used: with
   `top_left` query i stands at position i, otherwise the last query stands at the position of the last key. A score is scaled first. Then the `terms`
   change the score, and the score becomes -inf where the `masks` hide the key (attn/score defines terms and masks). `sinks` (H) are the scores of an
-  additional key without a value; lse includes them. A packed sequence has at most the `longest` number of queries and keys. Dropout acts on P after P
-  is summed, as attn.problem.Problem says.
+  additional key without a value; lse includes them. `longest` is (most queries, most keys) of a packed sequence. Dropout is applied to P after the
+  sum of P is computed: see attn.problem.Problem.
   """
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
   grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side
   def per_head(x:Tensor) -> Tensor:
-    """Reshapes (H) or (B, H) so that it broadcasts to the scores."""
+    """Reshapes a tensor of shape (H) or (B, H) so that it broadcasts to the scores."""
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
   else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))

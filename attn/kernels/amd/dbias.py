@@ -1,7 +1,7 @@
 """The gradient of a bias by AMD's matrix instructions: the block of the bias that a workgroup owns, the trips over all scores to which this block is
 added, and the stores of the sums.
 
-The steps are those of attn/kernels/amd/backward.py for a workgroup that owns queries. If a workgroup owns a tile of keys, each trip loads other
+The steps are the steps of attn/kernels/amd/backward.py for a workgroup that owns queries. If a workgroup owns a tile of keys, each trip loads other
 queries and reads this tile of keys. Otherwise a trip walks over all keys that the trip's queries see.
 """
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The gradient of a bias by NVIDIA's mma.sync: the block of the bias that a thread block owns, the trips over all scores to which this block is
 added, and the stores of the sums.
 
-The steps are those of attn/kernels/mma/backward.py for a block that owns queries. In each trip Q and dO of a block of queries of one head come to
-shared memory. If the block owns a tile of keys, this tile of K and V is copied to shared memory in each trip, too. Otherwise (all keys share the
-numbers of the bias, or no two scores do) all tiles of K and V pass through a ring in each trip. The sums are fp32 numbers in registers.
+The steps are the steps of attn/kernels/mma/backward.py for a block that owns queries. In each trip Q and dO of a block of queries of one head are
+copied to shared memory. If the block owns a tile of keys, this tile of K and V is copied to shared memory in each trip, too. Otherwise (all keys
+share the numbers of the bias, or no two scores do) all tiles of K and V pass through a ring in each trip. The sums are fp32 numbers in registers.
 """
 from __future__ import annotations
 import functools

@@ -26,9 +26,9 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 
-# Matrix instructions that add to one sum of a score. The tensor cores do not round an fp32 sum: they cut it off, always towards 0. Over the 36
-# instructions of 576 columns this showed in the LSE of peaked rows: 1.13 of the limit of an earlier law, on an H200. A model of it gives a third of
-# that for sums of 12.
+# Number of matrix instructions that add to one partial sum of a score. The tensor cores do not round an fp32 sum: they truncate it, always towards 0.
+# With one sum over 576 columns, 36 instructions, the LSE of peaked rows showed this: its error was 1.13 times the limit of an earlier error law, on
+# an H200. A model of the truncation predicts a third of this error for partial sums of 12 instructions.
 ADDED_UP = 12
 
 @dataclass(frozen=True)

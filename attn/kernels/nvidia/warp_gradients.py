@@ -36,8 +36,8 @@ class WarpsTile(BlockTile, Protocol[L_co]):
   def keys(self) -> bool: """Whether the own rows are keys."""
   def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Layouts of `rows` rows in shared memory: of q or k, of do or v."""
 
-Exponents = list[list[Exponent]]     # for each own row of a lane, and for each of its vectors of scores
-Lse = list[Exponents]                # for each tile of own rows
+Exponents = list[list[Exponent]]     # one for each own row of a lane, and each vector of scores of this row
+Lse = list[Exponents]                # one for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnNumbers:

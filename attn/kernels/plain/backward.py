@@ -28,7 +28,7 @@ from attn.problem import Problem
 from attn.score.term import Row, ScoreTerm
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
-Columns = list[list[UOp]]      # for each own row: vectors of four walked rows
+Columns = list[list[UOp]]      # a list for each own row: vectors with one number for each of four walked rows
 
 @dataclass(frozen=True)
 class PlainState:
@@ -53,8 +53,8 @@ PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 @dataclass(frozen=True)
 class PlainBackward(Rectangle):
   """A backward kernel of one problem, as one thread sees it, during walks over the rows of `head`."""
-  s: UOp               # S^T of some keys, or S of some queries
-  dp: UOp              # dP of the same keys or queries
+  s: UOp               # S^T of the walked keys of a part, or S of the walked queries of a part
+  dp: UOp              # dP of these keys or queries, transposed if they are keys
   state: PlainState    # before the first trip
   wanted: tuple[str, ...]
 

@@ -55,7 +55,7 @@ class Weighed:
 @dataclass(frozen=True)
 class PlainForward(Rectangle):
   """The kernel of one problem, as one thread sees it."""
-  s: UOp             # S^T of some keys
+  s: UOp             # S^T of the keys of a part of a tile
   top: UOp           # the maximum of each query's scores, including this trip's scores
   state: QueryState
   parts = (None,)    # a tile's keys are not divided
@@ -85,12 +85,13 @@ class PlainForward(Rectangle):
     return replace(state, ready=Ready(tuple(ready)))
 
   def loops(self) -> Iterator[TileLoop[QueryState]]:
-    """Yields one loop over all tiles, with masks if any tile needs them."""
+    """Yields a single loop over all tiles. The loop applies masks to all tiles if any tile needs masks."""
     walked = self.group.walked
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """Returns the statement after which S^T of a tile is in local memory and its maxima are in `top`. Starts the loads of V."""
+    """Returns the statement after which local memory holds S^T of a tile and `top` holds the maxima of S^T. If loads run ahead, starts the loads of
+    V."""
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
 

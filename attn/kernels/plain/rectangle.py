@@ -154,7 +154,7 @@ class Rectangle:
     """Returns the section `name` of local memory. Accesses to it come after `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """Makes a loop over n parts, if n > 1. Returns the number of the part, and a list with the loop, empty without a loop."""
+    """Makes a loop over n parts, if n > 1. Returns (number of the part, list with the loop); the list is empty if n is 1."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]

@@ -58,8 +58,8 @@ class Told:
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
-  """The tile of a kernel in which all waves read the same keys. The rows are the queries of all heads that share a key/value head. For the scores, a
-  wave computes one tile of these rows and one of `key_parts` parts of a trip's keys."""
+  """The tile of a kernel whose waves divide both the rows and a trip's keys. The rows are the queries of all heads that share a key/value head. For
+  the scores, a wave computes one tile of these rows and one of `key_parts` parts of a trip's keys."""
   matrix: Any
   row_tiles: int
   key_parts: int

@@ -6,7 +6,7 @@ products of P and dS with the tile, which wgmma reads transposed from the same p
 needs: the last products of a trip still run when S and dP of the next trip start. The warpgroups wait for each other only at the tiles: all
 warpgroups copy each tile together, by cp.async, into a ring of three. In each trip a thread copies its part of the next trip's tile, once its
 warpgroup no longer reads the previous trip's tile. The thread arrives at an mbarrier when its part is complete. A warpgroup that has waited for the
-mbarrier knows two things: the whole tile is complete, and no warpgroup reads the tile that was in use when the copies started.
+mbarrier knows two things: the trip's tile is complete, and no warpgroup reads the tile of two trips before any more.
 """
 from __future__ import annotations
 from collections.abc import Callable
