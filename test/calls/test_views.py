@@ -294,7 +294,7 @@ def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
     assert (verdict := judge(array(gq), expected_gradients(p, x, {}, do, None)["q"])).ok, verdict
 
 def test_slices_of_several_devices() -> None:
-  """The shard of each device begins at the offset of that device's slice."""
+  """Attention reads a slice of a sharded tensor right: on each device the slice begins at an offset inside the device's shard."""
   p, devices = problem(B=2, H=1, Sq=33, D=24), ("EMU:0", "EMU:1")
   x = normal(p)
   def part(a:np.ndarray) -> Tensor:

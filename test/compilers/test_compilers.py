@@ -174,8 +174,8 @@ def test_the_cache_keeps_successes_only(say, tmp_path):
 REAL = ctypes.util.find_library("amd_comgr")
 @pytest.mark.skipif(REAL is None, reason="ROCm's comgr is not installed")
 def test_the_comgr_that_is_installed(say):
-  """attn's clang is the first choice also if ROCm's real comgr, as tinygrad finds it, is installed. Without attn's clang, attn uses comgr, or the
-  error names comgr."""
+  """attn's clang is the first choice also if ROCm's real comgr is installed where tinygrad finds it. Without attn's clang, attn uses comgr. If comgr
+  is too old, the error names comgr."""
   nothing = {"COMGR_PATH": "", "COMGR_3_PATH": "", "ROCM_PATH": os.environ.get("ROCM_PATH", "/opt/rocm")}
   assert re.fullmatch(PACKAGED, say(CHOOSE, **nothing))
   said = say(CHOOSE, without=EXTRAS, **nothing)
@@ -208,8 +208,8 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """The cache separates the code of attn's kernels by the version of comgr. tinygrad's own cache does not separate versions; attn leaves it
-  unchanged."""
+  """The cache separates the code of attn's kernels by the version of comgr. For other kernels tinygrad's own cache does not separate versions, as
+  without attn."""
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]

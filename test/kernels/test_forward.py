@@ -227,5 +227,5 @@ def test_narrow_matrices(arch:str, dtype:str) -> None:
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 
 def test_65536_heads() -> None:
-  """If a problem has more heads than the second dimension of a grid allows, the launch folds heads into another dimension and drops none."""
+  """The launch distributes more heads than the second dimension of a grid allows over the grid, and drops none."""
   check("gfx1201", B=1, H=65536, Sq=1, Sk=1, D=16)

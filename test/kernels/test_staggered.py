@@ -48,7 +48,7 @@ def test_dispatch() -> None:
   assert choose(p, replace(get_chip("gfx950"), llvm=21)).kernel == "staggered"       # dual_wave needs LLVM 22
 
 def test_fp32_is_not_packed() -> None:
-  """clang packs no fp32 operations in this kernel, because the kernel asks clang not to. In the forward kernel clang packs them."""
+  """clang packs no fp32 operations in the staggered kernel, because the kernel asks clang not to. In the forward kernel clang packs them."""
   spec = Spec("gfx942", 128)
   tiles = (None, choose_amd_tile(problem_of_spec(spec), get_chip(spec.arch)))
   apart, packed = (assembly(kernel_source(spec, tile).text, spec.arch) for tile in tiles)

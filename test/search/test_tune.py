@@ -362,7 +362,8 @@ def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.Monkey
   ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
   ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
 def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """attn ignores a stored tile that the kernel does not support, with one warning. A stored tile with a field `keys` is a tile of a gradient."""
+  """attn ignores a stored tile that the kernel does not support, with one warning. If `fields` contains `keys`, the tile is a tile of a backward
+  kernel."""
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
   kind, kernel = (TiledBackwardTile, "backward_dq_tiled") if "keys" in fields else (TiledTile, "tiled")
