@@ -99,7 +99,7 @@ HALVES = ("vcc", "exec")      # two registers of one name
 _FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """Known ranges of registers: in the active lanes, and in all lanes."""
+  """Range in which the value of each register is known to lie: in the active lanes, and in all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 

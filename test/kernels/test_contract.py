@@ -195,8 +195,9 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Rows in which two keys have weight keep the law for every pair of 16-bit types of P and O. An O in float16 does not hide the rounding of P to
-  bfloat16. The test checks only the limit: all rows of a draw have equal roundings, so 12 draws are too few for a root mean square."""
+  """Rows in which two keys have weight stay within the accuracy law's limit for one element, for every pair of 16-bit types of P and O. (An O in
+  float16 does not hide the rounding of P to bfloat16.) The law's root mean square is not checked: all rows of a draw round equally, so 12 draws are
+  too few for it."""
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****

@@ -116,7 +116,7 @@ def of_weigh(monkeypatch, change) -> None:
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty version of `weigh`: rows that already have a reference keep P of the trip before."""
+  """Faulty version of `weigh`, which computes P of each trip: after the first trip it computes nothing, and P of an earlier trip is used again."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)

@@ -96,7 +96,8 @@ def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
 
 class Bounds:
-  """Stand-in for the compiler: returns the bounds of `rule` for a tile, and records the tiles."""
+  """Stand-in for the compiler. For a tile it returns the bounds on speed that the function `rule` gives, and it records each tile that it was asked
+  about."""
   def __init__(self, monkeypatch:pytest.MonkeyPatch, rule:Callable[[UpTo[ForwardShape]], dict[str, int]|None]):
     self.seen, self.rule = list[UpTo[ForwardShape]](), rule
     monkeypatch.setattr(search, "first_bound", self)
