@@ -93,7 +93,8 @@ def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
   return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
 
 def rows_there(u:UOp, n:Size) -> int:
-  """Largest number of rows of a view with `n` rows. It is at most the number of rows of the tensor from which the view was cut."""
+  """Largest number of rows that a view may have, where its number of rows `n` may depend on Variables. The tensors that the view was cut from bound
+  it."""
   fewest = most(n)
   while u.op in GroupOp.Movement:
     if u.op is Ops.SHRINK:

@@ -74,7 +74,7 @@ class Listing:
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """Makes and lowers the AST that `make` returns, and lists the places of the program's UOps."""
+    """Calls `make`, which returns a kernel's AST, lowers it, and lists for each UOp of the program its line in the source and in Python."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))

@@ -38,8 +38,8 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether u, which has the form of a maximum, is a maximum of ~x, and so a minimum of x. If x is itself made from a minimum, its ~ and this ~
-  cancel."""
+  """Tells whether u, which has the form of a maximum, computes a minimum: the minimum of x is written as ~max(~x, ...). If x is itself such a
+  minimum, the two ~ cancel, and the answer is False."""
   y = u.src[2]
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 

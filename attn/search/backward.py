@@ -41,8 +41,9 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
-  """Rows for those shapes of BACKWARD_SPACE that consist of whole tiles of the matrix instruction, that fit into LDS and registers, and that are read
-  without bank conflicts. Own rows in LDS, sparing reads and two passes are tried only if most registers would be taken otherwise."""
+  """Table rows for the usable shapes of BACKWARD_SPACE. A usable shape has whole tiles of the matrix instruction, fits into LDS and registers,
+  and is read without bank conflicts. Shapes that save registers (the workgroup's own rows in LDS, `sparing`, two passes) are tried only if most
+  registers would be used otherwise."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))

@@ -65,9 +65,9 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Dependencies of a node, computed from the regions that it uses; tinygrad itself would compute them from whole allocations, and from only two
-      buffers of a copy. A node may also get the whole buffer of a region that it writes, so that the memory planner treats it as used; the node does
-      not read it."""
+      """Dependencies of a graph node, computed from the regions of buffers that it uses. tinygrad itself computes them from whole allocations, and
+      looks at only two buffers of a copy. The arguments of a node may include the whole buffer of a region that it writes, so that the memory planner
+      treats the buffer as used. The node does not read it."""
       call = self.calls[len(self.nodes)]
       regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)

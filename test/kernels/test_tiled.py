@@ -156,7 +156,7 @@ FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
 def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Each planted fault of dropout breaks the law. Each fault uses its own problem, because a program stays in tinygrad's cache."""
+  """Each fault of dropout, planted on purpose, makes o fail the accuracy check. Each uses its own problem, because tinygrad caches programs."""
   monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
   with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
 

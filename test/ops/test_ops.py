@@ -196,7 +196,7 @@ def constant(x:UOp) -> float|None:
 
 @dataclass(frozen=True)
 class Registers:
-  """Register array in the form that the emulator's meanings expect, starting at its element `first`."""
+  """Array of registers from its element `first` on, in the form in which the emulator passes registers to an operation."""
   elements: list[np.ndarray]
   first: int
 
