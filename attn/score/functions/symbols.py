@@ -1,0 +1,46 @@
+"""Symbols of a caller's function: the UOps that stand for its arguments while it is traced.
+
+A traced function is one scalar UOp, made of these symbols, constants, arithmetic, and elements of tensors. An element of a tensor is
+`INDEX(tensor symbol, one int per axis)`. Kernels and tensor operations replace the symbols by what they compute with."""
+from __future__ import annotations
+import math
+from attn.tinygrad_compat import Ops, UOp, dtypes
+
+FAR = 2**28     # no place of a query or key is farther from 0 than this: attn.problem.MOST_ROWS
+
+def _number(name:str, least:int, most:int) -> UOp: return UOp.variable(name, least, most, dtypes.int, param=True)
+
+SCORE = UOp.variable("score", -math.inf, math.inf, dtypes.float, param=True)                      # softmax_scale * Q K^T after the built-in terms
+BATCH, HEAD = _number("b", 0, FAR), _number("h", 0, FAR)                                           # batch or packed sequence, query head
+QUERY, KEY = _number("i", -FAR, FAR), _number("j", 0, FAR)                                         # places of the query and of the key
+SYMBOLS = (SCORE, BATCH, HEAD, QUERY, KEY)
+
+def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
+  """Symbol of tensor `number` of mod_tensors. `dtype` is tinygrad's name of the dtype."""
+  return UOp.placeholder(shape, getattr(dtypes, dtype), slot=number)
+
+def is_element(u:UOp) -> bool:
+  """Whether a UOp of a traced function is an element of a tensor."""
+  return u.op is Ops.INDEX
+
+def tensor_of(element:UOp) -> UOp:
+  """Tensor symbol that an element belongs to."""
+  return element.src[0]
+
+def indices_of(element:UOp) -> tuple[UOp, ...]:
+  """Index of an element along each axis of its tensor."""
+  return element.src[1:]
+
+def number_of(element:UOp) -> int:
+  """Number of the tensor in mod_tensors that an element belongs to."""
+  base = tensor_of(element)
+  while base.op is Ops.RESHAPE: base = base.src[0]
+  return int(base.arg.slot)
+
+def elements_of(value:UOp) -> list[UOp]:
+  """Elements of tensors that a traced function reads, those that an index needs before those that it reads."""
+  return [u for u in value.toposort() if is_element(u)]
+
+def depends(value:UOp, *symbols:UOp) -> bool:
+  """Whether a traced function depends on one of the symbols."""
+  return any(u in symbols for u in value.toposort())
