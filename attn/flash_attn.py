@@ -1,7 +1,7 @@
 """FlashAttention's functions (github.com/Dao-AILab/flash-attention), with its names and conventions: tensors are (B, S, H, D), `causal` is
 bottom-right, and `window_size` counts neighbours on each side, with no bound below 0. With `causal`, no key on the right is seen, whatever
-`window_size` says. softcap <= 0 is off. One difference: the softmax_lse of a row that sees no key is -inf, not +inf. docs/flash_attention.md lists
-every argument."""
+`window_size` says. softcap <= 0 is off. One difference: the softmax_lse of a row that sees no key is -inf, not +inf. One argument more:
+`dropout_seed`, a keyword, decides which elements drop. docs/flash_attention.md lists every argument."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -10,10 +10,11 @@ from typing import Any
 from attn import values
 from attn.api.attention import attend, attention
 from attn.api.cache import attention_with_kv_cache, check_caches
-from attn.api.checked_call import lengths, prepare
+from attn.api.checked_call import check_sequences, lengths, prepare
+from attn.api.dropout import drawn_seed, dropout_mask
 from attn.calls.checked_kernel import dtype_of, numbers_at_hand
-from attn.calls.options import AttentionOptions, check_lengths
-from attn.calls.placement import local_shape, place, placement_of
+from attn.calls.options import AttentionOptions, check_lengths, check_longest
+from attn.calls.placement import Placement, local_shape, place, placement_of
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, static_shape
 
@@ -39,62 +40,97 @@ def _options(arguments:dict[str, Any]) -> dict[str, Any]:
   if options["causal"]: options["window"] = (options["window"][0], 0)     # causal wins over the window's right bound
   return options
 
-def _lengths(cu_seqlens:Tensor|None) -> Tensor:
-  """Lengths of packed sequences, where cu_seqlens holds the row at which each sequence begins, and then the total."""
-  if cu_seqlens is None: raise values.wrong("cu_seqlens_k", cu_seqlens, "a Tensor")
-  dtype_of("cu_seqlens_k", cu_seqlens)
-  if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2: raise ValueError(f"cu_seqlens_k has shape {cu_seqlens.shape}: must be (sequences + 1,)")
-  return (cu_seqlens[1:] - cu_seqlens[:-1]).contiguous()
+def _check_starts(name:str, starts:Any) -> Tensor:
+  """Returns the tensor `name`, which holds the row at which each packed sequence begins, and then the total, after a check of dtype and shape."""
+  values.dtype_name(name, values.tensor(name, starts).dtype, ("int32",))
+  if starts.ndim != 1 or starts.shape[0] < 2: raise ValueError(f"{name} has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")
+  return starts
 
-def _result(x:Any, wanted:bool) -> Any: return (*x, None) if wanted else x   # (out, softmax_lse, S_dmask); attn.dropout_mask replaces S_dmask
+def _lengths(cu_seqlens:Tensor|None) -> Tensor:
+  """Lengths of packed sequences."""
+  starts = _check_starts("cu_seqlens_k", cu_seqlens)
+  return (starts[1:] - starts[:-1]).contiguous()
+
+def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, longest:tuple[int, int]|None=None) -> Any:
+  """Calls `attention`. Returns out, or (out, softmax_lse, S_dmask) if the options ask for lse. S_dmask is (B, H, Sq, Sk) in the dtype of q: 1 where
+  dropout keeps an element of P, and -1 where dropout drops it, or None without dropout. For packed sequences, `longest` are Sq and Sk."""
+  if not options["return_lse"] or not options["dropout_p"]:
+    found = attention(q, k, v, layout=layout, **options)
+    return (*found, None) if options["return_lse"] else found
+  device = values.tensor("q", q).device
+  if options["dropout_seed"] is None and device is not None: options["dropout_seed"] = drawn_seed(Placement(device))
+  out, lse = attention(q, k, v, layout=layout, **options)
+  B, Sq, Sk = map(int, (q.shape[0], q.shape[1], k.shape[1]) if longest is None else (options["cu_seqlens_q"].shape[0] - 1, *longest))
+  kept = dropout_mask(options["dropout_seed"], options["dropout_p"], B, int(q.shape[-2]), Sq, Sk)
+  return out, lse, kept.where(1.0, -1.0).cast(q.dtype)
 
 def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
-                    softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False) -> Any:
-  """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq), None).
+                    softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
+                    dropout_seed:Tensor|None=None) -> Any:
+  """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq),
+  S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P and -1 where dropout drops it; None without dropout.
 
-  Always deterministic, whatever `deterministic` says. dropout_p drops whenever it is not 0, with a seed from tinygrad's generator."""
+  Always deterministic, whatever `deterministic` says. dropout_p drops whenever it is not 0, with dropout_seed, uint32 (2), or else a seed from
+  tinygrad's generator."""
   options = _options(locals())
   values.truth("deterministic", deterministic)
-  return _result(attention(q, k, v, layout="bshd", **options), options["return_lse"])
+  return _attend(options, q, k, v, "bshd")
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
   """Splits a packed tensor into its parts, along the third last axis."""
-  values.tensor(name, t)
-  if t.ndim != shape.count(",") + 1 or t.shape[-3] != parts: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be {shape}")
+  dtype_of(name, values.tensor(name, t))
+  sizes = static_shape(name, t.shape)
+  if len(sizes) != shape.count(",") + 1 or sizes[-3] != parts or 0 in sizes:
+    raise ValueError(f"{name} has shape {sizes}: must be {shape}, each at least 1")
   return [t[..., i, :, :] for i in range(parts)]
 
-def flash_attn_kvpacked_func(q:Tensor, kv:Tensor, *args:Any, **kwargs:Any) -> Any:
-  """`flash_attn_func` with k and v packed: kv (B, Sk, 2, Hkv, D)."""
-  k, v = _packed("kv", kv, 2, "(B, Sk, 2, Hkv, D)")
-  return flash_attn_func(q, k, v, *args, **kwargs)
+def _others(arguments:dict[str, Any], *packed:str) -> dict[str, Any]:
+  """Returns the arguments of a function of packed tensors, without those named `packed`."""
+  return {name: x for name, x in arguments.items() if name not in packed}
 
-def flash_attn_qkvpacked_func(qkv:Tensor, *args:Any, **kwargs:Any) -> Any:
+def flash_attn_kvpacked_func(q:Tensor, kv:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
+                             softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
+                             dropout_seed:Tensor|None=None) -> Any:
+  """`flash_attn_func` with k and v packed: kv (B, Sk, 2, Hkv, D)."""
+  others, (k, v) = _others(locals(), "q", "kv"), _packed("kv", kv, 2, "(B, Sk, 2, Hkv, D)")
+  return flash_attn_func(q, k, v, **others)
+
+def flash_attn_qkvpacked_func(qkv:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
+                              softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
+                              dropout_seed:Tensor|None=None) -> Any:
   """`flash_attn_func` with q, k and v packed: qkv (B, S, 3, H, D)."""
-  q, k, v = _packed("qkv", qkv, 3, "(B, S, 3, H, D)")
-  return flash_attn_func(q, k, v, *args, **kwargs)
+  others, (q, k, v) = _others(locals(), "qkv"), _packed("qkv", qkv, 3, "(B, S, 3, H, D)")
+  return flash_attn_func(q, k, v, **others)
 
 def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu_seqlens_k:Tensor, max_seqlen_q:int, max_seqlen_k:int,
                            dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0,
-                           alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False,
-                           block_table:Tensor|None=None) -> Any:
+                           alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, block_table:Tensor|None=None, *,
+                           dropout_seed:Tensor|None=None) -> Any:
   """Attention of packed sequences q (total_q, H, D) and k, v (total_k, Hkv, D), with cu_seqlens int32 (B + 1). Returns out (total_q, H, D), or with
-  return_attn_probs (out, softmax_lse (H, total_q), None).
+  return_attn_probs (out, softmax_lse (H, total_q), S_dmask), S_dmask (B, H, max_seqlen_q, max_seqlen_k) as in `flash_attn_func`.
 
   block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows each sequence has in them."""
   options = _options(locals())
   values.truth("deterministic", deterministic)
+  longest = check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
   if options["block_table"] is not None: options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}
-  return _result(attention(q, k, v, layout="thd", **options), options["return_lse"])
+  return _attend(options, q, k, v, "thd", longest)
 
-def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, *args:Any, **kwargs:Any) -> Any:
+def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, cu_seqlens_q:Tensor, cu_seqlens_k:Tensor, max_seqlen_q:int, max_seqlen_k:int,
+                                    dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
+                                    softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
+                                    dropout_seed:Tensor|None=None) -> Any:
   """`flash_attn_varlen_func` with k and v packed: kv (total_k, 2, Hkv, D)."""
-  k, v = _packed("kv", kv, 2, "(total_k, 2, Hkv, D)")
-  return flash_attn_varlen_func(q, k, v, *args, **kwargs)
+  others, (k, v) = _others(locals(), "q", "kv"), _packed("kv", kv, 2, "(total_k, 2, Hkv, D)")
+  return flash_attn_varlen_func(q, k, v, **others)
 
-def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:int, *args:Any, **kwargs:Any) -> Any:
+def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:int, dropout_p:float=0.0, softmax_scale:float|None=None,
+                                     causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None,
+                                     deterministic:bool=False, return_attn_probs:bool=False, *, dropout_seed:Tensor|None=None) -> Any:
   """`flash_attn_varlen_func` with q, k and v packed: qkv (total, 3, H, D), cu_seqlens int32 (B + 1), max_seqlen the longest sequence."""
-  q, k, v = _packed("qkv", qkv, 3, "(total, 3, H, D)")
-  return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+  others, (q, k, v) = _others(locals(), "qkv", "cu_seqlens", "max_seqlen"), _packed("qkv", qkv, 3, "(total, 3, H, D)")
+  check_sequences("cu_seqlens", _check_starts("cu_seqlens", cu_seqlens), int(qkv.shape[0]), check_longest("max_seqlen", max_seqlen), "max_seqlen")
+  return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **others)
 
 # ***** a cache *****
 

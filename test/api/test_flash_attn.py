@@ -8,7 +8,7 @@ import pytest
 import attn
 from attn import flash_attn
 from attn.accuracy import judge, law_of
-from attn.tinygrad_compat import Tensor
+from attn.tinygrad_compat import Context, Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # when the file runs as a program
 from api_cases import draw, emulated
 from api_cases import whole as whole_tensor
@@ -73,12 +73,39 @@ def with_lse(function:str) -> None:
   want = array(ours(function, return_lse=True)[1])
   np.testing.assert_allclose(array(lse).reshape(H, B, SQ).swapaxes(0, 1) if "varlen" in function else array(lse), want, rtol=1e-5)
 
+def with_probabilities(function:str) -> None:
+  with_lse(function)
+  probabilities(function)
+
 def dropped(function:str) -> None:
   Tensor.manual_seed(3)
   first = array(whole(function, dropout_p=.5))
   assert np.abs(first - array(whole(function))).max() > .1
   Tensor.manual_seed(3)
   np.testing.assert_array_equal(array(whole(function, dropout_p=.5)), first)
+
+SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
+
+def kept(mask:Tensor) -> np.ndarray:
+  """Reads S_dmask. tinygrad's lowering of this kernel fails without its optimizations (NOOPT=1), as these tests run."""
+  with Context(NOOPT=0): return array(mask) >= 0
+
+def seeded(function:str) -> None:
+  """Checks that with dropout_seed out is that of `attention` with this seed."""
+  seed = Tensor(SEED, device="EMU")
+  got, want = array(whole(function, dropout_p=DROPPED_P, dropout_seed=seed)), array(ours(function, dropout_p=DROPPED_P, dropout_seed=seed))
+  np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
+
+def probabilities(function:str) -> None:
+  """Checks that S_dmask shows what out was computed with, where tinygrad's generator draws the seed: out is P, with the elements dropped that S_dmask
+  says, times V."""
+  q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
+  k, v = (x.repeat(H//x.shape[1], 1) for x in (k, v))
+  o, _, mask = whole(function, dropout_p=DROPPED_P, return_attn_probs=True)
+  assert mask.dtype == o.dtype and mask.shape == (B, H, SQ, k.shape[2])
+  scores = np.exp(q @ k.swapaxes(2, 3)*D**-.5)
+  p = scores/scores.sum(-1, keepdims=True)*kept(mask)/(1 - DROPPED_P)
+  np.testing.assert_allclose(array(o).reshape(B, SQ, H, D), (p @ v).swapaxes(1, 2), atol=5e-3)
 
 def window(function:str) -> None:
   agrees({"window": (2, 1)}, window_size=[2, 1])(function)
@@ -111,7 +138,9 @@ OF_ALL: dict[str, tuple[str, Callable[[str], None]]] = {
   "window_size": ("tuple or list; a negative bound is no bound; with causal the right bound is 0", window),
   "alibi_slopes": ("(H) or (B, H)", lambda f: agrees({"alibi_slopes": Tensor(SLOPES, device="EMU")}, alibi_slopes=Tensor(SLOPES, device="EMU"))(f)),
   "deterministic": ("ignored: the result is always deterministic", agrees({}, deterministic=True)),
-  "return_attn_probs": ("returns (out, softmax_lse, None); a row that sees no key has lse -inf, in FlashAttention +inf", with_lse)}
+  "return_attn_probs": ("returns (out, softmax_lse, S_dmask): 1 where dropout keeps an element of P, -1 where not; None without dropout",
+                        with_probabilities),
+  "dropout_seed": ("a keyword, not FlashAttention's: uint32 (2), decides which elements drop", seeded)}
 TABLE: dict[tuple[str, str], tuple[str, Callable[[str], None]]] = {}
 for name, tensors in (("flash_attn_func", {"q": "(B, Sq, H, D)", "k": "(B, Sk, Hkv, D)", "v": "(B, Sk, Hkv, Dv)"}),
                       ("flash_attn_kvpacked_func", {"q": "(B, Sq, H, D)", "kv": "(B, Sk, 2, Hkv, D)"}),
@@ -233,7 +262,9 @@ OF_A_CACHE = {
   "return_softmax_lse": ("returns (out, softmax_lse); a row that sees no key has lse -inf, in FlashAttention +inf", cache_lse)}
 TABLE |= {("flash_attn_with_kvcache", argument): x for argument, x in OF_A_CACHE.items()}
 
-BY_DEFAULT = {("flash_attn_func", "window_size"), ("flash_attn_varlen_qkvpacked_func", "max_seqlen"), ("flash_attn_varlen_kvpacked_func", "causal"),
+BY_DEFAULT = {("flash_attn_func", "window_size"), ("flash_attn_kvpacked_func", "dropout_seed"),
+              ("flash_attn_varlen_qkvpacked_func", "return_attn_probs"), ("flash_attn_varlen_qkvpacked_func", "max_seqlen"),
+              ("flash_attn_varlen_kvpacked_func", "causal"),
               ("flash_attn_with_kvcache", "cache_batch_idx"), ("flash_attn_with_kvcache", "cache_leftpad"), ("flash_attn_with_kvcache", "rotary_sin"),
               ("flash_attn_with_kvcache", "rotary_interleaved"), ("flash_attn_with_kvcache", "block_table")}
 
@@ -250,11 +281,21 @@ def test_the_table_has_every_argument_and_is_in_the_document() -> None:
   """The table lists every argument, and docs/flash_attention.md contains the table. To rewrite the table: python test/api/test_flash_attn.py."""
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
-    given = set(inspect.signature(f).parameters)
-    if "args" in given: given = given - {"args", "kwargs"} | set(OF_ALL) | ({"max_seqlen_q", "max_seqlen_k", "cu_seqlens_q", "cu_seqlens_k"}
-                                                                            if name == "flash_attn_varlen_kvpacked_func" else set())
-    assert {argument for function, argument in TABLE if function == name} == given, name
+    assert {argument for function, argument in TABLE if function == name} == set(inspect.signature(f).parameters), name
   assert table() in DOCUMENT.read_text()
+
+OPTIONS_OF_ALL = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
+
+@pytest.mark.parametrize("function, tensors", [
+  (flash_attn.flash_attn_func, ["q", "k", "v"]), (flash_attn.flash_attn_kvpacked_func, ["q", "kv"]), (flash_attn.flash_attn_qkvpacked_func, ["qkv"]),
+  (flash_attn.flash_attn_varlen_kvpacked_func, ["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]),
+  (flash_attn.flash_attn_varlen_qkvpacked_func, ["qkv", "cu_seqlens", "max_seqlen"])], ids=lambda x: getattr(x, "__name__", ""))
+def test_signatures_are_those_of_flash_attention(function:Callable[..., Any], tensors:list[str]) -> None:
+  """Positional arguments have FlashAttention's names and order, and an unknown argument is an error of the function that was called."""
+  by_place = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+  assert by_place == tensors + OPTIONS_OF_ALL
+  with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'dropout'"):
+    function(*[None for _ in tensors], dropout=.1)
 
 def test_positions_are_on_every_device_that_shares_the_heads() -> None:
   angles = [Tensor(numbers(16, 4), device="EMU").realize()]*2
@@ -270,6 +311,7 @@ def test_refused() -> None:
     new, cos = draw(B, 2, HKV, D), draw(16, 4, dtype="float32")
     def call(**more:Any) -> Any: return lambda: flash_attn.flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=n, **more)
     varlen, wide, short = flash_attn.flash_attn_varlen_func, draw(SK, 9, dtype="float32"), cos[:SK - 1]
+    packed, qkv_rows = flash_attn.flash_attn_varlen_qkvpacked_func, draw(4, 3, H, D)
     for what, text in (
       (call(rotary_cos=cos), "rotary_sin=None: must both be Tensors"),
       (call(rotary_cos=cos, rotary_sin=cos[:3]), r"shapes \(16, 4\) and \(3, 4\)"),
@@ -285,7 +327,14 @@ def test_refused() -> None:
       (lambda: flash_attn.flash_attn_with_kvcache(q, *cache, new, new, cos, cos, n.float()), "cache_seqlens has dtype float32"),
       (call(cache_leftpad=cos), "cache_leftpad has dtype float32"), (call(window_size=(1, 2, 3)), r"window_size=\(1, 2, 3\)"),
       (call(cache_batch_idx=n, block_table=int32([0], [1])), "cache_batch_idx with block_table"),
-      (lambda: flash_attn.flash_attn_varlen_qkvpacked_func(q, n, 3), r"qkv has shape \(2, 2, 4, 16\): must be \(total, 3, H, D\)"),
+      (lambda: packed(q, n, 3), r"qkv has shape \(2, 2, 4, 16\): must be \(total, 3, H, D\)"), (lambda: packed(n, n, 3), "qkv has dtype int32"),
+      (lambda: packed(qkv_rows, n.float(), 3), "^cu_seqlens has dtype float32"),
+      (lambda: packed(qkv_rows, n[:1], 3), r"^cu_seqlens has shape \(1,\)"),
+      (lambda: packed(qkv_rows, int32(0, 2, 9), 3), r"^cu_seqlens=\[0, 2, 9\]: must not fall, and lie in 0\.\.4"),
+      (lambda: packed(qkv_rows, int32(0, 1, 4), 2), "^max_seqlen=2: cu_seqlens has a sequence of 3 rows"),
+      (lambda: packed(qkv_rows, int32(0, 1, 4), 0), "^max_seqlen=0: must be"),
+      (lambda: flash_attn.flash_attn_kvpacked_func(q, n), "kv has dtype int32"),
+      (lambda: flash_attn.flash_attn_kvpacked_func(q, cache[0]), r"kv has shape \(2, 12, 2, 16\): must be \(B, Sk, 2, Hkv, D\)"),
       (lambda: varlen(q[0], *cache, int32(0, 2), n.float(), 2, 3, block_table=int32([0])), "cu_seqlens_k has dtype float32")):
       with pytest.raises((ValueError, NotImplementedError), match=text): what()
 
