@@ -11,9 +11,9 @@ FAR = 2**28     # no place of a query or key is farther from 0 than this: attn.p
 def _number(name:str, least:int, most:int) -> UOp: return UOp.variable(name, least, most, dtypes.int, param=True)
 
 SCORE = UOp.variable("score", -math.inf, math.inf, dtypes.float, param=True)                      # softmax_scale * Q K^T after the built-in terms
-BATCH, HEAD = _number("b", 0, FAR), _number("h", 0, FAR)                                           # batch or packed sequence, query head
+BATCH, QUERY_HEAD = _number("b", 0, FAR), _number("h", 0, FAR)                                     # batch or packed sequence, query head
 QUERY, KEY = _number("i", -FAR, FAR), _number("j", 0, FAR)                                         # places of the query and of the key
-SYMBOLS = (SCORE, BATCH, HEAD, QUERY, KEY)
+SYMBOLS = (SCORE, BATCH, QUERY_HEAD, QUERY, KEY)
 
 def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
   """Symbol of tensor `number` of mod_tensors. `dtype` is tinygrad's name of the dtype."""
@@ -31,7 +31,7 @@ def indices_of(element:UOp) -> tuple[UOp, ...]:
   """Index of an element along each axis of its tensor."""
   return element.src[1:]
 
-def number_of(element:UOp) -> int:
+def number_of_tensor(element:UOp) -> int:
   """Number of the tensor in mod_tensors that an element belongs to."""
   base = tensor_of(element)
   while base.op is Ops.RESHAPE: base = base.src[0]

@@ -1,0 +1,38 @@
+"""Tests of tinygrad's programs under `attn.installed()`: every call of attention goes through a kernel, and the results agree with tinygrad's own."""
+from __future__ import annotations
+import warnings
+from typing import Any
+import numpy as np
+import pytest
+import attn
+from attn.tinygrad_compat import Tensor, dtypes
+from api_cases import computed_on
+from cases import array
+from program_calls import PROGRAMS, Gpt2
+
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
+TYPES = {"half": dtypes.half, "bfloat16": dtypes.bfloat16, "float": dtypes.float}
+DEVICES = ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU")
+
+def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
+  Tensor.manual_seed(1)
+  return [array(x.float()) for x in program(TYPES[dtype], exact).run()]
+
+def by_default(place:int, dtype:str, device:str) -> bool:
+  """Each program runs once by default, in half or bfloat16 in turn, on the emulated chips in turn. test/api/test_slices.py runs one as Gpt2."""
+  return PROGRAMS[place] is not Gpt2 and dtype == ("half", "bfloat16")[place % 2] and device == DEVICES[place % 3]
+
+@pytest.mark.parametrize("program, dtype, device", [
+  pytest.param(program, dtype, device, marks=() if by_default(place, dtype, device) else pytest.mark.thorough)
+  for place, program in enumerate(PROGRAMS) for dtype in TYPES for device in DEVICES])
+def test_a_program_of_tinygrad(program:Any, dtype:str, device:str) -> None:
+  """The error against float32 is at most twice as large with attn's attention as with tinygrad's own."""
+  with computed_on(device), warnings.catch_warnings():
+    warnings.simplefilter("error")       # a call that goes to tinygrad's own warns
+    exact, own = results(program, dtype, exact=True), results(program, dtype)
+    with attn.installed() as decisions:
+      decisions.clear()
+      ours = results(program, dtype)
+      assert len(decisions) == program.calls and all(x.kernel not in (None, "three_pass") for x in decisions), list(decisions)
+  for x, y, z in zip(exact, own, ours, strict=True): assert np.abs(z - x).max() <= 2*np.abs(y - x).max() + 1e-5*np.abs(x).max()
