@@ -17,8 +17,8 @@ THREADS = 64
 @dataclass(frozen=True)
 class Append:
   """The shapes of an append: `new` rows of `width` elements, in `layout`, for each of H heads of each of B batches. The cache has `capacity` rows for
-  each head. `places` holds the start of the cache and the strides between its batches, heads and rows. With `pages`, the cache consists of pages, and
-  the stride between batches is the stride between pages."""
+  each head. `places` holds where the cache begins in its buffer, and the strides between its batches, heads and rows. With `pages`, the cache
+  consists of pages, and the stride between batches is the stride between pages."""
   B: int
   H: int
   new: int

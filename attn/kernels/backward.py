@@ -4,10 +4,10 @@ With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (
 softmax_scale * dS^T Q (FlashAttention-2, arXiv 2307.08691, algorithm 2). Each kernel computes the scores again, in registers: no score is stored to
 memory.
 
-Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradient_of_bias`. A workgroup owns some rows, queries or keys, and walks over
-the rows of the other kind in tiles. A `BackwardUnit` says which rows the workgroup owns, and loads the tiles. A `BackwardTrip` does the steps of the
-algorithm on one tile. Each kind of matrix unit has its own `BackwardUnit` and `BackwardTrip`. Each sum is computed by one workgroup, in a fixed
-order: every run gives the same result.
+Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradient_of_bias`. A workgroup owns some queries and loops over the keys in
+tiles, or owns some keys and loops over the queries in tiles. A `BackwardUnit` says which rows the workgroup owns, and loads the tiles. A
+`BackwardTrip` does the steps of the algorithm on one tile. Each kind of matrix unit has its own `BackwardUnit` and `BackwardTrip`. Each sum is
+computed by one workgroup, in a fixed order: every run gives the same result.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -26,51 +26,56 @@ Carry = TypeVar("Carry")
 class BackwardTrip(Protocol[Carry]):
   """The steps of the backward algorithms on one tile, as one thread sees them. Either the workgroup owns queries and the tile holds keys, or the
   workgroup owns keys and the tile holds queries. The state passes results from step to step: sums in registers, and tiles in LDS."""
-  def start(self, s:Carry) -> Carry: """Starts the products S and dP on an asynchronous matrix unit. Does nothing on other units."""
-  def lse(self, s:Carry) -> Any: """Returns the lse of the queries of this trip: own or walked queries."""
+  def start(self, s:Carry) -> Carry: """Starts the products for S and dP, on a matrix unit that works asynchronously. Does nothing on other units."""
+  def lse(self, s:Carry) -> Any: """Returns the lse of the queries that take part in this iteration: the workgroup's queries, or the tile's
+                                 queries."""
   def scores(self, s:Carry) -> tuple[Carry, Any]: """Computes S = Q K^T."""
-  def weights(self, scores:Any, lse:Any) -> Any: """Applies terms and masks to S. Computes P = exp(S - lse) and the derivatives of the terms."""
-  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Dropout removes the same elements of P and of dP."""
+  def weights(self, scores:Any, lse:Any) -> Any: """Applies terms (bias, softcap, ...) and masks to S. Computes P = exp(S - lse) and the derivatives
+                                                 of the terms."""
+  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Dropout removes the same elements of dP as of P."""
   def ds(self, weights:Any, dp:Any, added:ScoreTerm|None=None) -> Any:
-    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. With `added`, a term that adds a bias to
-    the scores, computes the gradient of that bias for each score."""
-  def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of P^T dO."""
-  def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the gradients' products."""
-  def add(self, s:Carry, name:str, weights:Any) -> Carry: """Adds `weights` (P or dS) times rows of the tile to gradient `name`."""
+    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. `added` may name a term that adds a bias to
+    the scores: then computes the gradient of that bias instead, one number for each score."""
+  def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype. It is an operand of the product P^T dO."""
+  def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
+  def add(self, s:Carry, name:str, weights:Any) -> Carry: """Multiplies `weights` (P or dS) by rows of the tile, and adds the product to the gradient
+                                                          `name`."""
 
 class OwnUnit(Protocol[Carry]):
-  """The part of a problem that one workgroup owns (rows, or a block of a bias), and the workgroup's walk over the tiles."""
+  """The part of a problem that one workgroup owns (rows, or a block of a bias), and the loop over the tiles that this part needs."""
   @property
-  def group(self) -> Workgroup: """The workgroup's part of the problem."""
+  def group(self) -> Workgroup: """The part of the problem that belongs to this workgroup."""
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
-    """Walks over tiles, one head after another: over the keys that the own queries see, or over the queries that see the own keys. Calls `work(state,
-    trip)` for each loaded tile; `work` returns the state after the trip."""
+    """Loops over tiles, one head after another: over the keys that the workgroup's queries see, or over the queries that see the workgroup's keys.
+    Calls `work(state, trip)` for each loaded tile; `work` returns the state after its work on this tile."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
-    """Returns the kernel, which ends with `stores`. In the tensors `cleared`, the kernel also stores 0 to each row that belongs to no sequence.
-    `count` is the number of the kernel's floating-point operations."""
+    """Returns the kernel, which ends with `stores`. The kernel also stores 0 to rows of the tensors `cleared` that belong to no sequence. `count` is
+    the number of the kernel's floating-point operations."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
-  """A workgroup that owns queries, or a workgroup that owns keys."""
+  """A workgroup that owns queries or keys, and computes the gradients of its rows."""
   @property
-  def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup sums, in the order of their accumulators."""
+  def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup computes, in the order of their accumulators."""
   def begin(self, s:Carry|None=None, stores:list[UOp]|None=None) -> Carry:
-    """Returns the state before the first tile: all sums are 0, and the own rows are loaded, or their loads have started. For a second pass, `s` is
-    the state after the first pass and `stores` are the stores of the first pass: the second pass begins after both."""
+    """Returns the state before the first tile. All sums are 0, and the rows that the workgroup owns are loaded, or their loads have started. For a
+    second pass over the tiles, `s` is the state after the first pass and `stores` are the stores of the first pass: the second pass begins after
+    both."""
   def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name` to memory."""
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries."""
-  def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, where the other kernels read delta."""
+  def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, from where the other kernels read it."""
 
 class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
-  """A workgroup that owns a block of a bias and walks over all scores to which the block is added. If all queries share the numbers of the bias, the
+  """A workgroup that owns a block of a bias and loops over all scores to which the block is added. If all queries share the numbers of the bias, the
   block is one row. If all keys share the numbers of the bias, the block is one column."""
-  def begin(self) -> Carry: """Returns the state with all sums 0."""
-  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums, or stores dS if no two scores share a number of the bias."""
+  def begin(self) -> Carry: """Returns the state before the first tile: all sums are 0."""
+  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums. If each number of the bias is added to only one score, there is nothing
+                                                     to sum: then stores dS to memory."""
   def sums(self, s:Carry) -> list[UOp]: """Returns the stores of the block's sums to memory."""
 
 def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
-  """Returns the kernel for the gradient of q. A workgroup owns queries and walks over the keys."""
+  """Returns the kernel for the gradient of q. A workgroup owns queries and loops over the keys."""
   def work(s:Any, tile:BackwardTrip[Any]) -> Any:
     s = tile.start(s)                                        # starts S and dP, if they are asynchronous
     lse = tile.lse(s)
@@ -84,8 +89,8 @@ def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
   return unit.kernel("dq", ("dq", "delta"), [*unit.deltas(s), *unit.gradient(s, "dq")], p.flops//(p.D + p.Dv)*(2*p.D + p.Dv))
 
 def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
-  """Returns the kernel for the gradients of k and v. A workgroup owns keys and walks over the queries of all heads that share these keys, one head
-  after another. The workgroup walks once for both gradients, or, if registers are short, twice: first for dV, then for dK."""
+  """Returns the kernel for the gradients of k and v. A workgroup owns keys and loops over the queries of all heads that share these keys, one head
+  after another. It does this once for both gradients, or, if registers are short, twice: first for dV, then for dK."""
   s, stores = None, list[UOp]()
   for unit in passes:
     def work(s:Any, tile:BackwardTrip[Any], wanted:tuple[str, ...]=unit.wanted) -> Any:
@@ -105,7 +110,7 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   return passes[0].kernel("dkdv", ("dk", "dv"), stores, 2*passes[0].group.p.flops)
 
 def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
-  """Returns the kernel for the gradient of a bias. A workgroup owns a block of the bias and walks over all scores to which the block is added, in a
+  """Returns the kernel for the gradient of a bias. A workgroup owns a block of the bias and loops over all scores to which the block is added, in a
   fixed order: batches, heads, queries, keys."""
   p = unit.group.p
   def work(s:Any, tile:BackwardTrip[Any]) -> Any:
@@ -123,13 +128,13 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], names:Shapes, parts:int) -> Any:
-    """Returns the `OwnUnit` of a workgroup, or one for each pass. `args` are the kernel's placeholders. `names` maps the placeholders' names, in
-    order, to their shapes and dtypes."""
+    """Returns the `OwnUnit` of a workgroup, or one for each pass over the tiles. `args` are the kernel's placeholders. `names` maps the placeholders'
+    names, in order, to their shapes and dtypes."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns the maker of the kernel that computes dq, and delta for the other kernels. The kernel's placeholders have the order of
   `tensors.dq_arguments(p, dlse, parts)`. dq of a query that sees no key is 0. dq and delta of a row that belongs to no sequence are 0. With `parts` >
-  0 the keys are divided into `parts` parts. The kernel stores an fp32 dq for each part, and the caller adds these. Raises NotImplementedError for a
+  0 the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. Raises NotImplementedError for a
   problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
@@ -139,8 +144,8 @@ def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns the maker of the kernel that computes dk and dv, given delta. The kernel's placeholders have the order of `tensors.dkdv_arguments(p,
   parts)`. dk and dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the key belongs to no sequence. With `parts` >
-  0 the query heads that share keys, and the queries of these heads, are divided into `parts` parts. The kernel stores an fp32 dk and dv for each
-  part, and the caller adds these. Raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  0 the query heads that share keys, and the queries of these heads, are divided into `parts` parts: the kernel stores an fp32 dk and dv for each
+  part, and the caller adds them up. Raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
@@ -148,8 +153,9 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns the maker of the kernel that computes dbias, given delta. The kernel's placeholders have the order of `tensors.dbias_arguments(p,
-  parts)`. With `parts` > 0 the sum is divided into `parts` parts. The kernel stores fp32 sums for each part, and the caller adds these. Raises
-  NotImplementedError for a problem that `tensors.check_backward` rejects. Raises ValueError if there are more parts than trips to sum over."""
+  parts)`. With `parts` > 0 the sum is divided into `parts` parts: the kernel stores fp32 sums for each part, and the caller adds them up. Raises
+  NotImplementedError for a problem that `tensors.check_backward` rejects. Raises ValueError if there are more parts than iterations of the loop that
+  sums."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)

@@ -44,9 +44,9 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the numbers of the partial results into groups. Returns (ranges of the group's loop, numbers) for each group. The loads of a group run at
-  the same time. If there are many partial results, the first group stands in a loop over PARTS_AT_ONCE numbers at a time, and the last group holds
-  the rest."""
+  """Divides the numbers of the key ranges into groups, so that the partial results of one group are loaded at the same time. Returns (ranges of a
+  tinygrad loop, numbers) for each group. If there are many partial results, the first group is a loop over PARTS_AT_ONCE of them at a time, and the
+  last group holds the rest."""
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
     g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)
@@ -55,7 +55,7 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   return found
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
-  """Returns the kernel of `combine`, given its placeholders."""
+  """Returns the kernel of `combine` as a program, given its placeholders."""
   names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -2,14 +2,16 @@
 
 The algorithm comes from attn/kernels/amd/forward.py. In this file S, P and O name the transposed matrices S^T, P^T and O^T. A workgroup has eight
 waves of 32 queries. The second four waves run one barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in a
-compute cluster, the other wave is in a memory cluster. A tile t of keys takes four clusters, with a barrier after each cluster:
+compute cluster (C1 or C2), the other wave is in a memory cluster (M1 or M2). A tile t of keys takes four clusters, with a barrier after each cluster:
 
-C1 S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t) M1 reads V(t) from LDS, transposed by the load; starts the load
-of K(t+3) to LDS C2 O += V(t) P(t) M2 reads K(t+2) from LDS; starts the load of V(t+2) to LDS
+  C1  S(t+1) = K(t+1) Q^T on the matrix unit, while the vector unit turns S(t) into P(t)
+  M1  reads V(t) from LDS, transposed by the load; starts the load of K(t+3) to LDS
+  C2  O += V(t) P(t)
+  M2  reads K(t+2) from LDS; starts the load of V(t+2) to LDS
 
-K and V tiles are loaded from global memory straight to LDS, which has two buffers for K and two for V. A trip computes two tiles, so that the buffer
-of each tile is known at compile time. A wave waits for its load one cluster before it reads the tile itself. The other group passes the barrier after
-that wait before it reads the tile.
+K and V tiles are loaded from global memory straight to LDS, which has two buffers for K and two for V. An iteration of the loop computes two tiles,
+so that the buffer of each tile is known at compile time. A wave waits for its load one cluster before it reads the tile. A barrier follows this wait,
+and the other group reads the tile only after this barrier.
 """
 from __future__ import annotations
 import functools, itertools
@@ -51,7 +53,8 @@ def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class DualWaveState(InOrder):
-  """The state between clusters: the LDS buffers, S(t) and K(t+1) in registers, the softmax's registers, and the statements so far."""
+  """The state between clusters (the steps between two barriers): the LDS buffers, S(t) and K(t+1) in registers, the softmax's registers, and the
+  statements so far."""
   k0: LdsTile
   k1: LdsTile
   v0: LdsTile
@@ -65,18 +68,19 @@ class DualWaveState(InOrder):
 
   # Statements keep their order. A statement waits only for the values that it is given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """Adds a statement after the earlier statements. Other operations may be scheduled before or after this statement."""
+    """Adds a statement to the program, after the earlier statements. Operations that are no statements may run before or after it."""
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
     """Adds stores to registers. Reads of these registers return the stored values only after the next `settled`."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """Adds a statement. All later work on the state runs after this statement."""
+    """Adds a statement to the program. Everything that the state computes later runs after this statement."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """Adds a statement. All later work on the state runs after this statement and after all statements and stores that were added before it."""
+    """Adds a statement to the program. Everything that the state computes later runs after this statement, and after all statements and stores that
+    were added before it."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
@@ -111,7 +115,7 @@ class DualWave:
   def wave(self) -> UOp: return ops.uniform(self.at.wave.cast(dtypes.int))
   @functools.cached_property
   def units(self) -> list[UOp]:
-    """The units of a row of Q or K that this lane reads."""
+    """The 16-byte units of a row of Q or K that this lane reads."""
     return units_of(self.mat, HEAD, self.at.h)
   @functools.cached_property
   def q_operands(self) -> list[UOp]:
@@ -133,9 +137,9 @@ class DualWave:
     return self.group.named(name, self.outputs(s))
 
   def started(self) -> DualWaveState:
-    """Returns the state before the first key. If no trip has a mask, fp32 operations are not packed: packed operations would stop the matrix unit,
-    and with it the products of the other group. If a trip has a mask, fp32 operations stay packed: unpacked operations would take the registers that
-    the mask needs."""
+    """Returns the state before the first key. Also decides whether fp32 instructions are packed (two numbers in one instruction). Packed instructions
+    would stop the matrix unit, which the other group of waves uses. So they are used only if a mask is applied: the unpacked ones would take the
+    registers that the mask needs."""
     s = self.state if hides_some(self.group.scores.walk, TRIP_KEYS) else self.state.begin(amd.fp32_apart())
     start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
@@ -154,7 +158,8 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Does `count` trips of two tiles from tile `first` on. `masked` is the query whose mask is applied, or None if no mask is applied."""
+    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. `masked` is the number of the query whose mask is applied, or
+    None if no mask is applied."""
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
     inside = replace(s, statements=replace(s.statements, effects=())).after(r)
@@ -167,13 +172,13 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Computes the lane's number and query a second time, after a loop. The loop then keeps no registers for them."""
+    """Computes the lane's number and the number of its query a second time, after a loop. The loop then keeps no registers for them."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
 
   def outputs(self, s:DualWaveState) -> list[UOp]:
-    """Returns the stores of O = O^T / l and LSE = m + ln l."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
@@ -181,7 +186,7 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its trip *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """C1: turns S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit."""
+    """Does step C1: turns the scores S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit."""
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
     if masked is not None: x = scores.mask(x, masked, t)
@@ -197,14 +202,14 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """M1: reads V(t) from LDS, and starts the load of K(t+3) to LDS."""
+    """Does step M1: reads V(t) from LDS, and starts the load of K(t+3) to LDS."""
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
     s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
     return s.sync(amd.barrier(s.done)), values
 
   def compute_output(self, s:DualWaveState, values:list[list[UOp]], weights:list[UOp]) -> DualWaveState:
-    """C2: O += V(t) P(t)."""
+    """Does step C2: adds V(t) P(t) to O on the matrix unit."""
     s = s.sync(amd.priority(1, s.done))
     accs = [s.softmax.acc[dt].load() for dt in range(self.d_tiles)]
     for dt, v_operands in enumerate(values):
@@ -213,7 +218,7 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """M2: reads K(t+2) from LDS, and starts the load of V(t+2) to LDS."""
+    """Does step M2: reads K(t+2) from LDS, and starts the load of V(t+2) to LDS."""
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))
@@ -221,8 +226,8 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *before:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Computes P of the scores `x` as operands, relative to the row's reference. A branch checks the reference, and raises it if needed; this branch
-    comes after the values in `before`."""
+    """Computes P = exp2(x - m) of the scores `x`, with the softmax's reference m of the row, as operands of the next product. A branch checks whether
+    m is high enough, and raises m if it is not. This branch comes after the values `before` are computed."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
@@ -233,8 +238,8 @@ class DualWave:
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
-    """Starts the load of this wave's part of tile t to LDS. The load instruction stores the units of all lanes to LDS in the order of the lanes. So
-    each lane loads the unit that belongs at the lane's place in LDS (`layout.exchanged`)."""
+    """Starts the load of this wave's part of tile t to LDS. The load instruction stores 16 bytes of each lane to LDS, in the order of the lanes. So
+    each lane loads the 16 bytes that belong at the lane's place in LDS (`layout.exchanged`)."""
     lane, rows = self.at.lane, layout.chunk
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
     offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size
@@ -249,8 +254,8 @@ class DualWave:
   def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
 
   def read_v(self, tile:LdsTile) -> list[list[UOp]]:
-    """Reads V from LDS as the A operands of O^T = V^T P^T: two transposing loads, of four keys each, for each matrix tile of columns and each unit of
-    P."""
+    """Reads V from LDS as the A operands of O^T = V^T P^T. Two transposing loads, of four keys each, serve each matrix tile of columns and each
+    16-byte unit of P."""
     mat, member = self.mat, self.at.lane%16
     m = self.at.lane//16%2*16 + member%4*4                                 # m: row of V^T in the operand; d: column of V of that row
     d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block
@@ -260,7 +265,7 @@ class DualWave:
     return [[ops.concat(load(dt, n), load(dt, n + 4)) for n in range(0, BLOCK_N//mat.groups, mat.unit)] for dt in range(self.d_tiles)]
 
   def products(self, k_operands:list[UOp]) -> list[UOp]:
-    """Computes S^T = K Q^T: a C fragment for each matrix tile of keys."""
+    """Computes S^T = K Q^T. Returns a C fragment for each matrix tile of keys."""
     tiles, units = [], len(self.units)
     for first in range(0, len(k_operands), units):
       x = ops.splat(0.0, self.mat.accumulator)

@@ -1,6 +1,6 @@
 """Flash attention forward for every matrix unit: O = softmax(S) V and lse = log(sum(exp(S))), with S = Q K^T.
 
-A workgroup owns a block of queries and walks over the keys, one tile after another, with the online softmax (Milakov and Gimelshein 2018, arXiv
+A workgroup owns a block of queries and loops over the keys, one tile after another, with the online softmax (Milakov and Gimelshein 2018, arXiv
 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). `online_softmax` is the algorithm. A `ForwardUnit` implements the steps of the algorithm
 for one kind of matrix unit: it decides when tiles are loaded, loads them and multiplies them. attn/kernels/textbook.py does the steps of this
 algorithm one number at a time.
@@ -20,12 +20,13 @@ class ForwardUnit(Protocol[State]):
   """The steps of `online_softmax` on one kind of matrix unit, for one workgroup, as one thread sees them. The state passes results from step to step:
   m (the reference of the exponents), l (the sum of P) and O in registers, and tiles in LDS."""
   @property
-  def parts(self) -> Iterable[Any]: """The parts of a tile of keys. `weigh` and `add_to_o` are called for each part, one part after another."""
+  def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called for each part, one part after
+                                    another."""
   def begin(self) -> State:
-    """Returns the state before the first key: m is the lowest number, l and O are 0. Q is loaded, or its load has started."""
+    """Returns the state before the first key: the reference m is the lowest number, the sums l and O are 0. Q is loaded, or its load has started."""
   def loops(self) -> Iterable[TileLoop[Any]]:
-    """Returns the loops over the tiles of keys that the queries see. When a trip begins, K and V of the trip's tile are already loaded; on some units
-    `scores` waits for them instead."""
+    """Returns the loops over the tiles of keys that the queries see. When an iteration begins, its tile of K and V is already loaded. On some units
+    `scores` waits for the tile instead."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
     """Computes S = Q K^T of tile t, and applies terms and masks. Returns S, or None if the state holds S. On an asynchronous matrix unit only starts
     the product."""
@@ -38,7 +39,7 @@ class ForwardUnit(Protocol[State]):
     """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:
-  """Returns the forward kernel: one workgroup computes O and lse in one walk over the tiles of keys, by the online softmax."""
+  """Returns the forward kernel. One workgroup computes O and lse in a single loop over the tiles of keys, by the online softmax."""
   s = unit.begin()                                       # m lowest, l = 0, O = 0; Q
   for loop in unit.loops():                              # loops over tiles of keys: masked tiles, full tiles, masked tiles
     s, t = loop.begin(s)                                 # K and V of tile t
@@ -53,13 +54,13 @@ def online_softmax(unit:ForwardUnit[Any]) -> UOp:
 KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # from a problem, a chip and a tile: the kernel, a function of its placeholders
 
 def forward(unit:Callable[[Problem, Chip, Any, tuple[UOp, ...]], ForwardUnit[Any]]) -> KernelOf:
-  """Returns the maker of a forward kernel. `unit` makes the steps from a problem, a chip, a tile and the kernel's placeholders.
+  """Returns a function that makes forward kernels. `unit` makes the steps from a problem, a chip, a tile and the kernel's placeholders.
 
   The placeholders have the order of `tensors.arguments(p)`: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1 (o_partial,
-  lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1 each workgroup
-  computes O and LSE of one of G key ranges; `combine.combine` merges them. With p.sk_variable the kernel has this Variable as a further parameter:
-  `kernel(*placeholders).call(*tensors, variable.bind(n))`. Raises ValueError if p.num_splits is still 0, and NotImplementedError for a tensor that is
-  larger than a buffer descriptor can address.
+  lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1 the keys are
+  divided into G ranges, and each workgroup computes O and LSE of one range; `combine.combine` merges the results. With p.sk_variable the kernel has
+  this Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`. Raises ValueError if p.num_splits is still 0, and
+  NotImplementedError for a tensor that is larger than a buffer descriptor can address.
   """
   def kernel_of(p:Problem, arch:Chip, tile:Any) -> Callable[..., UOp]:
     check_problem(p, tile)

@@ -34,7 +34,7 @@ def part_size(p:Problem, rows:int) -> int:
   return p.B*p.H*rows*(p.Dv + 1 + p.wide_scores)
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
-  """Loads a thread's row from a part. Returns (elements of o, LSE, rest of the LSE that fp32 rounding removed). The rest is None unless
+  """Loads one row of a partial result. Returns (elements of o, LSE, rest of the LSE that fp32 rounding removed). The rest is None unless
   p.wide_scores. If the part does not hold the row, o is 0 and LSE is -inf."""
   p, (batch, head, query) = at.p, at.coordinates
   inside, own = rows.has(query) & at.there, query - rows.first
@@ -45,18 +45,18 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(0), NEG_INF), number(1) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges parts into the outputs of `p`, for all rows. `parts` lists the rows of each part; the kernel has one argument for
-  each part.
+  """Returns the kernel that merges partial results into the outputs of `p`, for all rows. `parts` lists which rows each partial result holds; the
+  kernel has one argument for each partial result.
 
-  A row that no part holds gives o = 0 and lse = -inf. With p.sinks, the sinks are added only to the rows in `there`; all other rows are padding.
-  Raises ValueError if `parts` or `there` names rows that `p` does not have.
+  A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, the sinks are added only to the rows in `there`; all other rows are
+  padding. Raises ValueError if `parts` or `there` names rows that `p` does not have.
   """
   for rows in (*parts, *there):
     if rows.first < 0 or rows.count < 1 or rows.first + rows.count > p.Sq: raise ValueError(f"{rows}: must lie within the problem's {p.Sq} rows")
   return lambda *args: merged_parts(p, arch, parts, there, args)
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
-  """Returns the kernel of `merge`, given its placeholders."""
+  """Returns the kernel of `merge` as a program, given its placeholders."""
   names = (*p.outputs, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -1,8 +1,8 @@
 """Flash attention forward for CDNA whose waves take turns: one half of the waves multiplies while the other half computes weights.
 
 This kernel does the steps of attn/kernels/amd/forward.py in another order. A workgroup has eight waves of 32 queries. The second four waves run one
-barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in the first half of its trip, the other wave is in the second
-half:
+barrier behind the first four. Each SIMD runs one wave of each group: while one wave is in the first half of its loop iteration, the other wave is in
+the second half:
 
   weigh     turns S(t) into P(t) on the vector unit; stores K(t+2) and V(t+1) from registers to LDS; starts the loads of K(t+3) and V(t+2)
   multiply  O += V(t) P(t) and S(t+1) = K(t+1) Q^T on the matrix unit
@@ -36,14 +36,14 @@ def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """The state between the halves of trips. In addition to the fields of a forward state, registers hold S^T of the tile that `weigh` takes next, and
-  the loaded parts of K and V tiles that `weigh` will store to LDS."""
+  """The state between the two halves of an iteration. In addition to the fields of a forward state, registers hold S^T of the tile that `weigh` takes
+  next, and the loaded parts of K and V tiles that `weigh` will store to LDS."""
   s: UOp
   on_the_way: UOp
 
 @dataclass(frozen=True)
 class Staggered:
-  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
+  """The kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
   tile: Tile
   state: StaggeredState      # before the first trip
   common: AmdForward         # the steps from which the two halves are built

@@ -1,6 +1,6 @@
 """Flash attention on one screen, in plain UOps: where to begin reading. The kernel is right on every device and fast on no device.
 
-The whole score matrix never exists: a thread owns one query, walks over the keys in tiles, and keeps only what the softmax of the keys so far needs
+The whole score matrix never exists: a thread owns one query, loops over the keys in tiles, and keeps only what the softmax of the keys so far needs
 (Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691, algorithm 1). The other forward kernels of this folder do these
 steps too, with matrix instructions and with tiles in LDS: see docs/algorithm.md.
 """

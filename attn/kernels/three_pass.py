@@ -1,4 +1,5 @@
-"""The fallback: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P V, all in fp32.
+"""The fallback for problems that no other kernel supports: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P
+V, all in fp32.
 
 The fallback consists of tensor operations, for which tinygrad makes its own kernels. It works for any dtype, head dimension, length and device, for
 every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory.

@@ -1,9 +1,10 @@
 """The steps of backward by AMD's matrix instructions.
 
-Each lane has one own row (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T. A workgroup that owns keys
-computes S = Q K^T and dP = dO V^T. P and dS then already lie in registers as operand B of the gradients' products: dQ^T = K^T dS^T, dV^T = dO^T P and
-dK^T = Q^T dS. Tiles of walked rows lie in LDS row by row. LDS also holds the transposed tile if a gradient's product reads it. If the walked rows are
-queries, each score of a lane belongs to another query: LDS then also holds lse and delta of the tile's queries.
+A workgroup owns queries and loops over tiles of keys, or it owns keys and loops over tiles of queries. The rows of these tiles are the walked rows.
+Each lane has one own row, a row that the workgroup owns (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T.
+A workgroup that owns keys computes S = Q K^T and dP = dO V^T. P and dS then already lie in registers as operand B of the gradients' products: dQ^T =
+K^T dS^T, dV^T = dO^T P and dK^T = Q^T dS. Tiles of walked rows lie in LDS row by row. LDS also holds the transposed tile if a gradient's product
+reads it. If the walked rows are queries, each score of a lane belongs to another query: LDS then also holds lse and delta of the tile's queries.
 """
 from __future__ import annotations
 import functools
@@ -36,13 +37,14 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class TripStores:
-  """The stores at the end of a trip. No other statement of the trip waits for these stores."""
+  """The stores at the end of an iteration of the loop over tiles. No other statement of the iteration waits for these stores."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """The state between trips over keys: tiles of K and V in LDS, the sums of the gradient as C fragments, and the stores of a trip."""
+  """The state between iterations of a loop over keys: tiles of K and V in LDS, the sums of the gradient as C fragments, and the stores of an
+  iteration."""
   k: StagedTile
   v: StagedTile
   acc: UOp
@@ -50,8 +52,8 @@ class KeysState(TripState):
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """The state between trips over queries: tiles of Q and dO in LDS, lse and delta of the queries in LDS, the sums of the gradients as C fragments,
-  and the stores of a trip."""
+  """The state between iterations of a loop over queries: tiles of Q and dO in LDS, lse and delta of the queries in LDS, the sums of the gradients as
+  C fragments, and the stores of an iteration."""
   q: StagedTile
   do: StagedTile
   numbers: RowNumbers
@@ -60,8 +62,8 @@ class QueriesState(TripState):
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that are equal in all trips over the rows of
-  `head`, and the steps. `own` holds the own rows: of q and dO, or of k and v."""
+  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that stay equal while the workgroup loops over the
+  rows of `head`, and the steps of the algorithm. `own` holds the rows that the workgroup owns: rows of q and dO, or rows of k and v."""
   tile: BackwardTile
   new: Allocator
   statements: Statements
@@ -90,7 +92,7 @@ class AmdBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
-    """Makes the passes of a workgroup that owns keys. The passes share their tiles in LDS."""
+    """Makes the passes of a workgroup that owns keys: one pass for dK and dV together, or one for each. The passes use the same tiles in LDS."""
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
@@ -110,7 +112,7 @@ class AmdBackward:
   def walked(self) -> tuple[str, str]: return OF_QUERIES if self.tile.keys else OF_KEYS
   @functools.cached_property
   def row(self) -> Row:
-    """The lane's own row: a query, or a key."""
+    """Number of the row that this lane owns: a query, or a key."""
     group, in_block = self.group, self.own[0].in_block[0]
     if not self.tile.keys: return group.row(in_block)
     key = group.first_row + in_block
@@ -160,12 +162,12 @@ class AmdBackward:
     return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Returns the function that calls `work` on one tile and returns the stores of the trip."""
+    """Wraps `work`, the work on one tile. The returned function does this work and returns the stores at the end of the loop's iteration."""
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:Any, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. Rows of keys beyond kv_lengths are stored as 0."""
+    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0."""
     mat, p = self.tile.matrix, self.group.p
     known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None
     factor = 1.0 if name == "dv" else p.softmax_scale
@@ -180,28 +182,28 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The steps of backward on tile t, which lies in LDS."""
+  """The steps of backward on tile number t, which lies in LDS."""
   of: AmdBackward
   t: UOp
   masked: bool
 
   @property
   def count(self) -> int:
-    """Number of C fragments that hold a lane's scores of a tile."""
+    """Number of C fragments that hold this lane's scores of one tile."""
     return self.of.tile.block_n//self.of.tile.matrix.M
   @functools.cached_property
   def left(self) -> Kept: return kept_scores(self.of.scores, [self.of.row], self.t)
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
   def numbers(self, s:Any) -> tuple[list[Exponent], list[UOp]]:
-    """Returns (exponents, -delta) of the queries of a lane's C fragments."""
+    """Returns two numbers of each query in this lane's C fragments: the exponent that turns scores into P (computed from lse), and -delta."""
     if self.of.known is None: return self.lds(s, "numbers").load(self.of.at)
     (exponent, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [exponent.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """Computes `start` plus the product of the tile's rows with the own rows, as C fragments. `which` chooses the two tensors of the product: 0 for
-    S, 1 for dP."""
+    """Multiplies the tile's rows by the rows that the workgroup owns, and adds the product to `start`. Returns C fragments. `which` chooses the two
+    tensors of the product: 0 for S, 1 for dP."""
     number = self.t if self.of.outer_trip is None else self.of.outer_trip      # own rows outside of registers are read again for each such number
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
 
@@ -226,14 +228,15 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """Returns the lane's own rows of two tensors: q and dO, or k and v."""
+  """Returns the rows that the lane owns of two tensors: of q and dO, or of k and v."""
   own = OF_KEYS if tile.keys else OF_QUERIES
   first, second = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, group.grid.allocator, kept, tile.sparing, statements)
                    for name, kept in zip(own, in_lds))
   return first, second
 
 def columns_in_turn(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
-  """Reserves a tile in LDS for each of `layouts`. If there are several passes, the tiles of all passes share one place in LDS."""
+  """Reserves a tile in LDS for each of `layouts`. If there are several passes, the tiles of all passes use one place in LDS, one pass after
+  another."""
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

@@ -1,8 +1,8 @@
-"""The gradient of a bias by AMD's matrix instructions: the block of the bias that a workgroup owns, the trips over all scores to which this block is
+"""The gradient of a bias by AMD's matrix instructions: the block of the bias that a workgroup owns, the loop over all scores to which this block is
 added, and the stores of the sums.
 
-The steps are the steps of attn/kernels/amd/backward.py for a workgroup that owns queries. If a workgroup owns a tile of keys, each trip loads other
-queries and reads this tile of keys. Otherwise a trip walks over all keys that the trip's queries see.
+The steps are the steps of attn/kernels/amd/backward.py for a workgroup that owns queries. Each iteration of the loop loads other queries. If the
+workgroup owns a tile of keys, the iteration reads this tile. Otherwise the iteration loops over all keys that its queries see.
 """
 from __future__ import annotations
 import functools
@@ -28,8 +28,9 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns the `AmdBackward` that owns the queries of one trip. `group` is the workgroup's part of the problem in this trip. Sets P to 0 for queries
-  beyond the last query, because dS may be summed over queries. Own rows that other kernels keep in LDS are read from global memory in every trip."""
+  """Returns the `AmdBackward` that owns the queries of one loop iteration. `group` is the part of the problem on which the workgroup works in this
+  iteration. Sets P to 0 for queries beyond the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are
+  read from global memory in every iteration."""
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
@@ -37,7 +38,7 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 
 @dataclass(frozen=True)
 class AmdBias:
-  """The kernel of one problem, as one thread sees it, with the steps of a `BiasUnit`."""
+  """The kernel of one problem, as one thread sees it: the steps that `BiasUnit` declares, on AMD's matrix units."""
   of: AmdBackward      # the queries of the first trip
   bias: BiasPart
 
@@ -62,7 +63,7 @@ class AmdBias:
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    """Does all trips of this workgroup's part of the sum."""
+    """Loops over this workgroup's part of the scores that are summed."""
     if self.bias.one_trip: return self.over_keys(self.of, s, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -83,12 +84,12 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of `values` to neighbouring elements of dbias, from `column` on: in the row of the lane's query, or in the only row if all
-    queries share one."""
+    """Returns the stores of `values` to neighbouring elements of the bias's gradient, from column `column` on. They go to the row of the lane's
+    query, or to the only row if all queries share one row of the bias."""
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of the lane's elements of tile t of dS, one store for several neighbouring keys."""
+    """Returns the stores of this lane's elements of dS for tile t. One store writes several neighbouring keys."""
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), of.row.there)]
@@ -98,8 +99,8 @@ class AmdBias:
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
   def sums(self, s:Any) -> list[UOp]:
-    """Returns the stores of the sums. First sums over keys in registers, and over rows in LDS, if the bias is shared by keys or by rows. If each trip
-    stored its tile of dS itself, only returns the stores of 0 to the tiles of keys that no query sees."""
+    """Returns the stores of the sums. If keys or rows share numbers of the bias, first sums over keys in registers and over rows in LDS. If nothing
+    is summed, each iteration has stored its tile of dS itself: then only returns the stores of 0 to tiles of keys that no query sees."""
     of, share = self.of, self.bias.share
     if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
@@ -109,8 +110,8 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Sums `ds` over all rows through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers: numbers of four keys of a
-    lane group, or, if `ds` is already summed over keys, of four rows."""
+    """Sums `ds` over all rows through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers: of four keys, or, if `ds` is
+    already summed over keys, of four rows."""
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)
     one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # vectors of four that a lane holds

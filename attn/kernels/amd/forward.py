@@ -1,8 +1,8 @@
 """The steps of forward by AMD's matrix instructions.
 
-The matrix unit computes S^T = K Q^T and O^T = V^T P^T, so that each lane holds scores of one query (attn/chips/matrix.py). K and V tiles are loaded
-from global memory to registers and then stored to LDS; V is transposed in registers. By default the loads of the next tile start before the products
-of the current tile.
+The matrix unit computes S^T = K Q^T and O^T = V^T P^T, so that each lane holds only scores of one query (attn/chips/matrix.py). K and V tiles are
+loaded from global memory to registers and then stored to LDS; V is transposed in registers. By default the loads of the next tile start before the
+products of the current tile.
 """
 from __future__ import annotations
 import functools
@@ -31,14 +31,14 @@ APART_UP_TO = 64     # largest head dimension at which vector instructions limit
 
 @dataclass(frozen=True)
 class ForwardState(TripState):
-  """The state between trips: the softmax's registers, and the tiles in LDS."""
+  """The state between iterations of the loop over keys: the registers of the softmax, and the tiles in LDS."""
   softmax: Softmax
   k: StagedTile
   v: StagedTile
 
 @dataclass(frozen=True)
 class AmdForward:
-  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
+  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
   tile: Tile
   new: Allocator
   statements: Statements
@@ -73,13 +73,13 @@ class AmdForward:
   def d_tiles(self) -> int: return round_up(self.group.p.Dv, self.mat.M)//self.mat.M
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Numbers of the lane's rows within the block: one row for each query tile."""
+    """Numbers, counted from the block's first row, of the rows that this lane computes: one row for each tile of queries."""
     return [(self.at.wave*self.tile.q_tiles + t)*self.mat.N + self.at.n for t in range(self.tile.q_tiles)]
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(i) for i in self.in_block]
   @functools.cached_property
   def q(self) -> OwnRows:
-    """The lane's rows of Q: operand B of S^T = K Q^T."""
+    """The rows of Q that this lane holds: operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     lds = self.q_lds if self.tile.q_in_lds else None
     return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, self.in_block, units, lds)
@@ -105,7 +105,7 @@ class AmdForward:
     return replace(s, softmax=self.weighed(s.softmax, x)), None
 
   def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T, with P after dropout."""
+    """Computes O^T += V^T P^T for a tile of keys. Applies dropout to P first."""
     q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked trips have no registers left for a second lane number
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
@@ -119,19 +119,21 @@ class AmdForward:
 
   # ***** parts of the steps *****
   def raw_scores(self, s:ForwardState, t:UOp) -> list[list[UOp]]:
-    """Computes S^T = K Q^T of a key tile, without terms and masks. Returns a list of C fragments for each query tile."""
+    """Computes S^T = K Q^T of a tile of keys, without terms (bias, softcap, ...) and masks. Returns a list of C fragments for each tile of
+    queries."""
     k_tile = self.trips.in_lds(s, t, "k").row_tile
     return self.products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
-    """Computes P of a key tile, relative to the reference m. If P of a row becomes too large, raises m and corrects P."""
+    """Computes P = exp2(scores - m) for a tile of keys, with the reference m of each row. If P of a row becomes too large, raises m and computes P
+    again."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(tiles, addends, strict=True)]
     return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
 
   def outputs(self, softmax:Softmax) -> list[UOp]:
-    """Returns the stores of O = O^T / l and LSE = m + ln l."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
     mat, stores = self.mat, list[UOp]()
     for qt, row in enumerate(self.queries):
       factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))

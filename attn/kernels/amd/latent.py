@@ -4,8 +4,8 @@ columns of K. In decoding, K has 576 columns, V has 512, and many query heads sh
 A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup owns the queries of many heads and reads each key
 once for all these queries. The waves of the workgroup divide the two products differently. For the scores S^T = K Q^T of a tile of keys, each wave
 computes one tile of queries; if there are more waves than tiles of queries, each wave computes only a part of the keys. For O^T = V^T P^T, each wave
-computes some columns of V for all queries. The waves exchange P through LDS, and also the factors by which the softmax rescales O, and the largest
-scores of queries that several waves share. V^T is read by columns from the tile of K in LDS, so LDS holds no tile of V.
+computes some columns of V for all queries. The waves exchange P through LDS. They also exchange the factors by which the softmax rescales O, and the
+largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS holds no tile of V.
 """
 from __future__ import annotations
 import functools
@@ -33,9 +33,9 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The state between trips. Registers hold the wave's columns of O^T for all queries. For the query whose scores the lane computes, registers hold
-  the reference m and each kind of sum of P over the wave's part of the keys. Within a trip registers also hold the factor by which O is rescaled, for
-  each tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
+  """The state between iterations of the loop over keys. Registers hold the wave's columns of O^T for all queries. For the query whose scores the lane
+  computes, registers also hold the softmax's reference m and the sums of P over the wave's part of the keys. Within an iteration, registers also hold
+  the factors by which O is rescaled, one for each tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
   acc: UOp
   m: UOp
   l: UOp
@@ -46,7 +46,7 @@ class LatentState(TripState):
 
 @dataclass(frozen=True)
 class AmdLatent:
-  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
+  """The kernel of latent attention for one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
   tile: MlaTile
   new: Allocator
   statements: Statements
@@ -77,17 +77,17 @@ class AmdLatent:
   @property
   def names(self) -> Told: return self.tile.told(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """Returns the number, within the block, of the lane's row in a tile of queries."""
+    """Returns the number, counted from the block's first row, of this lane's row in a tile of queries."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
-    """The query row whose scores this lane computes."""
+    """Number of the query whose scores this lane computes, counted from the block's first row."""
     return self.in_block(self.share.tile)
   @functools.cached_property
   def query(self) -> Row: return self.group.row(self.own)
   @functools.cached_property
   def q(self) -> OwnRows:
-    """The lane's rows of Q: operand B of S^T = K Q^T."""
+    """The row of Q that this lane holds: operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_anew)
   @property
@@ -104,12 +104,12 @@ class AmdLatent:
   def loops(self) -> Iterator[TileLoop[LatentState]]: return self.trips.loops(self.group.walked)
 
   def scores(self, s:LatentState, t:UOp, masked:bool) -> tuple[LatentState, list[UOp]]:
-    """Computes S^T of the wave's keys and queries, as a list of C fragments."""
+    """Computes the scores S^T of the keys and queries that belong to this wave. Returns a list of C fragments."""
     return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.tile_number(t), masked)
 
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
-    """Raises the reference of a row if a score exceeds it by too much. Computes P relative to this reference, and the factor by which O is rescaled.
-    Stores P and the factor to LDS."""
+    """Raises the softmax's reference m of a row if a score exceeds it by too much. Computes P = exp2(scores - m), and the factor by which the row of
+    O must be rescaled. Stores P and the factor to LDS, where all waves read them."""
     to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
     top = self.highest(s, functools.reduce(ops.max_, [ops.extract(y, i) for y in x for i in range(ops.length(y))], m))
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -123,7 +123,7 @@ class AmdLatent:
     return replace(known.lds_after(told), k=s.k), None      # reads of K need no barrier: K was complete in LDS before
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T for the wave's columns, one part of the keys after another."""
+    """Computes O^T += V^T P^T for the columns of O that belong to this wave, one part of the keys after another."""
     keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
@@ -150,13 +150,13 @@ class AmdLatent:
     return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
-    """Computes S^T = K Q^T of the wave's keys and queries, without terms and masks, as a list of C fragments."""
+    """Computes S^T = K Q^T of the keys and queries that belong to this wave, without terms and masks. Returns a list of C fragments."""
     tiles = self.share.keys//self.mat.M
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:
-    """Returns the largest of a row's scores, over all lanes and waves that share the row."""
+    """Returns the largest score of a row, over all lanes and waves that compute scores of this row."""
     for step in self.mat.group_steps:
       pair = amd.pair(top, step, self.mat)
       top = ops.max_(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -165,7 +165,7 @@ class AmdLatent:
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
   def store_weights(self, s:LatentState, packed:list[UOp]) -> list[UOp]:
-    """Returns the stores of P to LDS, unit by unit. The keys keep the order in which lanes hold P: the order of `staging.key_rows`."""
+    """Returns the stores of P to LDS, 16 bytes at a time. The keys keep the order in which lanes hold P, the order of `staging.key_rows`."""
     mat, words = self.mat, UNIT_BYTES//4
     if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2])]
     units = [ops.slice_(x, i, words) for x in packed for i in range(0, ops.length(x), words)]
@@ -181,7 +181,7 @@ class AmdLatent:
 
   # ***** after the last trip *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores the reference of each row, and the row's sums over each part of the keys, to LDS. Returns the state after these stores."""
+    """Stores to LDS, for each row, the softmax's reference and the sums of P that this wave has computed. Returns the state after these stores."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]

@@ -1,4 +1,5 @@
-"""The two kinds of matrix product of a trip: rows of a tile in LDS times own rows, and columns of a tile in LDS times weights of own rows."""
+"""The two kinds of matrix product in an iteration of the loop over tiles: the rows of a tile in LDS times the rows that the workgroup owns, and the
+columns of a tile in LDS times the weights (P or dS) of these rows."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ WAITED_FOR = 4   # units of own rows that are loaded at the same time, if regist
 
 @dataclass(frozen=True)
 class OwnRows:
-  """The own rows of a tensor: operand B of products that sum over the elements of the rows. A lane has one row in each tile of own rows. The lane
-  keeps its units of these rows in registers, or in LDS if there are too few registers."""
+  """The rows of a tensor that a workgroup owns, as operand B of products that sum over the elements of the rows. The rows form matrix tiles, and a
+  lane has one row of each. The lane keeps its 16-byte units of these rows in registers, or in LDS if there are too few registers."""
   at: Lane
   source: Rows
   first: UOp               # the block's first row in the tensor
@@ -32,7 +33,7 @@ class OwnRows:
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the own rows for a kernel in which each wave has one tile of own rows."""
+    """Makes the own rows of a kernel in which each wave owns one matrix tile of rows."""
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)
@@ -45,12 +46,12 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def held(self, row:UOp) -> UOp:
-    """Returns `row`, bounded to the block: the compiler and tinygrad can derive nothing else about this number."""
+    """Limits the number `row` to the block's rows. The compiler and tinygrad can derive nothing else about the result."""
     return bounded(row, 0, self.block_m - 1)
 
   @property
   def together(self) -> list[list[UOp]]:
-    """The lane's units, divided into groups. The units of a group may be loaded at the same time."""
+    """The 16-byte units of this lane's rows, in groups. The units of one group may be loaded at the same time."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
@@ -69,7 +70,8 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B of each tile of own rows in trip t, for the steps `steps` of the sum over elements."""
+    """Returns operand B for each matrix tile of own rows, at iteration t of the loop. `steps` chooses steps of the product's sum over the elements of
+    a row."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
@@ -78,8 +80,8 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class LdsColumns:
-  """The columns, from column `first` on, of a tile that lies in LDS row by row. A product can read these columns in place of an `LdsTile` of the
-  transposed tile, in the order of `staging.key_rows`. A column beyond the last column reads the last column."""
+  """The columns, from column `first` on, of a tile that lies in LDS row by row. A product can read these columns directly, so LDS needs no transposed
+  copy of the tile (`LdsTile`). It reads the rows in the order of `staging.key_rows`. A column beyond the last one reads the last one."""
   tile: LdsTile
   matrix: Matrix
   first: UOp
@@ -93,8 +95,9 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a trip. With `fenced` > 0, the products of `fenced` units of operand A, or of a matrix tile of columns, are done before
-  the next units or the next tile are read from LDS. This takes fewer registers. With `fenced` = 0 the compiler reads ahead."""
+  """The matrix products of a loop iteration. `fenced` limits how far the compiler reads operand A ahead, which saves registers. With `fenced` > 0,
+  the products of `fenced` units of operand A, or of one matrix tile of columns, must be done before the next ones are read from LDS. With `fenced` =
+  0 the compiler reads ahead as it likes."""
   at: Lane
   fenced: int
   statements: Statements
@@ -103,8 +106,8 @@ class Products:
   def matrix(self) -> Matrix: return self.at.matrix
 
   def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A is `count` matrix tiles of rows in LDS and B is the own rows. Returns a list of C fragments for each tile of
-    own rows."""
+    """Computes `start` + A B, where A is `count` matrix tiles of rows in LDS and B is the rows that the workgroup owns. Returns a list of C fragments
+    for each tile of own rows."""
     mat, tiles, together = self.matrix, [list(column) for column in start], self.fenced or FENCE_UNITS
     for kt, first in itertools.product(range(count), range(0, len(own.units), together)):
       steps, before = slice(first, first + together), tiles[-1][kt - (first == 0)]
@@ -115,14 +118,14 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
-    """Reads matrix tile `dt` of the columns from LDS, as operand A."""
+    """Reads the `dt`-th matrix tile of the columns from LDS, as operand A."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 
   def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
-    """Computes `accs` + A B, where A is a tile that lies transposed in LDS. B is the `weights` of each tile of own rows, and the product sums over
-    `block_n` walked rows. `first` is A of the first matrix tile, if it has been read already."""
+    """Computes `accs` + A B. A is a tile of `block_n` rows that lies transposed in LDS. B is `weights` (P or dS), one matrix for each tile of own
+    rows. The product sums over the `block_n` rows. `first` is operand A of the first matrix tile, if it has been read already."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
       done = dt - 1 - self.read_ahead      # number of the tile whose product comes before this read; if negative, only the weights come before
@@ -135,5 +138,5 @@ class Products:
     return accs
 
 def zeros(mat:Matrix, columns:int, tiles:int) -> list[list[UOp]]:
-  """Returns C fragments of 0: the start of sums."""
+  """Returns C fragments of 0, with which sums begin."""
   return [[ops.splat(0.0, mat.accumulator)]*tiles for _ in range(columns)]

@@ -21,8 +21,9 @@ SECOND_OF_FOUR = 0x07060302       # byte_perm: the high halves of two dwords sid
 
 @dataclass(frozen=True)
 class Staging:
-  """The part of a K or V tile that one thread copies from global memory to LDS. The part consists of `items`: (row, or quad of rows, unit, whether
-  the item exists)."""
+  """The part of a K or V tile that one thread copies from global memory to LDS. The part consists of `items`. An item is 16 bytes of one row, or, if
+  the tile is transposed, 16 bytes of each row of a quad (four neighbouring rows). An item is given as (row or quad, which 16 bytes of the row,
+  whether it exists)."""
   rows: int
   units: int
   threads: int
@@ -38,8 +39,8 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns the thread's j-th item: (row, or quad of rows, unit, whether the item exists). From thread to thread, the quad changes first, up to
-    FAST_QUADS quads, and then the unit."""
+    """Returns the j-th item that the thread copies: (row or quad of four rows, which 16 bytes of the row, whether the item exists). Neighbouring
+    threads first take different quads, up to FAST_QUADS quads, and then different 16 bytes."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -53,7 +54,7 @@ class Staging:
     return row, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
 
 def transpose(rows:list[UOp]) -> list[UOp]:
-  """Transposes four rows of eight 16-bit elements to eight columns of four, two dwords each."""
+  """Transposes four rows of eight 16-bit elements in registers. Returns eight columns of four elements, two dwords each."""
   columns = []
   for dword in range(UNIT_BYTES//4):
     r0, r1, r2, r3 = [ops.extract(r, dword) for r in rows]
@@ -61,7 +62,8 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns the four keys of quad number `quad` in a row of V^T. Two quads form a unit, and unit u belongs to lane group u % groups."""
+  """Returns the keys of four neighbouring elements (quad number `quad`) in a row of V^T. Two quads form a 16-byte unit. Unit u belongs to lane group
+  u % groups."""
   unit, half = quad//QUADS_OF_UNIT, quad%QUADS_OF_UNIT
   n = unit//matrix.groups*matrix.unit + half*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
@@ -69,7 +71,7 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
-  """A tile of `block_n` rows that is copied to LDS: row by row (`lies`), transposed (`turned`), or both from one load."""
+  """A tile of `block_n` rows that is copied to LDS: row by row (`lies`), transposed (`turned`), or in both forms from one load."""
   matrix: Matrix
   block_n: int
   carried: Staging
@@ -79,7 +81,7 @@ class StagedTile(InLds):
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
-    """Makes the staged tile for one or two LDS tiles, which `threads` threads copy. For `across` see `Staging`."""
+    """Makes a tile that `threads` threads copy to one or two LDS tiles. `across` is explained at `Staging`."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)
@@ -90,39 +92,40 @@ class StagedTile(InLds):
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   def nth(self, i:UOp) -> StagedTile:
-    """Returns the tile in its i-th buffer in LDS."""
+    """Returns this tile, placed in the i-th LDS buffer."""
     lies, turned = (x.nth(i) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   @property
   def row_tile(self) -> LdsTile:
-    """The LDS tile with the rows, not transposed: operand A of products that sum over the elements of a row."""
+    """The tile in LDS, not transposed: operand A of products that sum over the elements of a row."""
     assert self.lies is not None
     return self.lies
   @property
   def column_tile(self) -> LdsTile:
-    """The transposed LDS tile: operand A of products that sum over the tile's rows."""
+    """The transposed tile in LDS: operand A of products that sum over the tile's rows."""
     assert self.turned is not None
     return self.turned
   @property
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """A list of staged tiles, one for each item of a thread: each copies only this item."""
+    """This tile divided into a list of tiles, each of which copies only one of the 16-byte items that a thread copies."""
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
-    """Returns the tile for trip t. The items are computed from the thread's number in this trip, instead of being kept in registers."""
+    """Returns this tile for iteration t of the loop. The addresses that a thread copies are computed again in each iteration, instead of being kept
+    in registers."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 
   def fetch(self, rows:Rows, t:UOp) -> list[UOp]:
-    """Loads this thread's items of the t-th tile of `rows` to registers."""
+    """Loads this thread's part of tile number t of `rows` from global memory to registers."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]
     return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
-    """Returns the stores of the loaded items `parts` to LDS, transposed where needed."""
+    """Returns the stores of `parts`, the data that this thread has loaded, to LDS. Transposes the data where needed."""
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
     stores = []

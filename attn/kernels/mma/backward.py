@@ -1,11 +1,12 @@
 """The steps of backward by NVIDIA's mma.sync (sm_80 and later).
 
-A block owns rows, queries or keys, 16 or 32 for each warp, and walks in tiles over the rows of the other kind. Shared memory holds Q and dO of the
-queries, and K and V of the keys. The own rows stay there. The tiles of walked rows are copied by cp.async into a ring, with one barrier in each trip.
-A tile in shared memory is read in two ways: as operand B of products that sum over the elements of its rows, and, transposed by ldmatrix, as operand
-B of products that sum over its rows. A row of P and dS belongs to an own row; if the own rows are keys, these matrices are P^T and dS^T. P and dS are
-operand A of the gradients' products and never leave their lanes. If the own rows are keys, the lse and delta of queries belong to columns of the
-scores: they are copied to shared memory with the tile.
+A thread block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each of its warps owns 16 or 32 of these rows,
+the own rows. The rows of the tiles are the walked rows. Shared memory holds Q and dO of the queries, and K and V of the keys. The own rows stay
+there. The tiles of walked rows are copied by cp.async into a ring buffer, with one barrier in each iteration. A tile in shared memory is read in two
+ways: as operand B of products that sum over the elements of its rows, and, transposed by ldmatrix, as operand B of products that sum over its rows. A
+row of P and dS belongs to an own row; if the own rows are keys, these matrices are P^T and dS^T. P and dS are operand A of the gradients' products
+and never leave their lanes. If the own rows are keys, the lse and delta of queries belong to columns of the scores: they are copied to shared memory
+with the tile.
 """
 from __future__ import annotations
 import itertools
@@ -31,8 +32,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """The state between trips: the accumulators of all tiles of own rows; `numbers`, the lse and delta of queries that were loaded and are not yet
-  stored to shared memory; shared memory; and the statements so far."""
+  """The state between iterations of the loop over tiles: the accumulators, for each tile of rows that the block owns; `numbers`, lse and delta of
+  queries that are loaded but not yet stored to shared memory; shared memory; and the statements so far."""
   shared: UOp
   acc: UOp
   numbers: UOp
@@ -40,7 +41,7 @@ class MmaBackwardState(CopyGroups):
 
   @staticmethod
   def of(warps:Warps, tile:MmaBackwardTile, accs:int) -> MmaBackwardState:
-    """Makes the state with `accs` accumulators for each tile of own rows."""
+    """Makes the state, with `accs` accumulators for each tile of rows that the block owns."""
     new = warps.group.grid.allocator
     return MmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
                             new.registers(len(numbers_of_queries(warps.group.p))*tile.carried), Statements.of(new))
@@ -49,8 +50,8 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
 @dataclass(frozen=True)
 class MmaBackward:
-  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that are equal in all trips over the rows of a
-  head, and the steps."""
+  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that stay equal while the block loops over the
+  rows of a head, and the steps of the algorithm."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first trip
@@ -66,7 +67,8 @@ class MmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[MmaBackward]:
-    """Makes the passes of a block that owns keys. The passes use the same accumulators, one pass after another."""
+    """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
+    after another."""
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
@@ -81,10 +83,11 @@ class MmaBackward:
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
-    """Layout, at its place in shared memory, of tile t of the walked rows of the tensor `name`."""
+    """Returns where tile t of the tensor `name` lies in shared memory: the layout of its rows, at the tile's place. The block loops over the tiles of
+    this tensor."""
     return self.warp_rows.lies(name, self.tile.block_n, self.stage(t))
   def numbers(self, t:UOp) -> UOp:
-    """First unit, in shared memory, of lse and delta of the queries of tile t."""
+    """Returns where lse and delta of the queries of tile t begin in shared memory, in units of 16 bytes."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
 
   # ***** the walk over tiles *****
@@ -120,7 +123,7 @@ class MmaBackward:
     return s
 
   def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """Starts the copies of tile t to shared memory. If keys are owned, loads lse and delta of the tile's queries to registers."""
+    """Starts the copies of tile t to shared memory. If the block owns keys, also loads lse and delta of the tile's queries to registers."""
     group, n, head = self.group, self.tile.block_n, self.warp_rows.head
     if self.tile.keys:
       numbers = [[group.numbers(name, head).load_number(t*n, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
@@ -131,7 +134,7 @@ class MmaBackward:
                       for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, t*n, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
-    """If keys are owned, stores lse and delta of the queries of tile t from registers to shared memory."""
+    """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys."""
     if not self.tile.keys: return s
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
     places = [(kind*n + i, i < n) for kind in range(len(numbers_of_queries(self.group.p))) for i in self.carried]
@@ -139,7 +142,7 @@ class MmaBackward:
 
   @property
   def carried(self) -> list[UOp]:
-    """The queries of a tile whose lse and delta this thread copies to shared memory."""
+    """Numbers of the queries in a tile whose lse and delta this thread copies to shared memory."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****
@@ -158,14 +161,14 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads from shared memory the numbers of one `kind` (see `shared_numbers`) for the queries of the lane's columns."""
+    """Loads numbers of one `kind` (see `shared_numbers`) from shared memory, for the queries that belong to the lane's columns."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A is the own rows and B is the transposed walked rows of the part. Returns C fragments for each tile of own
-    rows."""
+    """Computes `start` + A B, where A is the rows that the block owns and B is the transposed rows of the tile's part. Returns C fragments for each
+    tile of own rows."""
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)

@@ -1,9 +1,10 @@
-"""The gradient of a bias by NVIDIA's mma.sync: the block of the bias that a thread block owns, the trips over all scores to which this block is
-added, and the stores of the sums.
+"""The gradient of a bias by NVIDIA's mma.sync: the block of the bias that a thread block owns, the loop over all scores to which this block is added,
+and the stores of the sums.
 
-The steps are the steps of attn/kernels/mma/backward.py for a block that owns queries. In each trip Q and dO of a block of queries of one head are
-copied to shared memory. If the block owns a tile of keys, this tile of K and V is copied to shared memory in each trip, too. Otherwise (all keys
-share the numbers of the bias, or no two scores do) all tiles of K and V pass through a ring in each trip. The sums are fp32 numbers in registers.
+The steps are the steps of attn/kernels/mma/backward.py for a block that owns queries. In each iteration Q and dO of a block of queries of one head
+are copied to shared memory. If the thread block owns a tile of keys, this tile of K and V is copied in each iteration, too. Otherwise (all keys share
+the numbers of the bias, or no two scores do) all tiles of K and V pass through a ring buffer in each iteration. The sums are fp32 numbers in
+registers.
 """
 from __future__ import annotations
 import functools
@@ -28,15 +29,15 @@ from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
-  """Returns the `MmaBackward` that owns the queries of one trip. `group` is the block's part of the problem in this trip. Sets P to 0 for queries
-  beyond the last query, because dS may be summed over queries."""
+  """Returns the `MmaBackward` that owns the queries of one loop iteration. `group` is the part of the problem on which the block works in this
+  iteration. Sets P to 0 for queries beyond the last query, because dS may be summed over queries."""
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
   exponents = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.exponents, queries.of_lane)]
   return MmaBackward(queries, tile, state, OwnNumbers(exponents, [[group.number("delta", row) for row in rows] for rows in queries.of_lane]))
 
 @dataclass(frozen=True)
 class MmaBias:
-  """The kernel of one problem, as one thread sees it, with the steps of a `BiasUnit`."""
+  """The kernel of one problem, as one thread sees it: the steps that `BiasUnit` declares, on mma.sync."""
   of: MmaBackward      # the queries of the first trip
   bias: BiasPart
 
@@ -61,7 +62,7 @@ class MmaBias:
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    """Does all trips of this thread block's part of the sum. A trip begins when all reads of the previous trip are done."""
+    """Loops over this thread block's part of the scores that are summed. An iteration begins when all reads of the previous iteration are done."""
     if self.bias.one_trip: return self.over_keys(self.of, s, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -81,7 +82,7 @@ class MmaBias:
     return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])
 
   def fragments(self, i:int) -> range:
-    """Indices of the accumulators with the sums of the i-th tile of queries."""
+    """Indices of the accumulators that hold the sums of the i-th tile of queries."""
     n = self.of.tile.block_n//self.of.tile.matrix.N
     return range(i*n, (i + 1)*n)
 
@@ -92,7 +93,7 @@ class MmaBias:
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, tiles) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, tiles:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of C fragments of dS to memory. The keys of the fragments begin at part `part` of tile t."""
+    """Returns the stores of dS to memory, given as C fragments. The keys of the fragments begin at the `part`-th part of tile t."""
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, tiles) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, row.there)]
@@ -102,9 +103,9 @@ class MmaBias:
     return self.stores(self.of, t, [[ops.splat(0.0, 4)]*len(self.fragments(0))]*self.of.tile.row_tiles)
 
   def sums(self, s:MmaBackwardState) -> list[UOp]:
-    """Returns the stores of the sums. First sums over keys, in registers and over the lanes of a row, and sums over rows through shared memory, if
-    the bias is shared by keys or by rows. If each trip stored its tile of dS itself, only returns the stores of 0 to the tiles of keys that no query
-    sees."""
+    """Returns the stores of the sums. If keys or rows share numbers of the bias, first sums over keys, in registers and over the lanes of a row, and
+    over rows through shared memory. If nothing is summed, each iteration has stored its tile of dS itself: then only returns the stores of 0 to tiles
+    of keys that no query sees."""
     if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.nothing), s.statements.do(s.done)]
     tiles = [[s.acc[j].load() for j in self.fragments(i)] for i in range(self.of.tile.row_tiles)]
     rows = self.of_rows(self.of, tiles)

@@ -26,16 +26,16 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Operands:
-  """The operands of Q for each tile of queries, which no step changes. Empty unless registers keep Q."""
+  """The operands of Q for each tile of queries, loaded once before the loop over keys. Empty unless registers keep Q during the loop."""
   of_tiles: tuple[tuple[UOp, ...], ...] = ()
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
-  """The state between trips: the accumulators of O, and for each query tile the reference m of its rows, addend = -m*Scores.to_log2, and the row sums
-  l of rounded P. O divided by these sums is a weighted mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of
-  unrounded P. Within a trip the state also holds the scores, P as operand A of the product P V, and the trip's part of l. Further fields are shared
-  memory, the statements so far, and Q."""
+  """The state between iterations of the loop over keys: the accumulators of O, and for each tile of queries the softmax's reference m of its rows,
+  addend = -m*Scores.to_log2, and the row sums l of rounded P. O divided by these sums is a weighted mean of V, for any rounding of P. For the LSE, l
+  also holds the lane's part of the sums of unrounded P. Within an iteration the state also holds the scores, P as operand A of the product P V, and
+  the sums of this iteration. Further fields are shared memory, the statements so far, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -49,7 +49,7 @@ class MmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaForward:
-  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
+  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
   warps: Warps
   tile: MmaTile
   state: MmaState      # before the first trip
@@ -71,7 +71,7 @@ class MmaForward:
   def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> int:
-    """Number of kinds of row sums in l."""
+    """Number of different sums of P for each row in l: P after rounding, and for the LSE also P before rounding."""
     return self.state.l.max_numel()//self.tile.q_tiles
   @property
   def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N
@@ -79,28 +79,29 @@ class MmaForward:
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
-    """Steps of S = Q K^T along the elements of a row. Each step is one matrix instruction for a tile of C."""
+    """Numbers of the steps in which S = Q K^T sums over the elements of a row. In each step, one matrix instruction computes a tile of C."""
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """Steps of O += P V, in a group for each part of the keys. P of a part is computed, and then multiplied by V, before the next part."""
+    """Steps of O += P V over the keys of a tile, grouped by parts of the tile. For each part, P is computed and multiplied by V before the next part
+    begins."""
     steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """First row, within the block, of each of the warp's query tiles."""
+    """Number of the first row of each of the warp's tiles of queries, counted from the block's first row."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """Number of this warp among the warps that have the same queries."""
+    """Number of this warp among the warps that compute the same queries. These warps divide the keys of each tile."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
-    """First key of this warp's share of a trip's keys."""
+    """First key, within a tile, of the keys that this warp computes."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Number of this warp's share of tile t, if the keys are counted in tiles of `warp_keys` keys."""
+    """Number of the `warp_keys` keys of tile t that this warp computes, if the keys are counted in tiles of `warp_keys` keys."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -142,7 +143,7 @@ class MmaForward:
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
-    """Computes O += P V, with P after dropout."""
+    """Computes O += P V. Applies dropout to P first."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
@@ -158,19 +159,20 @@ class MmaForward:
     return self.warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
-    """Returns the stores of O = O / l and LSE = m + ln l of a query tile."""
+    """Returns the stores of the results for a tile of queries, O = O / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row
+    sum."""
     m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, (ONES, LANE), self.share if self.tile.key_waves > 1 else None)
 
   # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns this warp's results for the query tile `qt`: m, the row sums, and the accumulators of O."""
+    """Returns what this warp has computed for the tile of queries `qt`: the references m, the row sums, and the accumulators of O."""
     sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Place in shared memory of the i-th unit of results of a lane. The lane has this thread's lane number and belongs to the warp with the
-    `share`-th part of the keys."""
+    """Returns where the i-th 16-byte unit of a lane's results lies in shared memory. The lane has the same number in its warp as this thread, and its
+    warp computes the `share`-th part of the keys."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
@@ -186,8 +188,9 @@ class MmaForward:
     return s.after(workgroup_barrier(s.done))
 
   def found_by_all(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Adds the results of all warps with the same queries. Returns m, the row sums and O. m is the largest m of these warps. The row sums and O of
-    each warp are rescaled to this m and added in the order of the warps' keys. The returned O is only this warp's share of the columns."""
+    """Adds up the results of all warps that compute the same queries over different keys. Returns m, the row sums and O. m is the largest m of these
+    warps. The row sums and O of each warp are rescaled to this m, and added in the order of the warps' keys. Each warp returns only some columns of
+    O, so that the warps divide the columns."""
     def unit(share:int, i:UOp|int) -> UOp: return ops.as_float(s.shared[self.place_found(share, qt, i)].load())
     shares, to_log2 = range(self.tile.key_waves), self.warps.group.scores.to_log2
     heads = [unit(n, 0) for n in shares]
@@ -211,13 +214,13 @@ class MmaForward:
 
   def fetch(self, s:MmaState, t:UOp) -> MmaState: return s.started(self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """Reads operand A of S = Q K^T from shared memory. If registers keep Q, this happens once, otherwise in every trip."""
+    """Reads operand A of S = Q K^T from shared memory. If registers keep Q, this happens once, otherwise in every iteration."""
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """Computes S = Q K^T of one key tile, without terms and masks. Returns C fragments for each query tile."""
+    """Computes S = Q K^T of one tile of keys, without terms (bias, softcap, ...) and masks. Returns C fragments for each tile of queries."""
     mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_address(self.warps.at.lane)
     tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
     for step in self.depth_steps:

@@ -1,5 +1,5 @@
-"""The steps of latent attention by mma.sync (sm_80 and later). Queries are the rows of the matrices. The warps divide the work in the way of the
-waves in attn/kernels/amd/latent.py.
+"""The steps of latent attention by mma.sync (sm_80 and later). Queries are the rows of the matrices. The warps divide the work as the waves do in
+attn/kernels/amd/latent.py.
 
 A block owns the queries of many heads and reads each key once for all these queries. For the scores S = Q K^T of a tile of keys, each warp computes
 16 queries and a part of the keys. For O += P V each warp computes some columns of all queries. The warps exchange P through shared memory. cp.async
@@ -33,10 +33,10 @@ ADDED_UP = 12
 
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
-  """The state between trips. Registers hold the warp's columns of O for all queries. For the queries whose scores the warp computes, registers hold
-  the reference m and two kinds of sums over the warp's part of the keys: sums of rounded P, and for the LSE the lane's part of the sums of unrounded
-  P. Within a trip registers also hold the scores, and the factors by which O is rescaled, for each tile of queries. Further fields are shared memory
-  and the statements so far."""
+  """The state between iterations of the loop over keys. Registers hold the warp's columns of O for all queries. For the queries whose scores the warp
+  computes, registers hold the softmax's reference m and two kinds of sums over the warp's part of the keys: sums of rounded P, and for the LSE the
+  lane's part of the sums of unrounded P. Within an iteration, registers also hold the scores, and the factors by which O is rescaled, for each tile
+  of queries. Further fields are shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -47,7 +47,7 @@ class LatentMmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaLatent:
-  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
+  """The kernel of latent attention for one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
   warps: Warps
   tile: MlaMmaTile
   state: LatentMmaState      # before the first trip
@@ -76,7 +76,7 @@ class MmaLatent:
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
   @functools.cached_property
   def own(self) -> UOp:
-    """The first of the 16 rows whose scores this warp computes."""
+    """First of the 16 rows whose scores this warp computes, counted from the block's first row."""
     return self.share.tile*self.mat.M
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
@@ -96,15 +96,16 @@ class MmaLatent:
   def loops(self) -> Iterator[TileLoop[LatentMmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:LatentMmaState, t:UOp, masked:bool) -> tuple[LatentMmaState, list[UOp]]:
-    """Computes S of the warp's queries and keys, as C fragments. Copies of later tiles start while the tensor cores work."""
+    """Computes the scores S of the queries and keys that belong to this warp, as C fragments. Copies of later tiles start while the tensor cores
+    work."""
     s = self.raw_scores(s.arrived(self.tile.stages - 2), t)
     raw = [s.scores[i].load() for i in range(s.scores.max_numel())]
     scores = self.share.scores(self.warps.group.scores).finished(raw, self.queries, self.share.tile_number(t), masked)
     return self.fetch(s, t + self.tile.stages - 1), scores
 
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
-    """Raises the reference of a row if a score exceeds it by too much. Computes P relative to this reference, and the factor by which O is rescaled.
-    Stores P and the factor to shared memory."""
+    """Raises the softmax's reference m of a row if a score exceeds it by too much. Computes P = exp2(scores - m), and the factor by which the row of
+    O must be rescaled. Stores P and the factor to shared memory, where all warps read them."""
     to_log2, m, dtype, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p.dtype, ops.splat(0.0, nv.ROWS)
     s, top = self.highest(s, x, m)
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -117,7 +118,7 @@ class MmaLatent:
     return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0)))), None
 
   def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O += P V for the warp's columns."""
+    """Computes O += P V for the columns of O that belong to this warp."""
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
@@ -146,15 +147,15 @@ class MmaLatent:
   def told(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that store to shared memory the i-th number of each of the lane's own two rows, where all warps can read it. `values`
-    holds the two numbers."""
+    """Returns the statements that store two numbers to shared memory, where all warps can read them. `values` holds one number for each of the two
+    rows that this lane owns. `i` says which kind of number it is."""
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Loads from shared memory the i-th number of each of the lane's two rows among the 16 rows from row `first` of the block on."""
+    """Loads numbers of kind `i` from shared memory, for the lane's two rows among the 16 rows from row `first` of the block on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
   def met(self, s:LatentMmaState) -> LatentMmaState:
-    """Waits until all warps have done the statements so far."""
+    """Waits at a barrier until all warps have done the statements so far."""
     return s.after(workgroup_barrier(s.done))
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -163,7 +164,7 @@ class MmaLatent:
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
-    """Computes S = Q K^T of the warp's queries and keys, without terms and masks, as C fragments in the state."""
+    """Computes S = Q K^T of the queries and keys that belong to this warp, without terms and masks, as C fragments in the state."""
     mat, lane, q, steps = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0], round_up(self.p.D, self.mat.K)//self.mat.K
     (a_row, a_unit), (b_row, b_unit), first_key = mat.a_address(lane), mat.b_address(lane), self.share.part*self.share.keys
     for first in range(0, steps, ADDED_UP):
@@ -177,8 +178,8 @@ class MmaLatent:
     return s
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """Returns the state, and for each of the lane's rows the maximum of m and of all scores of the row in this trip. Computes the maximum over all
-    lanes and warps that share the row."""
+    """Computes, for each of the lane's rows, the maximum of m and of all the row's scores in this iteration. The maximum includes the scores that
+    other lanes and warps hold. Returns the state and the maxima."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
@@ -200,14 +201,15 @@ class MmaLatent:
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout of the rows of K, moved to line `line` of the warp's columns of V. If this line does not exist, moves to the last line
-    instead: no warp stores the columns of O that are computed from it."""
+    """Returns the layout of the rows of K in shared memory, moved to the `line`-th 128-byte line of this warp's columns of V. If the warp has no such
+    line, moves to the last line instead: the columns of O that are computed from it are not stored."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
   # ***** after the last trip *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """Stores the reference of each row, and the row's sums over each part of the keys, to shared memory. Returns the state after these stores."""
+    """Stores to shared memory, for each row, the softmax's reference and the sums of P that this warp has computed. Returns the state after these
+    stores."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # sums over the lane's own P
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]

@@ -1,5 +1,5 @@
-"""Base classes for the states of NVIDIA kernels. Such a kernel keeps a ring of tiles in shared memory, and waits for the copies of a tile before it
-reads the tile."""
+"""Base classes for the states of NVIDIA kernels. Such a kernel copies tiles to a ring buffer in shared memory, and waits for the copies of a tile
+before it reads the tile."""
 from __future__ import annotations
 from typing import Self
 from attn.kernels.parts.memory.lanes import MmaLane
@@ -9,8 +9,8 @@ from attn.ops import hopper as wgmma, nvidia as nv
 from attn.tinygrad_compat import UOp
 
 class CopyGroups(InOrder):
-  """A ring of tiles for mma.sync. Copies form groups. A thread waits for its own groups, and a barrier then waits for the groups of all threads.
-  ldmatrix reads the operands."""
+  """A ring buffer of tiles for kernels with mma.sync. The copies (cp.async) form groups. A thread waits for its own groups, and a barrier then waits
+  for the groups of all threads. ldmatrix reads the operands."""
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
@@ -18,8 +18,8 @@ class CopyGroups(InOrder):
     s = self.do(*copies)
     return s.do(nv.commit(s.done))
   def arrived(self, but:int) -> Self:
-    """Waits until the copies of all threads are complete, except the last `but` groups of each thread, and until all threads have done their earlier
-    reads."""
+    """Waits until the copies of all threads are complete, except the last `but` groups of each thread. Also waits until all threads have done their
+    earlier reads."""
     return self.after(workgroup_barrier(self.statements.do(nv.wait_copies(self.done, but))))
 
   def read(self, rows:SwizzledRows, row:UOp, unit:UOp, row_step:int, unit_step:int, transposed:bool=False) -> UOp:
@@ -27,14 +27,14 @@ class CopyGroups(InOrder):
     return nv.ldmatrix(self.shared[place], step, transposed)
 
 class Arrivals(InOrder):
-  """A ring of tiles for wgmma. Each thread arrives at an mbarrier when its copies to a tile are complete."""
+  """A ring buffer of tiles for kernels with wgmma. Each thread arrives at an mbarrier when its copies to a tile are complete."""
   shared: UOp
 
   @property
   def arrivals(self) -> UOp:
-    """The mbarrier, in the last unit of shared memory."""
+    """The mbarrier, which lies in the last 16 bytes of shared memory."""
     return self.shared[self.shared.max_numel() - 1]
   def expected(self, at:MmaLane, threads:int) -> Self:
-    """Makes the mbarrier ready for the arrivals of `threads` threads."""
+    """Initialises the mbarrier for the arrivals of `threads` threads."""
     s = self.do(wgmma.init(self.arrivals, at.thread.eq(0), threads))
     return s.after(workgroup_barrier(s.done))

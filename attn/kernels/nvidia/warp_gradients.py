@@ -1,5 +1,5 @@
-"""The steps of backward that mma.sync and wgmma share. A warp owns rows, queries or keys: this file computes lse and delta of these rows, their P and
-dS, and the stores of gradients. Walked rows are the rows of the other kind, over which the warp walks in tiles."""
+"""The steps of backward that the kernels with mma.sync and with wgmma share. A warp owns rows (queries or keys). This file computes lse and delta of
+queries, P and dS of the own rows, and the stores of gradients. Walked rows are the rows of the other kind, over which the warp loops in tiles."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
@@ -27,28 +27,30 @@ L = TypeVar("L", bound=CopiedLayout)
 L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
 
 class WarpsTile(BlockTile, Protocol[L_co]):
-  """The properties of a backward kernel's tile on NVIDIA, in addition to a `BlockTile`."""
+  """The properties of a backward kernel's tile on NVIDIA, in addition to those of a `BlockTile`."""
   @property
   def matrix(self) -> Mma: """The matrix instruction of the kernel, with the shapes of its fragments."""
   @property
   def row_tiles(self) -> int: """Number of tiles of 16 rows that each warp owns."""
   @property
-  def keys(self) -> bool: """Whether the own rows are keys."""
-  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Layouts of `rows` rows in shared memory: of q or k, of do or v."""
+  def keys(self) -> bool: """Whether the block owns keys. If not, it owns queries."""
+  def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Returns the layouts of `rows` rows in shared memory: the layout for q or k, and the
+                                                               layout for do or v."""
 
 Exponents = list[list[Exponent]]     # one for each own row of a lane, and each vector of scores of this row
 Lse = list[Exponents]                # one for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnNumbers:
-  """The exponents and deltas of a lane's own queries, for each tile of own rows. An exponent is computed from lse, and turns scores into P."""
+  """Exponent and delta of the queries that this lane owns, in a list for each tile of rows. The exponent is computed from lse, and turns scores into
+  P."""
   exponents: list[list[Exponent]]
   deltas: list[list[UOp]]
 
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
-  """The own rows of a block's warps, during a walk over the rows of `head`. `wanted` lists the gradients that the warps sum, in the order of their
-  accumulators."""
+  """The rows (queries or keys) that the warps of a block own, while the block loops over the other rows of `head`. `wanted` lists the gradients that
+  the warps compute, in the order of their accumulators."""
   warps: Warps
   tile: WarpsTile[L]
   wanted: tuple[str, ...]
@@ -66,16 +68,16 @@ class WarpRows(Generic[L]):
   def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
 
   def of_head(self, head:UOp) -> WarpRows[L]:
-    """Returns these own rows, for a walk over the rows of another head."""
+    """Returns the same own rows, for a loop over the rows of another head."""
     return replace(self, head=head)
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """First row, within the block, of each of the warp's tiles of own rows."""
+    """Number of the first row of each tile of rows that the warp owns, counted from the block's first row."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """The lane's own rows, in a list for each tile of own rows."""
+    """Numbers of the rows that this lane owns, in a list for each tile of rows."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -94,23 +96,23 @@ class WarpRows(Generic[L]):
 
   # ***** shared memory: own rows, then tiles of walked rows *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """Layout, in shared memory, of `rows` rows of the tensor `name`. Rows of q or k begin at unit `first`. Rows of do or v lie behind as many rows of
-    q or k."""
+    """Returns the layout in shared memory of `rows` rows of the tensor `name`. Shared memory holds rows of q or k, from unit `first` on, followed by
+    the same number of rows of do or v."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
-    """Layout of the own rows of the tensor `name` in shared memory."""
+    """Returns the layout, in shared memory, of the rows of the tensor `name` that the block owns."""
     return self.lies(name, self.tile.block_m, 0)
   @property
   def size(self) -> int:
-    """Units of shared memory for all own rows."""
+    """Number of 16-byte units of shared memory for all rows that the block owns."""
     return sum(x.size for x in self.tile.layouts(self.p, self.tile.block_m))
   def copies(self, shared:UOp) -> list[UOp]:
-    """Returns the statements that copy this thread's part of the own rows to shared memory."""
+    """Returns the statements with which this thread copies its part of the block's own rows to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
-    """The first `there` walked rows of the tensor `name` in this head."""
+    """Returns the first `there` rows of the tensor `name` in this head, over which the block loops."""
     return self.warps.group.operand_rows(name, head).up_to(there)
 
   # ***** the numbers of own queries *****
@@ -135,7 +137,8 @@ class WarpRows(Generic[L]):
 
   # ***** the stores at the end *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. `acc` holds the sums. Rows of keys beyond kv_lengths are stored as 0."""
+    """Returns the stores of the gradient `name` to memory. `acc` holds the sums. Rows of keys beyond a batch's length (kv_lengths) are stored as
+    0."""
     group, stores, scale = self.warps.group, list[UOp](), 1.0 if name == "dv" else self.p.softmax_scale
     for i, own in enumerate(self.of_lane):
       for r, row in enumerate(own):
@@ -146,7 +149,7 @@ class WarpRows(Generic[L]):
     return stores
 
   def kept_deltas(self) -> list[UOp]:
-    """Returns the stores of delta of the own queries to memory."""
+    """Returns the stores of delta, for the queries that this lane owns, to memory."""
     group = self.warps.group
     to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
     both = [pair for own, deltas in zip(self.of_lane, self.deltas) for pair in zip(own, deltas)]
@@ -154,7 +157,8 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The steps of backward between the matrix products, for one tile of `score.block_n` walked rows. `tile_number` is the number of this tile."""
+  """The steps of backward between the matrix products, for tile number `tile_number` of the rows over which the block loops. A tile has
+  `score.block_n` rows."""
   warp_rows: WarpRows[L]
   score: Scores
   tile_number: UOp
@@ -162,7 +166,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments that hold the scores of one tile of own rows."""
+    """Indices of the C fragments that hold the scores of one tile of rows that the warp owns."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
@@ -171,7 +175,7 @@ class WarpTrip(Generic[L]):
     return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.exponents]
   def lse_of_walked(self, exponents:list[Exponent]) -> Lse: return [[exponents]*nv.ROWS for _ in self.warp_rows.of_lane]
   def minus_delta_of_own(self, numbers:OwnNumbers) -> list[list[UOp]]:
-    """Returns `scaled_delta` of the own queries as C fragments, in a list for each tile of own rows."""
+    """Returns `scaled_delta` of the queries that the lane owns, as C fragments, in a list for each tile of rows."""
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 
@@ -181,7 +185,7 @@ class WarpTrip(Generic[L]):
   def ds(self, weights:list[Weights], dp:list[list[UOp]], added:ScoreTerm|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, added) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
-    """Packs C fragments of one tile of own rows to operand A."""
+    """Packs C fragments of one tile of rows into operand A of the next product."""
     return [nv.pack_a(a, b, self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:

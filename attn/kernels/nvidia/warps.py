@@ -27,30 +27,30 @@ def always(gate:UOp|None) -> UOp: return UOp.const(True) if gate is None else ga
 
 @dataclass(frozen=True)
 class Warps:
-  """A block of warps: the block's part of a problem (`group`), and the position of this thread in the block (`at`)."""
+  """The warps of a thread block: the part of a problem that belongs to the block (`group`), and the position of this thread in the block (`at`)."""
   group: Workgroup
   at: MmaLane
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes|None=None, parts:int=0) -> Warps:
-    """Makes a block that owns queries. For `names` and `parts` see `Workgroup.of`."""
+    """Makes the warps of a block that owns queries. `names` and `parts` are explained at `Workgroup.of`."""
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of(p, arch, tile, args, grid, at, names, parts), at)
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes, parts:int=0) -> Warps:
-    """Makes a block that owns keys."""
+    """Makes the warps of a block that owns keys."""
     grid = kv_head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns this block for a kernel in which each warp computes `keys` keys of a trip."""
+    """Returns this block, for a kernel in which each warp computes `keys` of the keys of a tile."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """Returns the lane's two queries among the 16 rows that begin at row `first` of the block."""
+    """Returns the numbers of the lane's two queries, among the 16 rows that begin at row `first` of the block."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****
@@ -98,7 +98,7 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """Returns the stores of the initial m, addend and l to registers. `nv.clear` clears O."""
+    """Returns the stores of the first values of m, addend and l (the registers of the online softmax). `nv.clear` sets O to 0."""
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
@@ -117,9 +117,10 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values) for each piece of row `r` of O that this lane stores. The values are multiplied by `factor`. `accs` are the C
-    fragments of the whole row, or of its `share`-th part; a lane holds two numbers of the row in each fragment. If rows consist of whole units of 16
-    bytes, the four lanes of a row exchange their numbers: then each lane stores whole units, every fourth unit of the row."""
+    """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores. The values are multiplied by
+    `factor`. `accs` are the C fragments of the whole row, or of its `share`-th part; a lane holds two numbers of the row in each fragment. If rows
+    consist of whole units of 16 bytes, the four lanes of a row exchange their numbers: then each lane stores whole units, every fourth unit of the
+    row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
     if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(accs)//mat.groups*mat.groups

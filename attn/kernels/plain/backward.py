@@ -1,8 +1,8 @@
 """The steps of backward in plain UOps, for every device that tinygrad renders for.
 
-The threads form a rectangle (rectangle.py). The same steps serve a workgroup that owns queries and a workgroup that owns keys. Scores and dP are
-products of the walked rows with the own rows. Each gradient is a sum over the walked rows, with P or dS as weights. P and dS are stored to local
-memory before this sum.
+The threads form a rectangle (rectangle.py). The same steps serve a workgroup that owns queries and loops over tiles of keys, and a workgroup that
+owns keys and loops over tiles of queries. The rows of the tiles are the walked rows. Scores and dP are products of the walked rows with the own rows.
+Each gradient is a sum over the walked rows, with P or dS as weights. P and dS are stored to local memory before this sum.
 """
 from __future__ import annotations
 import functools
@@ -32,10 +32,10 @@ Columns = list[list[UOp]]      # a list for each own row: vectors with one numbe
 
 @dataclass(frozen=True)
 class PlainState:
-  """The state between trips. `sums` holds the sums of each gradient. For own queries, `minus_deltas` holds -delta and `exponents` holds the
-  exponents: `high`, and with p.wide_scores also `low`. Accesses to local memory come after `ready` and after the start of the loops around them.
-  Within a trip, the next product comes after `before`, and `weights` holds P or dS, the weights of the sums. `stores` are the stores of delta to
-  memory."""
+  """The state between iterations of the loop over tiles. `sums` holds the sums of each gradient. If the workgroup owns queries, `minus_deltas` holds
+  -delta and `exponents` holds the exponents: `high`, and with p.wide_scores also `low`. Accesses to local memory come after `ready` and after the
+  start of the loops around them. Within an iteration, the next product comes after `before`, and `weights` holds P or dS, the weights of the sums.
+  `stores` are the stores of delta to memory."""
   sums: tuple[UOp, ...]
   exponents: tuple[UOp, ...]
   minus_deltas: UOp
@@ -52,7 +52,7 @@ PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 
 @dataclass(frozen=True)
 class PlainBackward(Rectangle):
-  """A backward kernel of one problem, as one thread sees it, during walks over the rows of `head`."""
+  """A backward kernel of one problem, as one thread sees it, while the workgroup loops over the rows of `head`."""
   s: UOp               # S^T of the walked keys of a part, or S of the walked queries of a part
   dp: UOp              # dP of these keys or queries, transposed if they are keys
   state: PlainState    # before the first trip
@@ -64,7 +64,7 @@ class PlainBackward(Rectangle):
     return PlainBackward.of(p, arch, tile, args, names, parts, ("dq",))
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[PlainBackward]:
-    """Makes the kernel for a workgroup that owns keys. The kernel has a single pass."""
+    """Makes the kernel for a workgroup that owns keys. It computes dk and dv in a single pass over the queries."""
     return [PlainBackward.of(p, arch, tile, args, names, parts, ("dk", "dv"))]
 
   @staticmethod
@@ -119,8 +119,8 @@ class PlainBackward(Rectangle):
     return s.after(done.end(trip).end(*heads))
 
   def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
-    """Adds one tile to the sums of the gradients. First computes P and dS of one part of the tile after another, and stores them to local memory.
-    Then adds the tile's rows, weighted by P or dS."""
+    """Does one iteration of the loop: adds what one tile contributes to the gradients. First computes P and dS of one part of the tile after another,
+    and stores them to local memory. Then adds the tile's rows, weighted by P or dS."""
     tile, (part, loop) = self.tile, self.loop(self.tile.parts)
     found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
     for name, columns in found.items():
@@ -133,7 +133,8 @@ class PlainBackward(Rectangle):
 
   # ***** the numbers of own queries *****
   def known(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and the exponents of the own queries. Returns their stores to registers, and the state with the stores of delta to memory."""
+    """Computes delta and the exponents of the queries that the workgroup owns. Returns the stores of both to registers, and the state with the stores
+    of delta to memory."""
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
@@ -153,8 +154,8 @@ class PlainBackward(Rectangle):
     return UOp.group(*registers), replace(s, ready=tuple(ready), stores=tuple(stores))
 
   def times(self, row:Row, first:UOp) -> UOp:
-    """Computes the part of rowsum(dO * O) of a query that comes from four elements, from element `first` on. Rounds dO to the inputs' dtype, because
-    the product dP = dO V^T uses rounded dO."""
+    """Computes what four elements, from element `first` on, contribute to a query's rowsum(dO * O). Rounds dO to the inputs' dtype, because the
+    product dP = dO V^T uses rounded dO."""
     def elements(tensor:str) -> UOp:
       rows, convert = self.rows_of(tensor), self.converted(tensor)
       begin, inside = rows.start(UOp.const(0), row.index) + first, [first + (0 if rows.width % QUAD == 0 else i) < rows.width for i in range(QUAD)]
@@ -163,7 +164,7 @@ class PlainBackward(Rectangle):
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:PlainState, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. Rows of keys beyond kv_lengths are stored as 0."""
+    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0."""
     acc, n = s.sums[self.wanted.index(name)], len(self.quads)
     block, loop = self.loop(self.blocks(acc))
     part, stores = self.block_of(acc.after(*loop), block), list[UOp]()
@@ -181,31 +182,32 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps of backward on part t of the walked rows; t counts parts, not tiles. Accesses to local memory come after `ready`."""
+  """The steps of backward on one part of the rows over which the workgroup loops. `t` is the number of this part, counted over all tiles. Accesses to
+  local memory come after `ready`."""
   of: PlainBackward
   t: UOp
   ready: list[UOp]
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """First row of each of this thread's quads of walked rows."""
+    """Numbers of the rows at which this thread's groups of four neighbouring rows begin."""
     return [self.t*self.of.part_scores.block_n + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
     return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
 
   def own(self, x:UOp, i:int) -> UOp:
-    """Returns the i-th own query's number from the registers `x`, repeated in a vector of QUAD elements."""
+    """Returns the number that the registers `x` hold for the i-th query of this thread, repeated in a vector of QUAD elements."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """Loads the numbers `name` (lse or delta) of the walked queries, in a list for each quad of queries."""
+    """Loads lse or delta (`name`) of the queries in this part of a tile, in a list of vectors of four neighbouring queries."""
     rows = self.of.group.numbers(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
     return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
   def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
-    """Computes the products of the part's walked rows with the own rows. `which` chooses the two tensors: 0 for S, 1 for dP. Returns the registers
+    """Multiplies the rows of this part by the rows that the workgroup owns. `which` chooses the two tensors: 0 for S, 1 for dP. Returns the registers
     that hold the products, and a list of products for each own row."""
     of, n = self.of, len(self.of.quads)
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)

@@ -1,8 +1,9 @@
 """The steps of forward in plain UOps, for every device that tinygrad renders for, every dtype of inputs, and rows of at most MAX_WIDTH elements.
 
 The threads of a workgroup form a rectangle (rectangle.py). They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A thread
-computes some rows of S^T and of O^T, and of each of these rows some quads: four neighbouring queries. Local memory holds K and Q transposed, V not
-transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far, and every trip rescales O and l to the new maximum.
+computes some rows of S^T and of O^T. Of each of these rows it computes some quads (elements of four neighbouring queries). Local memory holds K and Q
+transposed, V not transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far. For every tile of keys, O and the
+row sum l are rescaled to the new maximum.
 
 The steps use the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps.
 """
@@ -29,14 +30,14 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """Statements that all accesses to local memory must come after."""
+  """The statements that must be done before any access to local memory."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 
 @dataclass(frozen=True)
 class QueryState(Carried):
-  """The state between trips: the thread's part of O^T; for each of the thread's queries the maximum so far, and the thread's own part of the sum of
-  P; and the parts of K and V that the thread has loaded ahead."""
+  """The state between iterations of the loop over keys: the thread's part of O^T; the maximum of the scores so far, for each of the thread's queries;
+  the sum of the P that this thread has computed; and the parts of K and V that the thread has loaded ahead."""
   acc: UOp
   m: UOp
   l: UOp
@@ -46,15 +47,15 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """The results of `weigh` for a tile. P^T is in local memory after `done`. O^T must be multiplied by the factors `rescale`. `stores` are further
-  stores of the trip."""
+  """The results of `weigh` for a tile of keys. P^T is in local memory after the statement `done`. O^T must be multiplied by the factors `rescale`.
+  `stores` are further stores of the same iteration."""
   done: UOp
   rescale: list[UOp]
   stores: list[UOp]
 
 @dataclass(frozen=True)
 class PlainForward(Rectangle):
-  """The kernel of one problem, as one thread sees it."""
+  """The forward kernel of one problem, as one thread sees it."""
   s: UOp             # S^T of the keys of a part of a tile
   top: UOp           # the maximum of each query's scores, including this trip's scores
   state: QueryState
@@ -90,8 +91,8 @@ class PlainForward(Rectangle):
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """Returns the statement after which local memory holds S^T of a tile and `top` holds the maxima of S^T. If loads run ahead, starts the loads of
-    V."""
+    """Computes S^T of a tile. Returns the statement after which local memory holds S^T, and `top` holds the maxima of S^T. If loads run ahead, also
+    starts the loads of V."""
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
 
@@ -115,20 +116,21 @@ class PlainForward(Rectangle):
 
   # ***** parts of the steps *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns the first portion of the t-th tile of K or V that is copied to local memory."""
+    """Returns the first part of the t-th tile of K or V. A tile is copied to local memory part by part."""
     tile = self.tile
     if tensor == "k": return Portion("walked", "k", t*tile.block_n, UOp.const(0), tile.block_n)
     return Portion("rows", "v", t*tile.block_n, UOp.const(0), tile.values)
 
   def start(self, *deps:UOp) -> UOp:
-    """Returns the stores of the initial sums and maxima to registers and, if loads run ahead, of the first portion of K."""
+    """Returns the stores of the initial sums and maxima to registers. If loads run ahead, also returns the stores of the first loaded part of K."""
     s = self.state.after(*deps)
     first = self.fetched(self.first_of("k", self.group.walked.begin), s.k) if self.tile.ahead else []
     return UOp.group(self.cleared(s.acc), *first,
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of a tile and stores it to the place in local memory where P^T will lie. Updates the thread's maxima with the thread's scores."""
+    """Computes S^T of a tile and stores it to the place in local memory where P^T will lie later. Updates the thread's maxima with the scores that it
+    has computed."""
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -140,8 +142,8 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Applies terms and masks to the raw scores of some keys. Returns scores in natural logarithm, the unit in which the softmax of this file takes
-    them. Regroups the scores by query, because parts/weights/scores.py computes the scores of one query at a time."""
+    """Applies terms (bias, softcap, ...) and masks to the raw scores of some keys. Returns scores in natural logarithm, as the softmax of this file
+    needs them. Regroups the scores by query, because parts/weights/scores.py works on one query at a time."""
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 
@@ -151,7 +153,7 @@ class PlainForward(Rectangle):
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Replaces this thread's scores in local memory by P^T after dropout. Adds P before dropout to the sums."""
+    """Replaces the scores that this thread stored in local memory by P^T after dropout. Adds P before dropout to the row sums."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.own_row(i) for i in range(tile.walked)]
@@ -163,13 +165,14 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
-    """Returns the weights after dropout. `firsts` are the first keys of the weights' quads."""
+    """Returns the weights P after dropout. The weights belong to groups of four neighbouring keys, and `firsts` are the first keys of these
+    groups."""
     if not self.p.dropout_p: return weights
     kept = [x for j in self.quads for x in kept_here(self.part_scores, self.queries[j*QUAD:(j + 1)*QUAD], firsts)]
     return self.by_walked_row([x.numbers(column) for x, column in zip(kept, self.by_own_row(weights))])
 
   def outputs(self, state:QueryState) -> list[UOp]:
-    """Returns the stores of O = O^T / l and LSE = m + ln l."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the maximum of a row's scores, and l its row sum."""
     tile, group, n = self.tile, self.group, len(self.quads)
     sums, _ = self.over_threads([x.load() for x in self.each(state.l)], ops.add, [state.l])
     ends = [group.normalised(row, ops.extract(state.m[i//QUAD].load(), i%QUAD), [ops.extract(sums[i//QUAD], i%QUAD)])

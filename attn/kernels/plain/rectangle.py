@@ -1,10 +1,11 @@
 """Matrix products of the kernels in plain UOps: the threads form a rectangle, and each product is a sum of outer products.
 
-A workgroup owns rows, queries or keys, and walks in tiles over the rows of the other kind, the walked rows. The threads of the workgroup form a
-rectangle: `down` threads along the walked rows, or along the columns of a sum, and `across` threads along the own rows. Each thread computes some
-rows of a product. Of each of these rows the thread holds some quads, for four neighbouring own rows each, in fp32 registers. A step of the product
-reads one row of each operand from local memory, which holds both operands in fp32. For scores, both operands lie transposed. For a sum over the
-walked rows, the left operand is not transposed, and the right operand is the weights in the order in which they were computed.
+A workgroup owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. The rows that it owns are the own rows, and the
+rows of the tiles are the walked rows. The threads of the workgroup form a rectangle: `down` threads along the walked rows, or along the columns of a
+sum, and `across` threads along the own rows. Each thread computes some rows of a product. Of each of these rows the thread holds some quads in fp32
+registers. A quad has the elements of four neighbouring own rows. A step of the product reads one row of each operand from local memory, which holds
+both operands in fp32. For scores, both operands lie transposed. For a sum over the walked rows, the left operand is not transposed, and the right
+operand is the weights in the order in which they were computed.
 
 On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
 thread reads the walked rows directly from global memory. It computes in loops what many threads would compute at the same time: over parts of a tile,
@@ -41,8 +42,8 @@ def beyond_registers(p:Problem) -> str|None:
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Wraps the maker of a kernel in plain UOps. The wrapped maker raises NotImplementedError for rows that are too long. The kernel caches the program
-  for given placeholders, because building a program takes a while."""
+  """Wraps a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long. It makes a kernel
+  that caches its program for given placeholders, because building a program takes a while."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
     return functools.cache(kernel_of(p, *how))
@@ -52,7 +53,7 @@ def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[...,
 
 @dataclass(frozen=True)
 class Section:
-  """A matrix in local memory. The matrix begins at float `base`."""
+  """A matrix in local memory. The matrix begins at the float with index `base`."""
   memory: UOp
   base: int
   shape: SectionShape
@@ -63,8 +64,9 @@ class Section:
 
 @dataclass(frozen=True)
 class WhereItLies:
-  """The left operand of a product, if a single thread reads it from global memory: the rows of a tensor, transposed if `turned`. A row beyond the
-  last row reads the last row: masks hide the scores of such a row, and in a sum over rows its elements are 0."""
+  """The left operand of a product on a device where a workgroup is a single thread. The thread reads it directly from global memory: the rows of a
+  tensor, transposed if `turned`. A row beyond the last row reads the last row: masks hide the scores of such a row, and in a sum over rows its
+  weights are 0."""
   source: GlobalRows
   first: UOp
   turned: bool
@@ -78,8 +80,8 @@ class WhereItLies:
 
 @dataclass(frozen=True)
 class Portion:
-  """The data that is copied to a section of local memory at a time: n rows of a tensor from row `first` on, with the elements of these rows from
-  `column` on."""
+  """The data that is copied to a section of local memory in one step: n rows of a tensor from row `first` on, with the elements of these rows from
+  element `column` on."""
   section: str
   tensor: str
   first: UOp
@@ -91,7 +93,7 @@ class Portion:
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
   """Divides the work on a device without workgroups. The work is `blocks` blocks of rows of each of `heads` heads (counted over batches). Returns the
   number of parts, which the device computes one after another, and the number of heads in each part. A part loops over its heads. All heads of a part
-  must have equally many keys, because the number of trips of the inner loop must not depend on the loop over heads."""
+  must have equally many keys, because the number of iterations of the inner loop must not depend on the loop over heads."""
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
@@ -111,7 +113,7 @@ def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> 
 
 @dataclass(frozen=True)
 class Rectangle:
-  """A kernel of one problem, as one thread sees it."""
+  """A kernel of one problem, as one thread of the rectangle sees it."""
   tile: RectangleTile
   new: Allocator
   group: Workgroup
@@ -126,32 +128,32 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Numbers of the thread's quads of own rows."""
+    """Numbers of the groups of four neighbouring own rows (quads) that this thread computes."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The `Scores` of one part of a tile: of the walked rows that the threads compute at a time."""
+    """The `Scores` of one part of a tile: the rows of a tile that the threads compute at a time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
   def masked(self) -> bool:
-    """Whether a tile of walked rows may contain a row that a mask hides or that does not exist."""
+    """Whether a tile may contain a row that a mask hides or that does not exist."""
     return hides_some(self.group.scores.walk, self.tile.block_n)
   @property
   def items(self) -> list[UOp]:
-    """A list with the loop over heads on a device without workgroups; otherwise empty."""
+    """A list with the loop over heads, if the device has no workgroups. Otherwise empty."""
     return [x for x in self.group.grid.ranges if x.arg[-1] is AxisType.LOOP]
   def rows_of(self, tensor:str) -> GlobalRows: return self.group.rows_of(tensor, self.head)
   def in_block(self, j:int) -> UOp:
-    """Returns the first row, within the block, of the thread's j-th quad of own rows."""
+    """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
     return (self.at.x + j*self.tile.across)*QUAD
   def own_row(self, i:int) -> UOp:
-    """Returns the number of the thread's i-th walked row in a part of a tile, or of the thread's i-th column of a sum."""
+    """Returns the number of the i-th row that this thread computes in a part of a tile, or of the i-th column that it computes of a sum."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
-    """Returns the section `name` of local memory. Accesses to it come after `deps`."""
+    """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
     """Makes a loop over n parts, if n > 1. Returns (number of the part, list with the loop); the list is empty if n is 1."""
@@ -162,11 +164,11 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the register of each quad of own rows; `x` holds one number for each own row."""
+    """Returns one register for each group of four own rows. `x` holds one number for each own row."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
-    """Returns the number of columns of the sum `acc` that a thread computes."""
+    """Returns the number of columns of the sum `acc` that one thread computes."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
     """Returns the number of blocks into which a thread divides its columns of the sum `acc`."""
@@ -180,21 +182,22 @@ class Rectangle:
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
-    """Regroups numbers: from a list for each walked row, in quads of own rows, to a list for each own row, in vectors of QUAD walked rows."""
+    """Regroups the scores of a part of a tile. Before, there is a list for each row of the tile, with vectors of four own rows. Afterwards, there is
+    a list for each own row, with vectors of QUAD rows of the tile."""
     return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
             for j in self.quads for e in range(QUAD)]
   def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
-    """Regroups numbers in the inverse way of `by_own_row`: from a list for each own row, in vectors of walked rows, to a list for each walked row, in
-    quads of own rows."""
+    """Undoes the regrouping of `by_own_row`. Before, there is a list for each own row, with vectors of rows of a tile. Afterwards, there is a list
+    for each row of the tile, with vectors of four own rows."""
     return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
             for i in range(len(columns[0])*QUAD)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Computes the products of part t of the walked rows of the tensor `walked` with the own rows of the tensor `own`, in the registers `to`. Returns
-    these registers. Rows are copied to local memory in parts of their elements. If own rows stay in local memory, they are read from the section
-    `kept`."""
+    """Multiplies part t of the walked rows (the rows that the workgroup loops over) by the own rows (the rows that it owns), in the registers `to`.
+    `walked` and `own` name the two tensors. Returns these registers. Rows are copied to local memory in parts of their elements. If own rows stay in
+    local memory, they are read from the section `kept`."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.own_row(i) for i in range(tile.walked)]
@@ -217,8 +220,8 @@ class Rectangle:
 
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
-    """Computes acc = acc*rescale + X^T W. X is a tile of rows of `tensor`, copied to local memory some rows at a time. W is the weights of these
-    rows, in the section `weights`, which is complete after `weighed`."""
+    """Computes acc = acc*rescale + X^T W. X is a tile of rows of `tensor`, copied to local memory some rows at a time. W is the weights (P or dS) of
+    these rows, which lie in the section `weights` of local memory after the statement `weighed`."""
     tile, n = self.tile, len(self.quads)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -239,8 +242,8 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """Adds to `acc` the outer products of n rows of the left operand with n rows of the right operand, from row `first` of `right` on. `columns` are
-    the thread's columns of the left operand."""
+    """Adds a sum of n outer products to `acc`. Each outer product is of a row of the left operand and a row of the right operand, whose first row
+    here is row `first`. `columns` are the columns of the left operand that this thread computes."""
     together = math.gcd(n, self.tile.steps_at_once)
     k = self.new.range(n//together, AxisType.LOOP)
     places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]
@@ -257,24 +260,25 @@ class Rectangle:
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def units(self, portion:Portion) -> int:
-    """Returns the number of quads in a row of a portion."""
+    """Returns the number of four-element groups in a row of the data `portion` that is copied."""
     shape = self.sections.shapes[portion.section]
     return (shape.rows if shape.turned else self.tile.width(self.rows_of(portion.tensor).width))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """Returns the number of quads of a portion that each thread copies."""
+    """Returns the number of four-element groups of the data `portion` that each thread copies."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
-    """Returns this thread's stores of a portion to the portion's section, transposed if the section is. Elements that do not exist become 0. Each
-    thread copies some quads."""
+    """Returns this thread's stores of the data `portion` to its section of local memory, transposed if the section is. Elements that do not exist
+    become 0. Each thread copies some groups of four elements."""
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Loads the thread's `item`-th quad of a portion. Returns the quad's numbers in fp32, each with its place in local memory."""
+    """Loads one group of four elements of the data `portion`: the one with the number `item` among those that this thread copies. Returns the
+    elements in fp32, each with its place in local memory."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, convert = to.shape.turned, self.converted(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
@@ -290,13 +294,13 @@ class Rectangle:
     return found
 
   def fetched(self, portion:Portion, ahead:UOp) -> list[UOp]:
-    """Returns the stores of this thread's quads of a portion to the registers `ahead`."""
+    """Returns the stores of this thread's part of the data `portion` to the registers `ahead`."""
     values = [x for j in range(self.quads_carried(portion)) for x, _ in self.quad_of(portion, UOp.const(j))]
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns the stores of a portion to local memory. The portion comes from global memory, or, if `ahead` is given, from the registers `ahead`. In
-    the second case the registers are then loaded with the portion `then`."""
+    """Returns the stores of the data `portion` to local memory. The data comes from global memory, or, if `ahead` is given, from the registers
+    `ahead`. In the second case the next data, `then`, is loaded to these registers afterwards."""
     if ahead is None: return [self.carried(portion, ready)]
     to, now = self.section(portion.section, *ready), ahead.after(*ready)
     places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
@@ -304,8 +308,8 @@ class Rectangle:
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Combines `parts`, a number for each of the thread's own rows, over all threads that share an own row, by the function `join`, after `done`.
-    Returns the results, and the statements after which local memory may be reused."""
+    """Combines numbers over all threads that share a row, with the function `join`. `parts` has one number for each row that this thread owns. The
+    exchange comes after the statement `done`. Returns the results, and the statements after which local memory may be used for something else."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

@@ -13,8 +13,8 @@ from attn.problem import Problem
 # Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
 def v_columns(block_n:int) -> int: return 16//math.gcd(block_n//4, 8)
 def v_skew(mat:Matrix, block_n:int) -> int:
-  """Number of units that stay empty after each matrix tile of V^T in LDS. If a matrix tile has 16 rows, columns of V that are two units apart lie in
-  different matrix tiles. The gap between the tiles puts these columns into different banks."""
+  """Number of 16-byte units that stay empty after each matrix tile of V^T in LDS. If a matrix tile has 16 rows, columns of V that are two units (16
+  elements) apart lie in different matrix tiles. The gap between the tiles puts these columns into different banks."""
   return 8//v_columns(block_n) if mat.M == 16 and mat.accumulator == mat.unit else 0
 
 def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
@@ -23,9 +23,9 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   """Returns the LDS layout of rows of `width` elements, not transposed, if LDS also holds the transposed tile. The rows of one access must lie in
-  different banks, for reads and for stores. A read accesses neighbouring rows. A store accesses one row of each of several neighbouring quads
-  (`staging.key_rows`). If a matrix tile has 32 rows, the rows of a store are 4 rows apart: the layout puts the rows of a block of 4 at an even
-  stride, and the blocks at an odd number of units. Otherwise the rows of a store are 8 rows apart, or belong to the other lane group."""
+  different banks, for reads and for stores. A read accesses neighbouring rows. A store accesses one row of each of several quads of four neighbouring
+  rows (`staging.key_rows`). If a matrix tile has 32 rows, the rows of a store are 4 rows apart: the layout puts the rows of a block of 4 at an even
+  stride, and the blocks at an odd number of 16-byte units. Otherwise the rows of a store are 8 rows apart, or belong to the other lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
@@ -70,7 +70,7 @@ class Tile(ForwardShape):
     return UNIT_BYTES*(self.buffers*(k.size + v.size) + (q.size if self.q_in_lds else 0))
   @property
   def options(self) -> str:
-    """The options of the tile that differ from the default, in words."""
+    """The options of the tile whose values are not the default, in words."""
     said = [name for name in ("q_in_lds", "fenced", "sparing", "anew") if getattr(self, name)]
     return " ".join(said + [f"prefetch={self.prefetch}"]*(self.prefetch != 1))
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
@@ -78,7 +78,7 @@ class Tile(ForwardShape):
 @dataclass(frozen=True)
 class BackwardTile(BackwardShape):
   """How a backward kernel on AMD's matrix units divides the work. A workgroup owns `block_m` rows (queries in backward_dq, keys in backward_dkdv) and
-  walks over the rows of the other kind, `block_n` at a time."""
+  loops over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Matrix
   keys: bool = False       # the own rows are keys
@@ -95,13 +95,14 @@ class BackwardTile(BackwardShape):
   def buffers(self) -> int: return max(1, self.prefetch)
   @property
   def in_turn(self) -> bool:
-    """Whether each trip loads its tile itself, one tensor after another, instead of the next trip's tile."""
+    """Whether each iteration loads its own tile, one tensor after another, instead of the next iteration's tile."""
     return self.prefetch == 0 and self.sparing
   @property
   def anew(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether fences would separate the units of one operand. Such a tile is invalid: no operand would be complete between two fences."""
+    """Whether `fenced` would separate parts of one operand of a matrix instruction. Such a tile is invalid: no operand would be complete between two
+    fences."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
@@ -111,7 +112,7 @@ class BackwardTile(BackwardShape):
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property
   def options(self) -> str:
-    """The options of the tile that differ from the default, in words."""
+    """The options of the tile whose values are not the default, in words."""
     kept = [name for name, in_lds in zip(("k", "v") if self.keys else ("q", "do"), self.own_in_lds) if in_lds]
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("prefetch", self.prefetch, 1), ("passes", self.passes, 1),
                                                                    ("read_ahead", self.read_ahead, 0)) if value != usual]
@@ -139,7 +140,7 @@ class MlaTile(MlaShape, SharingTile):
   @property
   def buffers(self) -> int: return 1
   def columns(self, p:Problem) -> int:
-    """Number of matrix tiles of columns of O that each wave computes."""
+    """Number of matrix tiles, side by side in a row of O, that each wave computes."""
     return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
     """Layouts of K and of P in LDS."""
@@ -149,7 +150,7 @@ class MlaTile(MlaShape, SharingTile):
     return UNIT_BYTES*(k.size + weights.size + self.told(p).units(self.block_m))
   @property
   def options(self) -> str:
-    """The options of the tile that differ from the default, in words."""
+    """The options of the tile whose values are not the default, in words."""
     numbers = [f"{name}={value}" for name, value, usual in (("fenced", self.fenced, 0), ("weight_parts", self.weight_parts, 1),
                                                             ("prefetch", self.prefetch, 1)) if value != usual]
     return " ".join(["q_anew"]*self.q_anew + numbers)

@@ -9,17 +9,17 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 class BlockTile(Protocol):
-  """The properties of every kernel's tile: they say how the kernel divides a problem over workgroups."""
+  """The properties that every kernel's tile has. They say how the kernel divides a problem over workgroups."""
   @property
-  def block_m(self) -> int: """Rows that a workgroup owns. With `pack_gqa` a query has a row for each of its heads."""
+  def block_m(self) -> int: """Number of rows that a workgroup owns. With `pack_gqa` a query has a row for each of its heads."""
   @property
-  def block_n(self) -> int: """Keys (or walked queries) of a trip."""
+  def block_n(self) -> int: """Number of keys in a tile of the loop over keys (in a kernel that owns keys: number of queries)."""
   @property
-  def waves(self) -> int: """Waves (on NVIDIA warps) of a workgroup."""
+  def waves(self) -> int: """Number of waves (on NVIDIA: warps) in a workgroup."""
   @property
-  def threads(self) -> int: """Threads of a workgroup."""
+  def threads(self) -> int: """Number of threads in a workgroup."""
   @property
-  def pack_gqa(self) -> bool: """Whether the rows of a tile are the queries of all heads that share a key/value head."""
+  def pack_gqa(self) -> bool: """Whether the rows of a workgroup are the queries of all heads that share a key/value head."""
   def lds_bytes(self, p:Problem) -> int: """Bytes of LDS that a workgroup uses."""
 
 def heads_of(p:Problem, tile:BlockTile) -> int:
@@ -28,23 +28,25 @@ def heads_of(p:Problem, tile:BlockTile) -> int:
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
   """Returns (pieces, workgroups for each piece) for the queries of a head, or with `pack_gqa` of all heads of a workgroup. A device may hold two
-  pieces of a sequence, one from the front and one from the back (`DealtRows`). No workgroup owns rows of both pieces: for the back rows it would walk
+  pieces of a sequence, one from the front and one from the back (`DealtRows`). No workgroup owns rows of both pieces: for the back rows it would loop
   over keys that the front rows don't see."""
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
 def numbers_of_queries(p:Problem) -> tuple[str, ...]:
-  """Names of the tensors with one number for each query (lse and delta). A kernel that owns keys copies these numbers to shared memory."""
+  """Names of the tensors that have one number for each query (lse and delta). A kernel whose workgroups own keys copies these numbers to shared
+  memory."""
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
 def units_of_numbers(p:Problem, queries:int) -> int:
-  """Units of shared memory that the numbers of `queries` queries (lse and delta, see `numbers_of_queries`) take."""
+  """Number of 16-byte units of shared memory that lse and delta of `queries` queries take (see `numbers_of_queries`)."""
   return len(numbers_of_queries(p))*4*queries//UNIT_BYTES
 
 @dataclass(frozen=True)
 class Told:
-  """Indices of the numbers of a row that waves exchange through LDS. In each trip: the factor that rescales O, and the row's largest score in each of
-  the `parts` parts of the keys. After the last trip: the row's reference, and `kinds` kinds of sums of P for each part of the keys."""
+  """Indices of the numbers of a row that waves exchange through LDS. For each tile of keys: the factor that rescales O, and the row's largest score
+  in each of the `parts` parts of the keys. After the last tile: the number that the softmax subtracts from the row's scores, and `kinds` kinds of
+  sums of P for each part of the keys."""
   parts: int
   kinds: int
   factor: int = 0
@@ -52,14 +54,14 @@ class Told:
   @property
   def count(self) -> int: return 2 + self.parts*(1 + self.kinds)
   def units(self, rows:int) -> int:
-    """Units of LDS that the fp32 numbers of `rows` rows take."""
+    """Number of 16-byte units of LDS that the fp32 numbers of `rows` rows take."""
     return ceildiv(rows*self.count, 4)
   def top(self, part:int|UOp) -> int|UOp: return 2 + part
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
-  """The tile of a kernel whose waves divide both the rows and a trip's keys. The rows are the queries of all heads that share a key/value head. For
-  the scores, a wave computes one tile of these rows and one of `key_parts` parts of a trip's keys."""
+  """The tile of a kernel whose waves divide both the rows and the keys. The rows are the queries of all heads that share a key/value head. For the
+  scores, a wave computes one matrix tile of these rows and one of the `key_parts` parts of the tile's keys."""
   matrix: Any
   row_tiles: int
   key_parts: int

@@ -10,7 +10,7 @@ from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 
 def fragments(width:int, mat:Mma) -> int:
-  """Returns the number of C fragments for one tile of rows of `width` elements."""
+  """Returns the number of C fragments that a lane holds of one tile of rows with `width` elements."""
   return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MmaTile(MmaShape):
   def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M
   @property
   def warp_keys(self) -> int:
-    """Number of keys of a trip that each warp computes."""
+    """Number of keys of each tile that one warp computes."""
     return self.block_n//self.key_waves
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
@@ -42,7 +42,8 @@ class MmaTile(MmaShape):
     found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
   def units_found(self, p:Problem) -> int:
-    """Units of shared memory for the results of one lane: the lane's part of O and, for each tile of queries, m and the row sums."""
+    """Number of 16-byte units of shared memory for the results of one lane: the lane's part of O and, for each tile of queries, m and the row
+    sums."""
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:
     shared = f", {self.key_waves} share keys" if self.key_waves > 1 else ""
@@ -61,7 +62,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M
   def columns(self, p:Problem) -> int:
-    """Number of C fragments of columns of O that each warp computes. The columns fill whole lines of shared memory."""
+    """Number of C fragments, side by side in a row of O, that each warp computes. Their columns fill whole 128-byte lines of shared memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
     """Layouts of Q, of K and of P in shared memory."""
@@ -75,7 +76,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
 
 @dataclass(frozen=True)
 class MmaBackwardTile(MmaBackwardShape):
-  """How a backward kernel on mma.sync divides the work. A block owns `block_m` rows (queries in backward_dq_mma, keys in backward_dkdv_mma) and walks
+  """How a backward kernel on mma.sync divides the work. A block owns `block_m` rows (queries in backward_dq_mma, keys in backward_dkdv_mma) and loops
   over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
@@ -97,14 +98,14 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:
-    """Units of shared memory for the numbers of a tile's queries (lse and delta, see `numbers_of_queries`)."""
+    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `numbers_of_queries`)."""
     return units_of_numbers(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:
-    """Number of a tile's queries whose lse and delta one thread copies to shared memory."""
+    """Number of queries in a tile whose lse and delta one thread copies to shared memory."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
-    """Units of shared memory for one tile of walked rows, with lse and delta of the tile's queries."""
+    """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, with lse and delta of the tile's queries."""
     return sum(x.size for x in self.layouts(p, self.block_n)) + self.numbers(p)
   def lds_bytes(self, p:Problem) -> int:
     return UNIT_BYTES*(sum(x.size for x in self.layouts(p, self.block_m)) + self.stages*self.stage(p))

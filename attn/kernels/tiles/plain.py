@@ -12,8 +12,8 @@ LONG_SUM = 128       # a score with more products than this is summed in parts: 
 SHORTEST_PART = 16   # least products of such a part: with shorter parts the kernel would be slower
 
 def summed_together(width:int) -> int:
-  """Returns how many elements of a row a thread multiplies and sums before it adds the sum to a score: all `width` elements of a short row, or a
-  divisor of `width` for a long row."""
+  """Returns how many elements of a row a thread multiplies and sums before it adds the sum to a score. This is the whole row of `width` elements if
+  the row is short, or a divisor of `width` if it is long."""
   part = max(n for n in range(1, LONG_SUM + 1) if width % n == 0)
   return width if width <= LONG_SUM or part < SHORTEST_PART else part
 
@@ -33,8 +33,8 @@ class SectionShape:
 
 @dataclass(frozen=True)
 class Sections:
-  """The sections of local memory, by name. Local memory begins with the sections `kept`, which stay for the whole kernel. Behind them lies a place
-  that the groups in `turns` use one after another. The sections `rest` lie at the end."""
+  """The sections (matrices) of local memory, by name. Local memory begins with the sections `kept`, which stay for the whole kernel. Behind them lies
+  a place that the groups of sections in `turns` use one after another. The sections `rest` lie at the end."""
   kept: dict[str, SectionShape]
   turns: tuple[dict[str, SectionShape], ...]
   rest: dict[str, SectionShape]
@@ -62,7 +62,7 @@ def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RectangleTile:
-  """How a workgroup divides the work if its threads form a rectangle. The workgroup owns some rows (queries or keys) and walks in tiles over the rows
+  """How a workgroup divides the work if its threads form a rectangle. The workgroup owns some rows (queries or keys) and loops over tiles of the rows
   of the other kind, the walked rows."""
   down: int       # threads along the walked rows, and along the columns of a sum
   across: int     # threads along the own rows
@@ -91,19 +91,21 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Number of columns of a sum over rows of `of` elements, in all threads together."""
+    """Number of columns that all threads together compute of a sum over rows of `of` elements."""
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:
-    """Number of parts in which rows of `width` elements are copied to local memory, one part after another."""
+    """Number of steps in which rows of `width` elements are copied to local memory. Each step copies some elements of every row."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Shape of the section for own rows of `width` elements; empty unless own rows stay in local memory as a whole."""
+    """Shape of the section of local memory for the workgroup's own rows, of `width` elements each. Empty if these rows do not stay in local memory as
+    a whole."""
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """The two groups of sections that use one place of local memory, one group after another. The first group holds parts of own rows and of walked
-    rows, transposed. The second group holds walked rows of at most `width` elements, not transposed."""
+    """The two groups of sections (matrices) that use one place of local memory, one group after another. The first group holds parts of the rows that
+    the workgroup owns and of the rows that it loops over (the walked rows), transposed. The second group holds walked rows of at most `width`
+    elements, not transposed."""
     shared = 0 if self.alone else 1
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
@@ -112,28 +114,29 @@ class RectangleTile:
   def lds_bytes(self, p:Problem) -> int: return 0 if self.alone else 4*self.sections(p).floats
   @property
   def options(self) -> str:
-    """The options of the tile that differ from the default, in words."""
+    """The options of the tile whose values are not the default, in words."""
     return " ".join(["own rows in parts"]*(not self.keeps_own) + ["ahead"]*self.ahead)
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} " + ("1 thread" if self.alone else f"{self.down}x{self.across} threads of {self.walked}x{self.own}")
 
 @dataclass(frozen=True)
 class TiledTile(RectangleTile):
-  """How a workgroup of the forward kernel divides the work. The workgroup owns queries and walks over keys."""
+  """How a workgroup of the forward kernel divides the work. The workgroup owns queries and loops over keys."""
   kernel: ClassVar[str] = "tiled"
   def sections(self, p:Problem) -> Sections:
-    """Sections of local memory. `p` holds S^T first and then P^T. `exchanged` holds one number of each query from each thread."""
+    """Sections (matrices) of local memory. Section `p` holds S^T first and then P^T. Section `exchanged` holds one number of each query from each
+    thread."""
     rest = {"p": SectionShape(self.block_n, self.block_m), "exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
     return Sections({"kept": self.kept_rows(p.D)}, self.turns(p.Dv), rest)
 
 @dataclass(frozen=True)
 class TiledBackwardTile(RectangleTile):
-  """How a workgroup of a backward kernel divides the work. The workgroup owns queries, or, if `keys`, it owns keys."""
+  """How a workgroup of a backward kernel divides the work. The workgroup owns queries, or with `keys` it owns keys."""
   suffix: ClassVar[str] = "_tiled"
   keys: bool = False
   def sections(self, p:Problem) -> Sections:
-    """Sections of local memory. `p` holds P, if a gradient is summed with it, and `ds` holds dS. `exchanged` holds one number of each query from each
-    thread."""
+    """Sections (matrices) of local memory. Section `p` holds P, if a gradient is a sum with weights P, and section `ds` holds dS. Section `exchanged`
+    holds one number of each query from each thread."""
     weights = SectionShape(self.block_n, self.block_m)
     of_keys = {"p": weights} if self.keys else {"exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
     kept = dict(zip(KEPT, map(self.kept_rows, (p.D, p.Dv))))

@@ -44,7 +44,7 @@ class WgmmaTile(WgmmaShape):
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):
   """How a backward kernel on wgmma divides the work. A block owns 64 rows for each warpgroup (queries in backward_dq_wgmma, keys in
-  backward_dkdv_wgmma) and walks over the rows of the other kind, `block_n` at a time."""
+  backward_dkdv_wgmma) and loops over the rows of the other kind, `block_n` at a time."""
   _: KW_ONLY
   matrix: Mma
   keys: bool = False       # the own rows are keys
@@ -66,10 +66,11 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def stage(self, p:Problem) -> int:
-    """Units of shared memory for one tile of walked rows. Does not include lse and delta of the tile's queries: see `numbers`."""
+    """Number of 16-byte units of shared memory for one tile of the rows that the block loops over. Does not include lse and delta of the tile's
+    queries: see `numbers`."""
     return sum(x.size for x in self.layouts(p, self.block_n))
   def numbers(self, p:Problem) -> int:
-    """Units of shared memory for the numbers of a tile's queries (lse and delta, see `numbers_of_queries`)."""
+    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `numbers_of_queries`)."""
     return units_of_numbers(p, self.block_n) if self.keys else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))

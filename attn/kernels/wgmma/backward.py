@@ -1,12 +1,14 @@
 """The steps of backward by Hopper's wgmma (sm_90).
 
-A block owns 64 rows, queries or keys, for each of its warpgroups, and walks in tiles over the rows of the other kind. In each trip a warpgroup starts
-the products S and dP of its own rows and a tile in shared memory. The warpgroup turns S and dP into P and dS in registers. Then it starts the
-products of P and dS with the tile, which wgmma reads transposed from the same place in shared memory. The warpgroup waits only for products that it
-needs: the last products of a trip still run when S and dP of the next trip start. The warpgroups wait for each other only at the tiles: all
-warpgroups copy each tile together, by cp.async, into a ring of three. In each trip a thread copies its part of the next trip's tile, once its
-warpgroup no longer reads the previous trip's tile. The thread arrives at an mbarrier when its part is complete. A warpgroup that has waited for the
-mbarrier knows two things: the trip's tile is complete, and no warpgroup reads the tile of two trips before any more.
+A block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each warpgroup owns 64 of the block's rows. In each
+iteration a warpgroup starts the products S and dP of its own rows and a tile in shared memory. It turns S and dP into P and dS in registers. Then it
+starts the products of P and dS with the tile, which wgmma reads transposed from the same place in shared memory. The warpgroup waits only for
+products that it needs: the last products of an iteration still run when S and dP of the next iteration start.
+
+The warpgroups wait for each other only at the tiles. All warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each
+iteration a thread copies its part of the next iteration's tile, once its warpgroup no longer reads the previous tile. The thread arrives at an
+mbarrier when its part is complete. A warpgroup that has waited for the mbarrier knows two things: its tile is complete, and no warpgroup reads the
+tile of two iterations before any more.
 """
 from __future__ import annotations
 from collections.abc import Callable
@@ -32,8 +34,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
-  """The state between trips: the accumulators. Within a trip the state also holds the scores, dP, and P and dS as operand A. Further fields are
-  shared memory and the statements so far."""
+  """The state between iterations of the loop over tiles: the accumulators. Within an iteration the state also holds the scores, dP, and P and dS as
+  operand A. Further fields are shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   scores: UOp
@@ -51,8 +53,9 @@ class WgmmaBackwardState(Arrivals):
 
 @dataclass(frozen=True)
 class RingPlace:
-  """The position of a tile in the whole walk, which goes over the heads one after another, in each pass: the tile's number (`tile`), the number of
-  the walk over a head (`turn`, counted over heads and passes), and the number of tiles walked over before (`index`)."""
+  """The position of a tile in the order in which a block uses the tiles. The block loops over the tiles of one head after another, in each pass.
+  `tile` is the number of the tile within the loop over one head, `turn` the number of that loop (counted over heads and passes), and `index` the
+  number of tiles that the block has used before."""
   tile: UOp
   turn: UOp|int
   index: UOp
@@ -61,8 +64,8 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A backward kernel of one problem, or the kernel's pass number `pass_number`, as one thread sees it: the values that are equal in all trips, and
-  the steps."""
+  """A backward kernel of one problem, or the kernel's pass number `pass_number`, as one thread sees it: the values that are equal for all tiles, and
+  the steps of the algorithm."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first trip
@@ -79,7 +82,8 @@ class WgmmaBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
-    """Makes the passes of a block that owns keys. The passes use the same accumulators, one pass after another."""
+    """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
+    after another."""
     warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = WgmmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
@@ -94,19 +98,19 @@ class WgmmaBackward:
   def walked(self) -> Blocks: return self.group.walked
   @property
   def heads(self) -> int:
-    """Number of heads that the block walks over, one after another."""
+    """Number of heads whose rows the block loops over, one head after another."""
     return self.group.walked_heads
   @property
   def turns(self) -> int:
-    """Number of walks over the tiles of one head, counted over all heads and passes."""
+    """Number of loops over the tiles of one head, counted over all heads and passes."""
     return self.heads*self.tile.passes
 
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
-    """Layout, at its place in the ring in shared memory, of the tile of the tensor `name`."""
+    """Returns where a tile of the tensor `name` lies in the ring buffer in shared memory: the layout of its rows, at the tile's place."""
     return self.warp_rows.lies(name, self.tile.block_n, place.index%RING*self.tile.stage(self.group.p) + self.warp_rows.size)
   def numbers(self, place:RingPlace) -> UOp:
-    """First unit, in shared memory, of lse and delta of the tile's queries."""
+    """Returns where lse and delta of the tile's queries begin in shared memory, in units of 16 bytes."""
     p = self.group.p
     return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p))
 
@@ -121,15 +125,15 @@ class WgmmaBackward:
 
   def ring_at(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
-    """Returns the position of the tile that follows in the walk."""
+    """Returns the position of the tile that the block uses next."""
     t, index = place.tile + 1, place.index + 1
     if self.turns == 1: return RingPlace(t, place.turn, index)
     same = t < self.walked.end
     return RingPlace(same.where(t, self.walked.begin), same.where(place.turn, place.turn + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of a tile, if the tile exists. If keys are owned, also starts the copies of lse and delta of the tile's queries.
-    The thread arrives at the mbarrier when its copies are complete."""
+    """Starts this thread's copies of a tile, if the tile exists. If the block owns keys, also starts the copies of lse and delta of the tile's
+    queries. The thread arrives at the mbarrier when its copies are complete."""
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there = (self.walked.end*n).minimum(group.scores.walk.count)
     if self.turns > 1: there = (place.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
@@ -144,7 +148,7 @@ class WgmmaBackward:
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
   def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
-    """Walks over the tiles of one head after another. Then waits for all products that the walk has started."""
+    """Does `work` on the tiles of one head after another. Then waits for all products that this work has started."""
     if self.heads == 1: s = self.over_head(s, self.warp_rows, self.pass_number, work)
     else:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
@@ -166,20 +170,20 @@ class WgmmaBackward:
 
 @dataclass(frozen=True)
 class WgmmaTrip(WarpTrip[SwizzledPanels]):
-  """The steps of backward on one tile. Products are asynchronous: one statement starts a product, and a later statement waits for it."""
+  """The steps of backward on one tile. Products run asynchronously: one statement starts a product, and a later statement waits for it."""
   of: WgmmaBackward
   ring_place: RingPlace
 
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Loads from shared memory the numbers of one `kind` (see `numbers_of_queries`) for the queries of the lane's columns."""
+    """Loads lse or delta (`kind`: see `numbers_of_queries`) from shared memory, for the queries that belong to the lane's columns."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int) -> WgmmaBackwardState:
-    """Starts the product of the warpgroup's own rows with the transposed rows of the tile. The result is written to `acc`."""
+    """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. The result is written to `acc`."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
@@ -197,8 +201,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
                                for xs in numbers])
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for S, and then starts the copies of the next tile. When S is done, the products of the previous trip are done, too: the warpgroup no
-    longer reads the previous tile."""
+    """Waits for S, and then starts the copies of the next tile. When S is done, the products of the previous iteration are done, too: the warpgroup
+    no longer reads the previous tile."""
     s = s.do(wgmma.wait_products(s.scores, s.done, but=int(self.needs_dp)))
     s = self.of.fetch(s, self.of.next(self.ring_place))
     return s, [[s.scores[i].load() for i in self.columns]]
@@ -212,7 +216,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
   def add(self, s:WgmmaBackwardState, name:str, weights:list[list[UOp]]) -> WgmmaBackwardState:
-    """Starts the product of `weights` (P or dS) with the tile's rows, which adds to the gradient `name`."""
+    """Starts the product of `weights` (P or dS) with the tile's rows. The product is added to the gradient `name`."""
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), weights[0]))

@@ -1,10 +1,10 @@
 """The steps of forward by Hopper's wgmma (sm_90). The warpgroups overlap products and softmax without a fixed schedule.
 
-A warpgroup computes 64 queries of its block. In each trip a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V. The tensor
-cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only at the tiles: all
-warpgroups copy each tile together, by cp.async, into a ring of three. In each trip a thread copies its part of the next trip's tile. The thread
-arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier knows that every warpgroup has finished the previous
-trip.
+A warpgroup computes 64 queries of its block. For each tile of keys a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V. The
+tensor cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only at the
+tiles: all warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each iteration a thread copies its part of the next
+iteration's tile. The thread arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier knows that every warpgroup
+has finished the previous iteration.
 """
 from __future__ import annotations
 import functools
@@ -30,18 +30,18 @@ from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 def sums_of(p:Problem) -> tuple[str, ...]:
-  """Returns the kinds of row sums of P that the kernel computes for a problem. The sum of rounded P costs 4 to 15 % of the speed on an H200 if
-  mma.sync computes it, and 2 to 8 % if vector additions do. The kernel computes this sum only if O is stored in a finer type than P. Otherwise the
-  rounding of O hides the error that this sum avoids. The kernels of all other units always compute this sum."""
+  """Returns which row sums of P the kernel computes for a problem. The sum of rounded P costs 4 to 15 % of the speed on an H200 if mma.sync computes
+  it, and 2 to 8 % if vector additions do. The kernel computes this sum only if O is stored in a finer type than P. Otherwise the rounding of O hides
+  the error that this sum avoids. The kernels for all other matrix units always compute this sum."""
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   if ROUNDOFF[stored] >= ROUNDOFF[p.dtype]: return (LANE,)
   return (ONES, LANE) if p.writes_lse else (ONES,)
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
-  """The state between trips: the accumulators of O, the reference m of a lane's two rows, addend = -m*Scores.to_log2, and the row sums l. Within a
-  trip the state also holds the trip's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the
-  statements so far."""
+  """The state between iterations of the loop over keys: the accumulators of O, the reference m of a lane's two rows, addend = -m*Scores.to_log2, and
+  the row sums l. Within an iteration the state also holds the iteration's part of l, the scores, and P as operand A of the product P V. Further
+  fields are shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -54,7 +54,7 @@ class WgmmaState(Arrivals):
 
 @dataclass(frozen=True)
 class WgmmaForward:
-  """The kernel of one problem, as one thread sees it: the values that are equal in all trips, and the steps."""
+  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
   warps: Warps
   tile: WgmmaTile
   state: WgmmaState      # before the first trip
@@ -79,8 +79,8 @@ class WgmmaForward:
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries. A warpgroup whose rows all lie beyond the last query only copies tiles: its products would take time from
-    the other warpgroups."""
+    """Whether the warpgroup has queries. If all its rows lie beyond the last query, the warpgroup only copies tiles: its products would take time
+    from the other warpgroups."""
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0
     if isinstance(n_q, int) and full(front) and full(n_q - front): return wgmma.EVERYWHERE
@@ -98,7 +98,7 @@ class WgmmaForward:
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
-    """Waits for tile t and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring holds several tiles."""
+    """Waits for tile t and starts S of the warpgroup's queries. Then starts the copies of the next tile, if the ring buffer holds several tiles."""
     q, k, _ = self.tile.layouts(self.p)
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
@@ -118,7 +118,7 @@ class WgmmaForward:
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
-    """Returns the state after terms and masks are applied to S."""
+    """Returns the state after terms (bias, softcap, ...) and masks are applied to S."""
     scores = self.warps.group.scores
     if not scores.raw:
       tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
@@ -134,7 +134,7 @@ class WgmmaForward:
     return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:WgmmaState) -> list[UOp]:
-    """Returns the stores of O = O / l and LSE = m + ln l."""
+    """Returns the stores of the results, O = O / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
     sums = sums_of(self.p)
     return self.warps.outputs(self.queries, accs, s.m[0].load(), [s.l[i].load() for i in range(len(sums))], sums)
@@ -151,7 +151,7 @@ class WgmmaForward:
     return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. A tile beyond the last tile becomes
-    zeros. If the ring has fewer than STAGES places, such a tile is not copied: each tile then has its own place, and no place is left."""
+    zeros. If the ring buffer has fewer than STAGES places, such a tile is not copied: each tile then has its own place, and no place is left."""
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))

@@ -1,5 +1,5 @@
-"""Division of the gradient of a bias (a tensor that a term adds to scores) over workgroups: the block that each workgroup owns, and what the
-workgroup walks over to sum that block."""
+"""The gradient of a bias (a tensor that is added to the scores), divided over workgroups: the block of the bias that each workgroup owns, and the
+loop in which the workgroup sums the gradient of this block."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class BiasShare:
-  """Division of the gradient of a bias over workgroups: the block that each workgroup owns, and the batches, heads, queries and keys that it walks
-  over to sum this block."""
+  """How the gradient of a bias is divided over workgroups: the block of the bias that each workgroup owns, and the batches, heads, queries and keys
+  over which it loops to sum the gradient of this block."""
   p: Problem
   block_m: int
   block_n: int
@@ -37,7 +37,7 @@ class BiasShare:
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads and blocks of queries that one workgroup walks over."""
+    """Numbers of batches, heads and blocks of queries over which one workgroup loops."""
     batches, heads, rows, _ = self.broadcast
     return self.p.B if batches else 1, self.p.H if heads else 1, self.blocks if rows else 1
   @property
@@ -48,31 +48,31 @@ class BiasShare:
     return self.p.B//self.walked[0], self.p.H//self.walked[1], self.blocks//self.walked[2]
   @property
   def owns_keys(self) -> bool:
-    """Whether a workgroup owns one tile of keys. If not, it walks over all tiles of keys."""
+    """Whether a workgroup owns one tile of keys. If not, it loops over all tiles of keys."""
     return any(self.broadcast[:3]) and not self.broadcast[3]
   @property
   def uneven(self) -> bool:
-    """Whether trips walk over different tiles of keys, because queries see different keys or batches have different numbers of keys. In a loop over
-    such trips the bound of the inner loop over tiles would depend on the outer loop. tinygrad's linearizer finds no order for such loops."""
+    """Whether iterations of the outer loop need different tiles of keys, because queries see different keys or batches have different numbers of
+    keys. The bound of the inner loop over tiles would then depend on the outer loop. tinygrad's linearizer finds no order for such loops."""
     batches, _, blocks = self.walked
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and self.p.kv_lengths))
   @property
   def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether no elements of dS are summed, so that each tile of dS is stored unchanged."""
+    """Whether nothing has to be summed, because each number of the bias is added to only one score. Each tile of dS is then stored unchanged."""
     return not any(self.broadcast)
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
 
   def check_parts(self, parts:int) -> None:
-    """Raises ValueError for a negative number of parts and for more parts than trips."""
+    """Raises ValueError if the number of parts is negative, or larger than the number of iterations that are divided."""
     if not 0 <= parts <= self.trips:
       raise ValueError(f"parts={parts}: must be 0 (no parts) to {self.trips}, the blocks of queries that a workgroup walks over")
 
 @dataclass(frozen=True)
 class BiasPart:
-  """One workgroup's part of the gradient of a bias."""
+  """The part of a bias's gradient that one workgroup computes."""
   share: BiasShare
   grid: Grid             # with numbers of a head and a block among the owned heads and the owned blocks of queries
   key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup walks over all tiles
@@ -91,17 +91,17 @@ class BiasPart:
   # ***** the trips *****
   @property
   def one_trip(self) -> bool:
-    """Whether each part is one trip, without a loop over trips."""
+    """Whether the workgroup needs only one iteration, so that there is no loop over batches, heads and blocks of queries."""
     return self.share.trips == max(self.parts, 1)
 
   @property
   def first_place(self) -> Grid:
-    """Grid position of the part's only trip. If a part has several trips, the grid position of trip 0."""
+    """Position in the grid (head and block of queries) at which this workgroup's loop begins."""
     return self.grid_of_trip(self.part if self.one_trip else UOp.const(0))
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """Number of the first trip of this part, and number of trips of this part."""
+    """Number of the first loop iteration of this workgroup, and number of its iterations."""
     trips = self.share.trips
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
     each = ceildiv(trips, self.parts)
@@ -109,14 +109,14 @@ class BiasPart:
     return first, (trips - first).maximum(0).minimum(each)
 
   def grid_of_trip(self, i:UOp) -> Grid:
-    """Returns the grid position of trip i: the head and the block of queries that the workgroup works on."""
+    """Returns the position in the grid for iteration i: the head and the block of queries that the workgroup works on."""
     _, heads, blocks = self.share.walked
     batch, head = self.grid.head//self.share.owned[1] + i//(heads*blocks), self.grid.head%self.share.owned[1] + i//blocks%heads
     return replace(self.grid, head=batch*self.share.p.H + head, block=self.grid.block + i%blocks)
 
   def walked(self, group:Workgroup) -> Blocks:
-    """Returns the tiles of keys that a trip walks over: the tiles that its queries see. In a loop over `uneven` trips, returns all tiles that may
-    exist and treats all of them as masked."""
+    """Returns the tiles of keys that an iteration loops over: the tiles that its queries see. If iterations need different tiles (`uneven`), returns
+    all tiles that may exist and treats all of them as masked."""
     if self.one_trip or not self.share.uneven: return group.walked
     none = UOp.const(0)
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)
@@ -130,12 +130,12 @@ class BiasPart:
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else row.index))*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Stores consecutive elements of a row of the gradient, in the order of the keys."""
+    """Returns the stores of consecutive elements to a row of the gradient, in the order of the keys."""
     (shape, own), gradient = self.share.tensor, flat(group.given[f"d{summed_tensor(self.share.p).name}"])
     return store_row(group.arch, gradient, "float32" if self.parts else own, shape[3], self.row_start(row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Returns loops of stores to the tiles of keys that no query of the block sees. `stores` makes the stores for one tile."""
+    """Returns loops over the tiles of keys that no query of the block sees. `stores` makes the stores to one such tile."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

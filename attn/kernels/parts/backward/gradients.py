@@ -26,12 +26,12 @@ PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of pass
 
 @dataclass(frozen=True)
 class Exponent:
-  """Numbers that turn scores into P: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a `high`. The numbers are
-  scalars, or vectors of the same length as the scores. With dropout P is 1/(1 - dropout_p) times the weight, which is the P of forward at a kept
-  score.
+  """The numbers of a query that turn its scores into P: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a
+  `high`. The numbers are scalars, or vectors of the same length as the scores. With dropout P is 1/(1 - dropout_p) times the weight, which is the P
+  of forward at a kept score.
 
-  For natural scores `high` is the lse. It is subtracted first, because the difference is exact where score and lse are close. With wide scores `low`
-  then holds the part of the lse that was lost by rounding."""
+  For scores in natural logarithm `high` is the lse. It is subtracted first, because the difference is exact where score and lse are close. With wide
+  scores `low` then holds the part of the lse that was lost by rounding."""
   low: UOp|None
   high: UOp|None = None
 
@@ -45,14 +45,14 @@ class Exponent:
     return Exponent(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Exponent], join:Callable[..., UOp]) -> Exponent:
-    """Joins several exponents into one: `join` joins their `low` numbers, and then their `high` numbers."""
+    """Joins the exponents of several queries into one: `join` makes one value of their `low` numbers, and one of their `high` numbers."""
     return Exponent(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def numbers(self) -> list[UOp]:
     """Lists `high` and `low`, without a number that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Exponent:
-    """Returns the exponent with `change` applied to `low` and to `high`."""
+    """Returns the exponent with the function `change` applied to `low` and to `high`."""
     return Exponent.joined([self], change)
   def where(self, there:UOp) -> Exponent:
     """Returns the exponent, changed so that P is 0 for a query that does not exist (`there` is false)."""
@@ -64,8 +64,8 @@ class Exponent:
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_numbers(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists the numbers of a query that a kernel stores in shared memory, if the kernel owns keys: `low` of the exponent, `scaled_delta`, and `high` of
-  the exponent if it is not None."""
+  """Lists the numbers of a query that a kernel keeps in shared memory if its workgroups own keys: `low` of the exponent, `scaled_delta`, and `high`
+  of the exponent if it is not None."""
   exponent = Exponent.of(p, log_sum, *rest)
   return [x for x in (exponent.low, scaled_delta(delta, p), exponent.high) if x is not None]
 
@@ -80,23 +80,25 @@ def scaled_delta(delta:UOp, p:Problem) -> UOp:
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
-  """Returns the values with which the accumulators of dP begin: -delta, or with dropout 0. Dropout drops elements of dP, but must not drop delta."""
+  """Returns the values with which the accumulators of dP begin: -delta, or with dropout 0. Dropout sets elements of dP to 0, but must not change
+  delta, which is therefore subtracted later."""
   return [ops.splat(0.0, ops.length(x)) for x in minus_delta] if kept.words else minus_delta
 
 @dataclass(frozen=True)
 class Weights:
-  """P of a lane's scores. P and dS are multiplied by rows of tensors, which may hold any numbers. P and dS must therefore be exactly 0 where a query
+  """P of a lane's scores. P and dS are multiplied by rows of tensors, which may hold inf or NaN. P and dS must therefore be exactly 0 where a query
   does not see a key: `visible` sets elements of a vector to 0 there."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P of the raw scores of one row."""
+  """Computes P from the raw scores (Q K^T) of one row."""
   return weights_of_rows(scores, raw, [exponents], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Computes P of raw scores whose vectors hold the elements of several rows, one row after another. `exponents` has one list per row."""
+  """Computes P from raw scores (Q K^T) whose vectors hold the elements of several rows, one row after another. `exponents` has one list for each
+  row."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)
     return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
@@ -111,7 +113,8 @@ def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]]
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
 def reference(log_sum:UOp) -> UOp:
-  """Returns the reference in P = exp(score - reference), given an lse. For a query that sees no key the reference is inf, so its P is 0."""
+  """Returns the number that is subtracted from a query's scores in P = exp(score - reference), given the query's lse. For a query that sees no key
+  the number is inf, so P is 0."""
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def exponent_of(group:Workgroup, row:Row) -> Exponent:
@@ -119,14 +122,15 @@ def exponent_of(group:Workgroup, row:Row) -> Exponent:
   return Exponent.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
 def exact_exponent(p:Problem, log_sum:UOp, *rest:UOp) -> Exponent:
-  """Makes the exponent for natural scores from an lse and, if it is given, from `rest`, the part of the lse that was lost by rounding."""
+  """Makes the exponent for scores in natural logarithm from an lse and, if it is given, from `rest`, the part of the lse that was lost by
+  rounding."""
   return Exponent.of(p, log_sum, *rest) if rest else Exponent(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P from raw scores by way of `natural` scores, which are rounded as forward rounds them. Their differences from the lse are therefore
+  """Computes P from raw scores (Q K^T). First turns them into natural logarithms, rounded as in forward. Their differences from the lse are therefore
   rounded as in forward, too: if one key dominates a row, its difference is exactly 0. The maximum with LOWEST changes no value. It keeps compilers
-  from a multiply-add, which would not round the scores. Wide scores do not need this maximum, because the last step that makes them is the addition
-  of a bias."""
+  from using a multiply-add, which would not round the scores. Wide scores do not need this maximum, because the last step that makes them is the
+  addition of a bias."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Exponent) -> UOp:
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))
@@ -136,35 +140,35 @@ def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Ro
   return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), exponents)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta from a dP whose accumulators began with `dp_start`. With dropout, first sets the elements of dP to 0 whose weights are
-  dropped."""
+  """Returns dP - delta. The accumulators of `dp` began with `dp_start`. With dropout, first sets the elements of dP to 0 whose weights are dropped,
+  then subtracts delta."""
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], added:ScoreTerm|None=None) -> list[UOp]:
-  """Computes dS = P * (dP - delta), the gradient of raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. With a term
-  `added`, computes instead the gradient of the value that this term adds to a score."""
+  """Computes dS = P * (dP - delta), the gradient of the raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. `added`
+  may name a term that adds a value to each score: then computes the gradient of this value instead."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if added is None or name in terms_after(added): ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
-  """Multiplies elements `x` of a row of a gradient by a factor. If the row is not `known`, returns exactly 0, whatever numbers `x` holds. `known` is
-  None if only known rows are stored."""
+  """Multiplies elements `x` of a row of a gradient by a factor. If the condition `known` is false, returns exactly 0 instead, whatever numbers `x`
+  holds. `known` is None if no row needs this condition."""
   if known is None: return ops.mul(x, factor)
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class NumbersOfRows:
-  """The numbers of each query in global memory, such as lse and delta: the tensors that `numbers_of_queries` names."""
+  """The tensors in global memory that have one number for each query, such as lse and delta: the tensors that `numbers_of_queries` names."""
   each: tuple[GlobalRows, ...]
   in_units = True
   def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class RowNumbers(InLds):
-  """The `shared_numbers` of each query of a tile, in LDS. The queries have the order in which lanes hold them as elements of C. The numbers for one
-  lane therefore lie side by side."""
+  """Numbers of each query of a tile in LDS (exponent and delta: `shared_numbers`). The queries have the order in which lanes hold them as elements of
+  C, so the numbers for one lane lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
@@ -179,11 +183,12 @@ class RowNumbers(InLds):
   def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
-    """Returns a list with only this object. Each thread copies a single item, so nothing is divided."""
+    """Returns a list with only this object. A staged tile returns one object for each item that a thread copies; here each thread copies only one
+    query's numbers."""
     return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:
-    """Loads the numbers of the query that this thread copies."""
+    """Loads from global memory the numbers of the query that this thread copies to LDS."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
     return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in rows.each]
@@ -194,7 +199,7 @@ class RowNumbers(InLds):
             for i, x in enumerate(shared_numbers(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Exponent], list[UOp]]:
-    """Loads (exponents, `scaled_delta`) of the queries in a lane's column of C fragments."""
+    """Loads from LDS the exponents and `scaled_delta` of the queries in a lane's column of C fragments."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units

@@ -1,5 +1,5 @@
-"""Parts of kernels whose waves share the rows of O: each wave holds some columns of O, and computes the scores of some queries and some keys of each
-trip."""
+"""Code for kernels whose waves compute O of the same rows together. Each wave holds some columns of O, and computes the scores of some queries and
+some keys of each tile."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
@@ -9,15 +9,15 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """A wave's part of the scores of a trip. The workgroup has `row_tiles` matrix tiles of queries and `block_n` keys. The keys are divided into
-  `key_parts` parts."""
+  """The part of a tile's scores that one wave computes. The workgroup has `row_tiles` matrix tiles of queries and `block_n` keys. The keys are
+  divided into `key_parts` parts."""
   wave: UOp
   row_tiles: int
   block_n: int
   key_parts: int
   @property
   def keys(self) -> int:
-    """Number of keys in one part."""
+    """Number of keys whose scores this wave computes: one part of the `block_n` keys."""
     return self.block_n//self.key_parts
   @property
   def tile(self) -> UOp:
@@ -25,17 +25,17 @@ class Share:
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """Number of the part of a trip's keys whose scores this wave computes."""
+    """Number of the part of the keys whose scores this wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns the workgroup's scores, restricted to this wave's part of the keys. In trip t, this part is the tile with the number
+    """Returns the workgroup's scores, restricted to the keys of this wave. In iteration t these keys are the tile with the number
     `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Numbers in LDS that waves exchange: fp32, with one number of each kind for each of `rows` rows."""
+  """Numbers in LDS that waves exchange, in fp32. Each of the `rows` rows has one number of each kind."""
   buffer: UOp       # in units of 16 bytes
   rows: int
   base: UOp|int = 0

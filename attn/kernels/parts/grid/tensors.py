@@ -29,11 +29,11 @@ def extras_of_backward(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of a gradient as a kernel writes it. With `parts` > 0 the kernel writes `parts` fp32 tensors, which are added later."""
+  """Returns (shape, dtype) of a gradient as a kernel writes it. With `parts` > 0 the kernel writes `parts` fp32 tensors, which are added up later."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 def of_backward(p:Problem) -> Problem:
-  """Returns the problem whose forward kernel writes everything that the backward kernels read: the lse, and with wide scores lse_rest."""
+  """Returns the problem whose forward kernel also writes what the backward kernels read: the lse, and with wide scores lse_rest."""
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
@@ -62,7 +62,7 @@ def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def too_wide(p:Problem) -> str|None:
-  """Says why the rows of a problem are too long for a kernel that holds a row of O in registers. None: they are short enough."""
+  """Returns the reason if the rows of a problem are too long for a kernel that holds a row of O in registers, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
 

@@ -24,7 +24,7 @@ CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should s
 
 @dataclass(frozen=True)
 class Grid:
-  """Division of a problem: heads and blocks of rows over the grid, lanes and waves over a workgroup's threads."""
+  """How a problem is divided: heads and blocks of rows over the grid, lanes and waves over a workgroup's threads."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # number of the workgroup's head, or group of heads, among all that are computed
@@ -51,8 +51,8 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the group has as many heads as the
-  cache holds K and V of, else one head. If queries come in two pieces, the grid goes over one piece after the other, so that no block with many keys
-  runs last."""
+  cache holds K and V of, else one head. If a device holds two pieces of a sequence, the grid goes over one piece after the other, so that no block
+  with many keys runs last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
@@ -83,17 +83,18 @@ def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   return dict(zip(names, args))
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Returns a tuple with a range over `parts` parts of a sum, or an empty tuple if there is at most one part."""
+  """Returns a tuple with a range over the `parts` parts into which a sum is divided, or an empty tuple if there is at most one part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the number of the part of a sum that this workgroup computes: None if the sum is not left in parts, 0 if it is left in a single part."""
+  """Returns the number of the part of a divided sum that this workgroup computes. Returns None if the sum is not divided (`parts` is 0), and 0 if it
+  has a single part."""
   return None if not parts else split[0] if split else UOp.const(0)
 
 @dataclass(frozen=True)
 class BlockRows:
-  """Rows of a workgroup that owns queries: the rows from `first` to `last` that lie before `end`. If devices share a sequence, the tensor holds only
-  some of its queries: a row of the tensor lies `further` queries later in the sequence than in the tensor."""
+  """The queries that a workgroup owns: the rows from `first` to `last` that lie before `end`. If devices share a sequence, the tensor holds only some
+  of its queries: a row of the tensor lies `further` queries later in the sequence than in the tensor."""
   first: UOp
   last: UOp
   end: int|UOp
@@ -116,7 +117,7 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
 
 @dataclass(frozen=True)
 class Workgroup:
-  """A workgroup's part of a problem, as one of its threads sees it."""
+  """The part of a problem that one workgroup computes, as one of its threads sees it."""
   p: Problem
   arch: Chip
   tile: BlockTile
@@ -137,9 +138,8 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          names:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Returns the part of the problem that a workgroup computes at the place `grid`, if the workgroup owns queries. `args` are the kernel's
-    placeholders for the tensors `names` (by default the names of `arguments`). `at` is the thread's place in a matrix. If `parts` is above 1, the
-    keys are divided into this number of parts."""
+    """Makes the workgroup at the place `grid`, which owns queries. `args` are the kernel's placeholders for the tensors `names` (by default the names
+    of `arguments`). `at` is the thread's place in a matrix. If `parts` is above 1, the keys are divided into this number of parts."""
     heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -162,9 +162,8 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
               parts:int=0) -> Workgroup:
-    """Returns the part of the problem that a workgroup computes, if the workgroup owns keys. It owns keys of one key/value head and walks over the
-    queries of the heads that share these keys; `first_head` is the first head that it walks over. The queries of all these heads are divided into
-    `parts` parts: first by heads, then by queries."""
+    """Makes a workgroup that owns keys. It owns keys of one key/value head and loops over the queries of the heads that share these keys;
+    `first_head` is the first of these heads. The queries of all these heads are divided into `parts` parts: first by heads, then by queries."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))
@@ -178,7 +177,7 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns the part of the problem that belongs to another place of the grid, for a workgroup that owns queries and walks over all keys."""
+    """Returns this workgroup, moved to another place of the grid. The workgroup owns queries and loops over all keys."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
@@ -191,7 +190,7 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns a row of the block. The sum of `i` is the row's number, counted from the first row of the block."""
+    """Returns a row of the block. Its number, counted from the block's first row, is the sum of the arguments `i`."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
@@ -224,12 +223,12 @@ class Workgroup:
                      table, begin)
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
-    """Returns the rows of a tensor as `rows_of` does, converted to the dtype of the matrix unit's inputs."""
+    """Returns rows of a tensor like `rows_of`, but converted to the dtype of the matrix unit's inputs."""
     rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 
   def numbers(self, name:str, head:UOp) -> GlobalRows:
-    """Returns the rows of lse, delta and other tensors that have one fp32 number for each query of a head."""
+    """Returns the rows of a tensor that has one fp32 number for each query of a head, such as lse or delta."""
     first = place_of_row(self.p, self.sequence, Row(self.batch, head, UOp.const(0), UOp.const(True)))[0]
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
@@ -241,18 +240,18 @@ class Workgroup:
   # ***** O and LSE *****
   @property
   def out_dtype(self) -> str:
-    """Dtype in which O is stored: fp32 if the keys are divided into parts, because this is then the O of one part."""
+    """Dtype in which O is stored. It is fp32 if the keys are divided into parts, because this O is then a partial result."""
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
-    """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the row's reference. The first of the sums `totals` is the sum of
-    P after rounding, the last is the sum of P for the LSE."""
+    """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the number that the softmax subtracts from the row's scores. The
+    first of the sums `totals` is the sum of P after rounding, the last is the sum of P for the LSE."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
-    """Returns the stores of a row's LSE, if the problem wants it, and of the lane's parts of the row's O. `o` lists these parts as (first column,
+    """Returns the stores of the lane's elements of a row of O, and of the row's LSE if the problem wants it. `o` lists the elements as (first column,
     values)."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
@@ -264,7 +263,7 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """Returns the stores to the workgroup's share of the rows that belong to no sequence (`clear_outside`)."""
+    """Returns this workgroup's part of the stores to rows that belong to no sequence (`clear_outside`)."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
@@ -278,13 +277,13 @@ class Workgroup:
 
   # ***** gradients *****
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
-    """Returns the stores of the lane's parts of a row of the gradient `name`. `columns` lists these parts as (first column, values)."""
+    """Returns the stores of the lane's elements of a row of the gradient `name`. `columns` lists the elements as (first column, values)."""
     to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index at which the workgroup's part of the gradient `name` begins."""
+    """Returns the flat index in the gradient `name` at which the part that this workgroup computes begins."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
@@ -301,7 +300,7 @@ class Workgroup:
 
   @property
   def is_first_part(self) -> UOp:
-    """Whether this part is the first one. Only the first part stores results that every part computes in full."""
+    """Whether this workgroup computes the first part of a divided sum. Results that every part computes in full are stored by the first part only."""
     return UOp.const(True) if self.part is None else self.part.eq(0)
 
   def cleared_gradients(self, names:tuple[str, ...]) -> list[UOp]:

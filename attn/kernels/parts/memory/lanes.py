@@ -8,7 +8,8 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Lane:
-  """A thread's place on an AMD matrix unit: `n` is its column of the matrix tile, `h` its lane group, `thread` its number in the workgroup."""
+  """A thread's place on an AMD matrix unit: `n` is its column of the matrix tile, `h` its lane group (the lanes that hold the same rows of the tile),
+  `thread` its number in the workgroup."""
   lane: UOp
   wave: UOp
   matrix: Matrix
@@ -21,11 +22,11 @@ class Lane:
   # lanes with which this lane exchanges values: their distances, and the way of exchange (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
-    """Distances to the lanes that share a row of scores with this lane, and the way in which they exchange values."""
+    """Distances to the lanes that hold other scores of the same row, and the way in which these lanes exchange values."""
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """Distances to the lanes that have the other rows of this lane's octet (eight neighbouring rows), and the way in which they exchange values."""
+    """Distances to the lanes that hold the other rows of an octet (eight neighbouring rows), and the way in which these lanes exchange values."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
@@ -49,8 +50,8 @@ class MmaLane:
 
 @dataclass(frozen=True)
 class OwnKeys:
-  """Keys of a tile whose scores one thread of the kernel `tiled` computes, described with the fields of a matrix instruction. The keys come in quads
-  of neighbouring keys, dealt to the threads in turn."""
+  """Keys of a tile whose scores one thread computes in the kernel `tiled`, described with the fields of a matrix instruction. Groups of four
+  neighbouring keys (quads) are given to the threads in turn."""
   groups: int     # threads that share the keys of a tile
   keys: int       # keys of each of these threads
   @property
@@ -103,8 +104,8 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
   """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of a product that sums over the rows of C, in the order of
-  `staging.key_rows`. For a matrix with `duplicated` operands, the kernel needs to know whether a lane is one of lanes 0-15: with `renewed` it
-  computes this here once more (see `amd.low_lanes`)."""
+  `staging.key_rows`. A matrix with `duplicated` operands needs to know whether a lane is one of lanes 0-15. With `renewed` the kernel computes this
+  here once more, which saves a register (see `amd.low_lanes`)."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

@@ -1,6 +1,7 @@
-"""Layouts of the rows of a tile in LDS (CUDA: shared memory). There is one layout for each way in which rows are written and read.
+"""Layouts of the rows of a tile in LDS (on NVIDIA: shared memory). There is one layout for each way in which rows are written and read.
 
-Places are counted in units of 16 bytes. Each layout makes sure that lanes which access LDS at the same time use different banks: docs/algorithm.md.
+Positions in LDS are counted in units of 16 bytes and called places. Each layout makes sure that lanes which access LDS at the same time use different
+banks: docs/algorithm.md.
 """
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
@@ -16,24 +17,24 @@ WAVE_UNITS = 64       # units that a wave loads straight to LDS with one instruc
 
 @dataclass(frozen=True)
 class SharedLayout:
-  """Layout of a tile of `rows` rows, each `units` units long. The tile begins at place `base`."""
+  """Layout of a tile of `rows` rows, each `units` 16-byte units long. The tile begins at unit `base` of shared memory."""
   rows: int
   units: int
   base: UOp|int = field(default=0, kw_only=True)
   @property
   def size(self) -> int:
-    """Units that the tile takes, including its gaps."""
+    """Number of 16-byte units that the tile takes in shared memory, including gaps."""
     raise NotImplementedError
   def place(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the place of a unit of a row."""
+    """Returns where a 16-byte unit of a row lies in shared memory, counted in such units."""
     raise NotImplementedError
   def moved_to(self, base:UOp|int) -> Self:
-    """Returns the layout of this tile at another base."""
+    """Returns the same layout for a tile that begins at unit `base`."""
     return replace(self, base=base)
 
 @dataclass(frozen=True)
 class PaddedRows(SharedLayout):
-  """Layout with rows one after another. By default a row takes an odd number of units with its padding, so that eight neighbouring rows lie in
+  """Layout with one row after another. By default a row and its padding take an odd number of 16-byte units, so that eight neighbouring rows lie in
   different banks. After every `together` rows there may be a gap of `skew` units."""
   skew: int = 0
   together: int = 16
@@ -43,34 +44,35 @@ class PaddedRows(SharedLayout):
   @property
   def size(self) -> int: return self.begin(self.rows) + (self.skew if self.rows%self.together else 0)
   def begin(self, row:Int) -> Int:
-    """Returns the number of units from the beginning of the tile to a row."""
+    """Returns the number of 16-byte units from the beginning of the tile to a row."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the place of a unit. With `pieces` above 1, `unit` and the place count pieces of a unit instead of units. If `row` is a sum with a
-    constant, this constant must be a multiple of `together`, or the sum must stay in the same group of `together` rows. Constants are added last, so
-    that tinygrad computes the common part of many places only once."""
+    """Returns where a 16-byte unit of a row lies, counted in units. With `pieces` above 1, `unit` and the result count smaller pieces: a unit has
+    `pieces` of them. If `row` is a sum with a constant, this constant must be a multiple of `together`, or the sum must stay in the same group of
+    `together` rows. Constants are added last, so that tinygrad computes the common part of many places only once."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for direct loads to LDS. One direct load of a wave fills a chunk of rows: 64 units without a gap. There is padding between chunks. In row
-  r of a chunk, unit u lies at place u ^ r*exchange of the row. This xor takes few different values, so few registers hold addresses. The rest of an
-  address is a constant offset in an instruction."""
+  """Layout for direct loads to LDS. One direct load of a wave fills a chunk of rows: 64 units of 16 bytes without a gap. There is padding between
+  chunks. In row r of a chunk, unit u of the data lies at unit u ^ r*exchange of the row. This xor takes few different values, so few registers hold
+  addresses. The rest of an address is a constant offset in an instruction."""
   exchange: int = 1
   @property
   def chunk(self) -> int:
-    """Rows of a chunk."""
+    """Number of rows in a chunk."""
     return WAVE_UNITS//self.units
   @property
   def stride(self) -> int:
-    """Units from one chunk to the next."""
+    """Number of 16-byte units from one chunk to the next."""
     return WAVE_UNITS + 4
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride
   def exchanged(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the place, within row `row` of a chunk, at which a unit lies. Given a place instead of a unit, returns the unit that lies there."""
+    """Returns the position, within row `row` of a chunk, at which 16-byte unit `unit` lies. Given a position instead, returns the unit that lies
+    there."""
     return unit ^ row*self.exchange
   def place(self, row:UOp, unit:UOp) -> UOp:
     in_chunk = row%self.chunk
@@ -78,24 +80,24 @@ class ExchangedChunks(SharedLayout):
 
 @dataclass(frozen=True)
 class CopiedLayout(SharedLayout):
-  """Layout for rows that threads copy by cp.async, one unit with each copy."""
+  """Layout for rows that threads copy with cp.async, 16 bytes with each copy."""
   @property
   def across(self) -> int:
-    """Number of threads that copy one row."""
+    """Number of threads that copy one row together."""
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of parts in which the threads copy a row. Each part begins LINE units after the part before it."""
+    """Number of steps in which the threads copy one row. From step to step they move LINE 16-byte units further along the row."""
     return 1
   @property
   def pitch(self) -> int:
-    """One eighth of the number of units from a row to the row eight rows further on."""
+    """Average number of 16-byte units from one row to the next, over eight rows."""
     raise NotImplementedError
 
 @dataclass(frozen=True)
 class SwizzledRows(CopiedLayout):
-  """Layout of rows in whole lines of 128 bytes. The units of a line are permuted by xor with the row's number. As a result, the eight rows of an 8x8
-  matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that is copied."""
+  """Layout of rows in whole lines of 128 bytes. The 16-byte units of a line are permuted by xor with the row's number. As a result, the eight rows of
+  an 8x8 matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that is copied."""
   @property
   def stride(self) -> int: return round_up(self.units, LINE)
   @property
@@ -107,14 +109,14 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the place of a unit in two summands: the first one, for a register, takes few different values, and the second one is a constant. The
-    unit lies `rows` rows (a multiple of 8) and `units` units (an even number) beyond unit `unit` (0 or 1) of row `row`."""
+    """Returns where a 16-byte unit lies, as two numbers to be added: the first one takes few different values and is kept in a register, the second
+    one is a constant. The unit lies `rows` rows (a multiple of 8) and `units` units (an even number) beyond unit `unit` (0 or 1) of row `row`."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """Layout like `SwizzledRows` for rows of many lines, which few threads copy line by line. All units that one thread copies lie at constant
-  distances from the first unit that it copies."""
+  """Layout like `SwizzledRows`, for rows of many 128-byte lines that few threads copy line by line. Everything that one thread copies lies at
+  constant distances from the first 16 bytes that it copies."""
   @property
   def across(self) -> int: return LINE
   @property
@@ -122,15 +124,15 @@ class LongRows(SwizzledRows):
 
 @dataclass(frozen=True)
 class SwizzledPanels(CopiedLayout):
-  """Layout that wgmma reads (attn/ops/hopper.py): panels one after another, each with 128 bytes of every row. The number of rows is a multiple of
-  8."""
+  """Layout that wgmma reads (attn/ops/hopper.py): panels, one after another. A panel holds 128 bytes of every row. The number of rows is a multiple
+  of 8."""
   @property
   def across(self) -> int: return 1 << (self.units - 1).bit_length()
   @property
   def pitch(self) -> int: return LINE
   @property
   def panel(self) -> int:
-    """Units in one panel."""
+    """Number of 16-byte units in one panel."""
     return self.rows*LINE
   @property
   def size(self) -> int: return ceildiv(self.units, LINE)*self.panel
@@ -140,18 +142,18 @@ class SwizzledPanels(CopiedLayout):
 
 @dataclass(frozen=True)
 class LdsTile(InLds):
-  """A tile in LDS, or several tiles one after another: a buffer and the layout of its rows."""
+  """A tile in LDS, or several tiles one after another: the LDS buffer, and the layout of the rows."""
   buffer: UOp
   layout: SharedLayout
   @staticmethod
   def of(new:Allocator, layout:SharedLayout, buffers:int=1) -> LdsTile:
-    """Allocates LDS for `buffers` tiles of a layout, one after another."""
+    """Allocates LDS for `buffers` tiles of the given layout, one after another."""
     return LdsTile(new.lds(buffers*layout.size), layout)
   def after(self, *deps:UOp) -> LdsTile: return replace(self, buffer=self.buffer.after(*deps))
   def nth(self, i:UOp) -> LdsTile: return replace(self, layout=self.layout.moved_to(i*self.layout.size))
   @property
   def halves(self) -> UOp:
-    """The buffer as an array of 8-byte pieces, two for each unit."""
+    """The LDS buffer as an array of 8-byte elements."""
     return self.buffer.bitcast(ops.u32(2))
   def from_row(self, row:UOp) -> LdsTile:
     """Returns the part of the tile that begins at row `row`, a multiple of 16."""
@@ -159,6 +161,6 @@ class LdsTile(InLds):
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
-    """Stores 8 bytes to a row, at the half unit with the number `half`. In the layout, the units of a row must lie side by side."""
+    """Stores 8 bytes to a row, from byte 8*`half` of the row on. In the layout, the 16-byte units of a row must lie side by side."""
     assert isinstance(self.layout, PaddedRows)
     return self.halves[self.layout.place(row, half, 2).valid(gate)].store(value)

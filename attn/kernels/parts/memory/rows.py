@@ -14,7 +14,7 @@ def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int
   return (heads*length*width, width, heads*width) if layout == "bshd" else (heads*length*width, length*width, width)
 
 def halves(words:UOp, dtype:str) -> list[UOp]:
-  """Converts a unit of eight 16-bit numbers to fp32: two vectors of four."""
+  """Converts eight 16-bit numbers, given as four dwords, to fp32. Returns two vectors of four."""
   return [ops.widen_to_float(ops.slice_(words, 2*i, 2), 4, dtype) for i in range(2)]
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class GlobalRows:
 
   @property
   def in_units(self) -> bool:
-    """Whether rows are made of whole units, so that one load or copy takes a unit at once."""
+    """Whether rows can be loaded and copied 16 bytes at a time: rows are made of whole, aligned units of 16 bytes."""
     return self.width % self.unit == 0 and self.stride % self.unit == 0 and self.begins_whole
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
 
   def after(self, *deps:UOp) -> Self:
-    """Returns these rows, with loads that wait for `deps`."""
+    """Returns these rows. Loads from them wait for the operations `deps`."""
     return replace(self, buffer=self.buffer.after(*deps))
 
   @property
   def regular(self) -> bool:
-    """Whether every two neighbouring rows are `stride` elements apart."""
+    """Whether all neighbouring rows are `stride` elements apart."""
     return True
   def origin(self, first:UOp) -> UOp:
     """Returns the flat index at which row `first`, the first row of a tile, begins."""
@@ -57,8 +57,8 @@ class GlobalRows:
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Loads the `unit`-th 16 bytes of row `first` + `row`. Rows beyond the last one and columns beyond the width read as zero.
 
-    `first` is uniform over the workgroup, `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read element by
-    element.
+    `first` is the same number in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read
+    element by element.
     """
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*self.size
@@ -66,24 +66,25 @@ class GlobalRows:
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads the `part`-th `n` elements of a row of `dtype` and converts them to fp32. The `n` elements fill one unit, or two units if the row is
-    fp32."""
+    """Loads `n` elements of a row and converts them to fp32. The row is divided into groups of `n` elements, and `part` is the number of the group.
+    The elements have the dtype `dtype` and fill one 16-byte unit, or two units if they are fp32."""
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Loads the `part`-th 8 elements of a row of `dtype` and converts them to fp32: two vectors of four."""
+    """Loads eight elements of a row, of dtype `dtype`, and converts them to fp32. They begin at element 8*`part`. Returns two vectors of four."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Loads the only number of row `first` + `row`, from a tensor with a single fp32 number in each row. Returns 0 beyond the last row."""
+    """Loads the number of row `first` + `row` from a tensor with a single fp32 number in each row. Returns 0 beyond the last row."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Loads the `unit`-th 16 bytes of the row that begins at `start`. Elements that `gate` or the width excludes read as zero."""
+    """Loads the `unit`-th 16 bytes of the row that begins at index `start`. Elements where `gate` is false, and elements beyond the width, read as
+    zero."""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
@@ -101,9 +102,9 @@ class GlobalRows:
 
 @dataclass(frozen=True)
 class Table:
-  """Block table of a sequence whose rows lie in pages. Its entries begin at index `first`. Each entry is the number of a page of `size` rows. There
-  are `count` pages, and each begins `apart` elements after the page before it. `whole` says that a tile never reaches over two pages if its first row
-  is a multiple of its number of rows."""
+  """Block table of a sequence whose rows lie in pages. The table's entries begin at index `first`. Each entry is the number of a page of `size` rows.
+  There are `count` pages, and each begins `apart` elements after the page before it. If `whole` is true, a tile whose first row is a multiple of its
+  number of rows never reaches over two pages."""
   entries: UOp
   first: UOp
   size: int
@@ -158,7 +159,7 @@ class PackedRows(GlobalRows):
 
   @staticmethod
   def of(rows:GlobalRows, heads:int, head_stride:int) -> PackedRows:
-    """Packs the rows of `heads` neighbouring heads, given the rows of the first head."""
+    """Makes the list of rows of `heads` neighbouring heads, given the rows of the first head."""
     reach = ((UOp.const(0) + rows.count - 1)*rows.stride + (heads - 1)*head_stride + rows.width).maximum(0)*rows.size
     return PackedRows(rows.buffer, rows.base, rows.stride, rows.count*heads, rows.width, rows.size, False, rows.begins_whole, heads, head_stride,
                       reach)
@@ -188,8 +189,8 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads the `unit`-th 16 bytes of row `first` + `row`, after conversion. Ignores `gate`: where the gate is false, the caller does not store the
-    result."""
+    """Loads the `unit`-th 16 bytes of row `first` + `row`, after conversion. Ignores `gate`: the caller does not store the result where the gate is
+    false."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
     """Loads elements as `GlobalRows.load_floats` does, rounded to `dtype`, which is `to`."""

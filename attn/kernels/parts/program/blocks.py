@@ -1,5 +1,5 @@
-"""Numbers of queries and keys of a workgroup's sequence, and the tiles that a workgroup walks over: tiles of which a mask may hide scores, and tiles
-of which no mask hides any."""
+"""Numbers of queries and keys of a workgroup's sequence, and the range of tiles over which a workgroup loops. In some tiles of this range a mask may
+hide scores, in the others no mask hides any."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
@@ -12,24 +12,24 @@ from attn.score.masks import first_seen, seen_up_to
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
-  """Makes an index from a loaded number that is the same in the whole workgroup. The index is clamped to `low`..`high`, so that no access can leave a
-  buffer."""
+  """Makes an index from a number that the kernel loads and that is the same in the whole workgroup. The index is clamped to `low`..`high`, so that no
+  access can leave a buffer."""
   return bounded(ops.uniform(x), low, high)
 
 FEW, MANY = 3, 1000    # numbers of trips
 
 def trip_count(n:UOp) -> UOp|None:
-  """Returns the number of trips of a loop, None if the loop never runs. A number that is known to be at most FEW is hidden from tinygrad and from the
-  compiler. If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop could not
-  use these values. If clang knew that a loop runs at most three times, it would keep more values in registers than fit (dual_wave spilled 106 with
-  200 keys and a mask, 52 with 250 queries and 515 keys)."""
+  """Returns the number of iterations of a loop, or None if the loop never runs. A number that is known to be at most FEW is hidden from tinygrad and
+  from the compiler. If tinygrad knew that a loop runs at most once, it would move values from before the loop into the loop, and code after the loop
+  could not use these values. If clang knew that a loop runs at most three times, it would keep more values in registers than fit (dual_wave spilled
+  106 with 200 keys and a mask, 52 with 250 queries and 515 keys)."""
   if (n := n.simplify()).vmax <= 0: return None
   return n if n.vmax > FEW else bounded(ops.opaque_uniform(n), 0, MANY)
 
 @dataclass(frozen=True)
 class Extent:
-  """The sequence of a workgroup: its numbers of queries and keys, the rows of the tensors at which they begin, and the `offset` of the diagonal
-  (query i meets the diagonal at key i + offset)."""
+  """The sequence that a workgroup works on: its numbers of queries and keys, the rows of the tensors at which they begin, and the `offset` of the
+  diagonal (query i meets the diagonal at key i + offset)."""
   n_q: int|UOp
   n_k: int|UOp
   q_start: int|UOp
@@ -37,11 +37,12 @@ class Extent:
   offset: int|UOp
 
 def counted(n:Count) -> UOp:
-  """Returns a number given by Variables as a UOp of a kernel."""
+  """Returns a number as a UOp of a kernel. The number may be given by tinygrad Variables."""
   return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
 
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
-  """Returns the sequence of a workgroup. `batch` is the number of the batch or of the packed sequence, `given` has the optional tensors by name."""
+  """Returns the sequence that a workgroup works on. `batch` is the number of the batch or of the packed sequence, `given` has the optional tensors by
+  name."""
   def keys_of() -> tuple[UOp, int|UOp]:
     """Returns how many keys the batch has, and its first key, from kv_lengths and kv_starts."""
     end = run_time(flat(given["kv_lengths"])[batch].load(), 0, p.Sk)
@@ -77,7 +78,7 @@ class Outside:
   after: UOp
   total: int      # all rows of the tensor: of all sequences, and between them
   def row(self, i:UOp) -> UOp:
-    """Returns the number, in the tensor, of the i-th row that these workgroups write."""
+    """Returns the number, within the tensor, of the i-th of these rows."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
@@ -94,8 +95,8 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """Range of tiles `begin`..`end` that a workgroup walks over. No mask hides scores of the tiles `full_begin`..`full_end`. `masked_first` says
-  whether a mask may hide scores of the tiles before `full_begin`."""
+  """The tiles `begin`..`end` over which a workgroup loops. No mask hides scores of the tiles `full_begin`..`full_end`. `masked_first` says whether a
+  mask may hide scores of the tiles before `full_begin`."""
   begin: UOp
   full_begin: UOp
   full_end: UOp
@@ -109,7 +110,8 @@ class Blocks:
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Returns those of the tiles that lie in a range of `tiles` tiles: the range with the number `index`, counted from tile 0 of the sequence."""
+    """Returns the tiles of this object that lie in one range of the sequence. The sequence is divided into ranges of `tiles` tiles, counted from tile
+    0, and `index` is the number of the range."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:

@@ -16,7 +16,7 @@ def below(x:UOp, limit:int|UOp) -> UOp:
   return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)
 
 def left_alone(gate:UOp) -> UOp:
-  """Rewrites a gate so that tinygrad does not simplify the addresses behind the gate. In three passes tinygrad would simplify each address by what
-  the gate says about the numbers in it. These passes take up to a third of the lowering time. The rewritten gate compares a number that is 1 or 0,
-  and tinygrad derives nothing from this number."""
+  """Rewrites a gate (the condition of a load or a store) so that tinygrad does not use it to simplify addresses. tinygrad does this in three passes,
+  which take up to a third of the lowering time. The rewritten gate compares a number that is 1 or 0, and tinygrad derives nothing from this
+  number."""
   return gate if gate.op is Ops.CONST else gate.where(UOp.const(1, dtypes.int), UOp.const(0, dtypes.int)).ne(0)

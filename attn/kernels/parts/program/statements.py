@@ -16,9 +16,9 @@ class Carried:
 @dataclass(frozen=True)
 class Statements:
   """Statements that a kernel has executed: operations that are executed for their effect, not for a value. tinygrad keeps only operations whose value
-  is stored. The value of a statement, 0, is therefore stored to a register that serves nothing else. Only values order statements: a statement comes
-  after all operations that compute its operands, and every value that is `after` the statement's store comes after the statement. A statement that
-  has `done` as an operand comes after the statements before it."""
+  is stored. The value of a statement, 0, is therefore stored to a register that has no other use. tinygrad orders statements only by values: a
+  statement comes after all operations that compute its operands, and every value that is `after` the statement's store comes after the statement. A
+  statement that has `done` as an operand comes after the statements before it."""
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that something must still wait for, at the latest the end of the loop around them
   latest: UOp|None = None        # the register, after what `done` waits for; None before the first statement
@@ -26,15 +26,15 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Executes a statement after the operations `after`, and returns the store of the statement's value."""
+    """Executes a statement after the operations `after`. Returns the store of the statement's value to its register."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """Executes a statement that does nothing, and returns the store of its value. `done` loads this value where no other statement has been executed
-    before."""
+    """Executes a statement that does nothing, and returns the store of its value. The property `done` loads this value if no other statement has been
+    executed before."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Executes a statement that has `done` as an operand, and returns the statements including this one. Later statements wait for it; other values
+    """Executes a statement that has `done` as an operand. Returns the statements including this one. Later statements wait for it, but other values
     of the kernel do not."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
@@ -43,8 +43,8 @@ class Statements:
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """Value that is loaded once everything has been executed that these statements are `after`. A statement that has this value as an operand is
-    executed later."""
+    """A value that is ready when everything is executed that these statements are `after`. A statement that has this value as an operand is executed
+    later."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
@@ -52,7 +52,7 @@ class Statements:
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
-  """Base class of a kernel's state if the kernel's steps follow one another: each statement comes after all statements before it."""
+  """Base class for the state of a kernel whose statements keep their order: each statement comes after all statements before it."""
   statements: Statements
   @property
   def done(self) -> UOp: return self.statements.done
@@ -63,17 +63,17 @@ class InOrder(Carried):
     """Executes stores. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state in which every value waits for `deps`. If `deps` already wait for everything that a value waits for, the value waits for
-    `deps` alone. This leaves fewer UOps to lower."""
+    """Returns the state in which every value waits for the operations `deps`. If `deps` already wait for everything that a value waits for, then the
+    value waits for `deps` alone. This leaves fewer UOps to lower."""
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
     said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Removes the AFTER operations around a carried value, so that the value waits for nothing. Returns anything but a UOp unchanged. `Statements`
-  therefore stay unchanged: if nothing waited directly for the stores to their register, tinygrad would drop this register, and with it the loop that
-  the stores end."""
+  """Removes the AFTER operations around a carried value, so that the value waits for nothing. Returns anything but a UOp unchanged. This includes
+  `Statements`: if nothing waited directly for the stores to their register, tinygrad would drop this register, and with it the loop that the stores
+  end."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
@@ -86,8 +86,8 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Says whether `xs` already wait for all of `deps`: whether a UOp from which one of `xs` is computed is `after` all of `deps`. The search through
-  the sources of `xs` stops at each UOp that is `after` another one."""
+  """Says whether the values `xs` already wait for all of the operations `deps`: whether a UOp from which one of `xs` is computed is `after` all of
+  `deps`. The search through the sources of `xs` stops at each UOp that is `after` another one."""
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue

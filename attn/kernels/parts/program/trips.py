@@ -13,39 +13,39 @@ from attn.tinygrad_compat import AxisType, UOp
 Crossing = TypeVar("Crossing", bound=Carried)
 
 class TileLoop(Generic[Crossing]):
-  """A loop over neighbouring tiles, one tile in each trip. `masked` says whether a mask may hide scores of these tiles."""
+  """A loop over neighbouring tiles, one tile in each iteration. `masked` says whether a mask may hide scores of these tiles."""
   before: Crossing
   trip: UOp
 
   def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins a trip, given the state before the loop. Returns the state inside the trip, and the number of the trip's tile."""
+    """Begins the loop's body, given the state before the loop. Returns the state inside the loop, and the number of the iteration's tile."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:
-    """Ends the loop, given the last operation of a trip, `done`. Returns the state after the loop."""
+    """Ends the loop, given the last operation of its body, `done`. Returns the state after the loop."""
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Yields the loops over tiles: a loop over the tiles before those that no mask touches, a loop over the tiles that no mask touches, and a loop over
-  the tiles after them. A loop that never runs is left out."""
+  """Yields up to three loops over tiles: the tiles before those without a mask, the tiles of which no mask hides scores, and the tiles after them. A
+  loop that never runs is left out."""
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:
-  """Calls `trip(state, tile, masked)` for a trip on each tile; `trip` returns the last operation of the trip. `masked` is False for tiles that no
-  mask touches. Returns the state after all tiles."""
+  """Calls `trip(state, tile, masked)` for each tile; `trip` returns the last operation of the loop's body. `masked` is False for tiles of which no
+  mask hides scores. Returns the state after all tiles."""
   loops:Iterator[TileLoop[Crossing]] = tile_loops(tiles, new)
   for loop in loops: s = loop.end(trip(*loop.begin(s), loop.masked))
   return s
 
 class TripState(Carried):
-  """State that a kernel carries from trip to trip: tiles in LDS, and registers."""
+  """State that a kernel carries from one iteration over tiles to the next: tiles in LDS, and registers."""
   def lds_after(self, *deps:UOp) -> Self:
-    """Returns the state in which the tiles in LDS wait for `deps`, and all other values are unchanged. If `deps` store to these tiles, tinygrad adds
-    a barrier."""
+    """Returns the state in which the tiles in LDS wait for the operations `deps`. All other values are unchanged. If `deps` store to these tiles,
+    tinygrad adds a barrier."""
     self_: Any = self
     found = {f.name: getattr(self, f.name) for f in fields(self_)}
     return replace(self_, **{name: x.after(*deps) for name, x in found.items() if isinstance(x, InLds)})
@@ -54,22 +54,24 @@ S = TypeVar("S", bound=TripState)
 TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given the state, the tile's number, and whether masks touch the tile
 
 class StagedTripsTile(Protocol):
-  """Fields of a kernel's tile that describe its trips."""
+  """Fields of a kernel's tile that say when and how tiles of keys or queries are loaded in the loop over them."""
   @property
   def prefetch(self) -> int:
-    """When tiles are loaded. 0: in the trip that uses them; 1: in the trip before; 2: in the trip before, and stored to a second LDS buffer."""
+    """When a tile is loaded. 0: in the iteration that uses it; 1: one iteration earlier; 2: one iteration earlier, and stored to a second LDS
+    buffer."""
   @property
-  def buffers(self) -> int: """Number of LDS buffers for each tensor's tile."""
+  def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
   @property
-  def in_turn(self) -> bool: """Whether a trip that loads its own tile loads one tensor (such as K or V) after another."""
+  def in_turn(self) -> bool: """Whether an iteration without prefetch loads its tensors (such as K and V) one after another."""
   @property
-  def by_item(self) -> bool: """Whether a trip that loads its own tile loads one item of a thread after another, in each tensor."""
+  def by_item(self) -> bool: """Whether an iteration without prefetch also loads each tensor in small pieces, one after another, which saves
+                             registers. A piece is one of the items that a thread copies (see `Staging`)."""
   @property
-  def anew(self) -> bool: """Whether each trip computes the addresses of pieces of rows, instead of keeping these addresses in registers."""
+  def anew(self) -> bool: """Whether each iteration computes the addresses of loads again, instead of keeping these addresses in registers."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """Trips of a kernel whose tiles are loaded to registers and stored from there to LDS: where a tile comes from, and when it is loaded."""
+  """The loop of a kernel whose tiles are loaded to registers and stored from there to LDS: where a tile comes from, and when it is loaded."""
   tile: StagedTripsTile
   new: Allocator
   statements: Statements
@@ -77,18 +79,18 @@ class StagedTrips(Generic[S]):
   loaded: Mapping[str, Any]     # rows in global memory that each trip brings to LDS, by the name of their tile in the state
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
-    """Loads this thread's parts of tile t from global memory to registers. Returns one list of parts for each tensor."""
+    """Loads this thread's part of tile t from global memory to registers. Returns one list of values for each tensor."""
     return [getattr(self.start, name).fetch(rows, t) for name, rows in self.loaded.items()]
 
   def to_lds(self, s:S, t:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores `parts`, this thread's parts of tile t, to LDS."""
+    """Stores `parts`, the values that this thread has loaded of tile t, to LDS."""
     tiles = [self.in_lds(s, t, name) for name in self.loaded]
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
   def in_turn(self, s:S, t:UOp) -> UOp:
     """Loads tile t and stores it to LDS, one tensor after another. This takes registers for only the largest tensor, or with `by_item` for only one
-    item of a thread. If rows come in pieces, each piece has its own address. With `anew` each trip computes these addresses, so that no register
-    holds them from trip to trip."""
+    of the items that a thread copies. If rows come in pieces, each piece has its own address. With `anew` each iteration computes these addresses
+    again, so that no register holds them during the loop."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
@@ -102,19 +104,20 @@ class StagedTrips(Generic[S]):
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:
-    """Brings the first tile to LDS before the first trip. Without prefetch, does nothing: each trip then loads its own tile. Returns the state."""
+    """Brings the first tile to LDS before the loop. Does nothing without prefetch, because each iteration then loads its own tile. Returns the
+    state."""
     return s.lds_after(self.to_lds(s, tiles.begin, self.fetch(tiles.begin))) if self.tile.prefetch else s
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
-    """Waits until tile t is in LDS, and starts to load the next tile to registers. Returns the state, and this thread's parts of the next tile.
-    Without prefetch, loads tile t itself and stores it to LDS, and returns no parts."""
+    """Waits until tile t is in LDS, and starts to load the next tile to registers. Returns the state, and the loaded values of the next tile. Without
+    prefetch, loads tile t itself and stores it to LDS, and returns no values."""
     if not self.tile.prefetch: return s.lds_after(self.in_turn(s, t) if self.tile.in_turn else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
     return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # else the compiler delays the loads
 
   def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores the parts of the next tile to LDS after `worked`, the work on tile t. With a single buffer, a barrier before the stores waits until all
-    waves have finished this work. With two buffers, the only barrier is the one at the end of the trip."""
+    """Stores the next tile, loaded as `parts`, to LDS after `worked`, the work on tile t. With a single buffer, a barrier before the stores waits
+    until all waves have finished this work. With two buffers, the only barrier is the one at the end of the iteration."""
     if not self.tile.prefetch: return worked
     free = worked if self.tile.prefetch > 1 else workgroup_barrier(worked)
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
@@ -129,7 +132,7 @@ class StagedTrips(Generic[S]):
     return self.leave(s, t, work(there, t, masked), parts)
 
   def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
-    """Yields the loops over tiles. In each trip, the next tile is being loaded during the work on the trip's own tile."""
+    """Yields the loops over tiles. During the work on one tile, the next tile is being loaded."""
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):

@@ -1,8 +1,8 @@
 """Dropout of a lane's scores: which scores are kept, and zeros for the scores that are dropped.
 
-attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight keys of a query). Lanes that share a row
-divide its octets among them, so that no octet is computed twice in a wave. If a lane owns a key, eight lanes share an octet. Each of these lanes
-computes the octet for different queries, and then the lanes transpose the bits among them."""
+attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight neighbouring keys of a query). Lanes
+that share a row of scores divide its octets among them, so that no octet is computed twice in a wave. If a lane owns a key, eight lanes share an
+octet. Each of these lanes computes the octet for different queries, and then the lanes transpose the bits among them."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ def bit_of(row:int) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-  """Bits that say which of a lane's scores of a tile are kept: for each of the lane's own rows, a dword for every 32 walked rows. Without dropout,
-  `words` is empty."""
+  """Bits that say which of a lane's scores of a tile dropout keeps. For each row that the lane owns there is a dword for every 32 rows of the tile.
+  Without dropout, `words` is empty."""
   at: Lane|MmaLane|ThreadPlace
   words: tuple[tuple[UOp, ...], ...] = ()
 
   @property
   def pairs(self) -> int:
-    """Number of pairs of neighbouring scores of a row in a vector of scores."""
+    """Number of pairs of neighbouring scores of one row in a vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
     """Returns (number of the dword that holds the bit of the n-th score of a row, position of the bit in this dword)."""
@@ -44,8 +44,8 @@ class Kept:
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Replaces dropped elements of packed P by 0. `x` holds the lane's vectors of P, from the vector with the number `first` on. Each vector has the
-    elements of the lane's rows, one row after another."""
+    """Replaces dropped elements by 0 in P that is packed to 16 bits. `x` holds the lane's vectors of P, from the vector with the number `first` on.
+    Each vector has the elements of the lane's rows, one row after another."""
     if not self.words: return x
     rows, pairs = range(len(self.words)), range(self.pairs)
     vectors = ops.length(x)//(len(rows)*len(pairs))
@@ -53,7 +53,7 @@ class Kept:
     return bits.drop_packed(x, words, places, first)
 
   def numbers(self, tiles:list[UOp]) -> list[UOp]:
-    """Replaces dropped elements of fp32 numbers by 0: `tiles` are all vectors of a tile."""
+    """Replaces dropped elements of fp32 vectors by 0. `tiles` are all vectors of a tile."""
     if not self.words: return tiles
     found, part = [], self.at.matrix.row_part
     for kt, x in enumerate(tiles):
@@ -62,11 +62,12 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Says whether neighbouring scores of a lane belong to walked rows that are two rows apart."""
+  """Says whether neighbouring scores of a lane belong to rows of the tile that are two rows apart."""
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Returns which scores of a lane's own rows dropout keeps in a tile of walked rows."""
+  """Returns which of a lane's scores dropout keeps. `rows` are the rows that the lane owns, and `tile` is the number of a tile of the rows that the
+  workgroup loops over."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
   def word(row:Row, first:int) -> UOp: return _word(scores, row, tile*count + first, min(OCTETS, count - first))
@@ -80,7 +81,8 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword with the bits of a lane's scores among 8*`count` walked rows. `first` is the octet of the first of these rows."""
+  """Returns a dword with the bits of a lane's scores, for 8*`count` rows of the tile. `first` is the octet (eight neighbouring rows) of the first of
+  these rows."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
@@ -98,17 +100,17 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
 
 @dataclass(frozen=True)
 class KeptHere:
-  """Bits that say which scores of a row are kept, in a thread that exchanges no values with other threads. For each of the row's vectors of scores
-  there is a vector of dwords. `places` holds the (dword, position) of the bit of each element."""
+  """Bits that say which scores of a row dropout keeps, for a thread that exchanges no values with other threads. For each of the row's vectors of
+  scores there is a vector of dwords. `places` holds the (dword, position) of the bit of each element."""
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
   def numbers(self, tiles:list[UOp]) -> list[UOp]:
-    """Replaces dropped elements of fp32 numbers by 0: `tiles` are all vectors of a tile."""
+    """Replaces dropped elements of fp32 vectors by 0. `tiles` are all vectors of a tile."""
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores are kept for each of four neighbouring own rows, and for the walked rows in groups of four that begin at `firsts`. Either
-  the own rows or the walked rows are keys. Four neighbouring keys are half an octet."""
+  """Returns which scores dropout keeps, for each of four neighbouring rows that the thread owns. The scores belong to groups of four neighbouring
+  rows of a tile, which begin at `firsts`. Either the thread's rows or the tile's rows are keys. Four neighbouring keys are half an octet."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]

@@ -21,8 +21,8 @@ OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence
 
 @dataclass(frozen=True)
 class LogSum:
-  """LSE of a row, reference + ln(total), in two numbers: `rounded` to fp32, and `rest`, the part that the rounding lost. If the reference is large,
-  `rest` is all of ln(total). If the total is 0, the LSE is -inf and `rest` is 0."""
+  """LSE of a row, reference + ln(total), as two numbers that are added: `rounded` to fp32, and `rest`, the part that the rounding lost. If the
+  reference is large, `rest` is all of ln(total). If the total is 0, the LSE is -inf and `rest` is 0."""
   rounded: UOp
   rest: UOp
 
@@ -33,9 +33,9 @@ class LogSum:
     return LogSum(total.eq(0.0).where(NEG_INF, found), total.eq(0.0).where(0.0, ops.sub(more, ops.sub(found, reference))))
 
 def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, LogSum]:
-  """Returns (the factor by which O^T is multiplied, the LSE) of a row with the reference `m`. `totals` are sums of P relative to `m`. The first one
-  sums P after rounding to 16 bits, and O is divided by it. The last one is the sum for the LSE. A sink adds a further term to each of these two
-  sums."""
+  """Returns (the factor by which O^T is multiplied, the LSE) of a row. `m` is the number that the softmax subtracted from the row's scores. `totals`
+  are sums of the resulting P. The first one sums P after rounding to 16 bits, and O is divided by it. The last one is the sum for the LSE. A sink
+  adds a further term to each of these two sums."""
   m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]
   if sink is None:
     return rounded.eq(0.0).where(0.0, ops.rcp(rounded)), LogSum.of(m, exact)
@@ -46,8 +46,8 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (the row's number in lse, the flat index at which the row begins in o). With `split`, the number of a key range, returns the number in
-  lse_partial and the index in o_partial."""
+  """Returns (the row's number in lse, the flat index at which the row begins in o). If `split`, the number of a key range, is given, returns the
+  number in lse_partial and the index in o_partial."""
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
@@ -100,8 +100,8 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
   """Returns the loop over the rows that belong to no sequence. Each row has `columns` pieces of `vec` elements. The pieces are divided over blocks
-  and threads: `block` is (number of the block, number of blocks), `thread` is (number of the thread, number of threads). `stores` makes the stores of
-  a piece from (row, first element, whether the piece exists)."""
+  and threads: `block` is (number of the block, number of blocks), `thread` is (number of the thread, number of threads). The function `stores` makes
+  the stores to one piece from (row, first element, whether the piece exists)."""
   together = block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = new.range(count, AxisType.LOOP)

@@ -28,8 +28,8 @@ def rows_together(p:Problem, arch:Chip, columns:int) -> int:
 
 @dataclass(frozen=True)
 class MergedRow:
-  """The output row that a thread merges, and the `vec` elements of this row that the thread computes, from element `column` on. `index` is the row's
-  number, counted over batches and heads and clamped to the last row. `there` says whether the thread has a row at all."""
+  """The output row that a thread merges. The thread computes `vec` elements of this row, from element `column` on. `index` is the row's number,
+  counted over batches and heads and clamped to the last row. `there` says whether the thread has a row at all."""
   p: Problem
   arch: Chip
   block: UOp
@@ -64,7 +64,7 @@ class MergedRow:
     return self.index//(self.p.H*self.length), self.index//self.length%self.p.H, self.index%self.length
 
 def reference_of(largest:UOp) -> UOp:
-  """Returns the reference that is subtracted from every exponent: the largest LSE, or 0 where no partial result has a key."""
+  """Returns the number that is subtracted from every exponent before the exponential: the largest LSE, or 0 where no partial result has a key."""
   return largest.eq(NEG_INF).where(0.0, largest)
 
 def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
@@ -74,8 +74,8 @@ def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """Divides `values`, the weighted sum of partial results, by `weights`, the sum of the weights, and returns the stores of the quotient to o. Also
-  returns the stores of lse and lse_rest, if they are among the tensors `given`."""
+  """Returns the stores of a merged row: to o the quotient `values` / `weights`, and to lse and lse_rest if they are among the tensors `given`.
+  `values` is the weighted sum of the partial results, and `weights` is the sum of the weights."""
   p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)

@@ -1,4 +1,5 @@
-"""Steps from raw scores Q K^T to the input of the softmax: first the problem's terms (attn/score), then the masks.
+"""Steps from raw scores Q K^T to the input of the softmax. First the problem's terms (bias, softcap, ALiBi: attn/score) change the scores, then masks
+hide some of them.
 
 Without a term the scores stay raw. The softmax multiplies raw scores by softmax_scale * log2(e) in the fma that subtracts the reference. With a term
 the scores become base-2 logarithms in fp32, and the softmax multiplies them by 1. For float32 inputs base-2 logarithms are not exact enough. The
@@ -21,8 +22,9 @@ NEG_INF = -math.inf
 
 @dataclass(frozen=True)
 class Scores:
-  """Scores of one own row in one trip, as a lane holds them: a list of vectors. A workgroup owns queries and walks over keys, or owns keys and walks
-  over queries. Element n, counted over all vectors, is the score of walked row `tile*block_n + matrix.key_of(h, n)`."""
+  """Scores of one row that the workgroup owns, as a lane holds them in one iteration of the loop over tiles: a list of vectors. The rows over which
+  the workgroup loops are the walked rows: keys if it owns queries, queries if it owns keys. Element n, counted over all vectors, is the score of
+  walked row `tile*block_n + matrix.key_of(h, n)`."""
   p: Problem
   at: Lane|MmaLane|ThreadPlace
   block_n: int
@@ -37,7 +39,7 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> Unit:
-    """Unit of the scores after all terms are applied."""
+    """The unit of the scores after all terms are applied, such as base-2 logarithm."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2
@@ -49,7 +51,7 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Numbers of the walked rows whose scores each vector holds in lane group 0, counted from the first row of the tile. In lane group h, each number
+    """Numbers of the tile's rows whose scores each vector holds in lane group 0, counted from the first row of the tile. In lane group h, each number
     is larger by h*matrix.block."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
@@ -59,17 +61,17 @@ class Scores:
   def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns the positions of a row's scores in a tile, which the terms need."""
+    """Returns the positions (query and key) of a row's scores in a tile, from which the terms compute their values."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk.over, self.walk.diagonal(row.index), tile, self.block_n, self.at.h, mat.block,
                     self.walked, mat.tile_keys, self.unit_of_terms)
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies the terms to raw scores. A problem without terms only has its scores converted to natural logarithms, if `natural` is set."""
+    """Applies the problem's terms to raw scores. Without terms, only converts the scores to natural logarithms, if `natural` is set."""
     return self.left(self.steps(x, row, tile))
 
   def left(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax uses, before masks are applied, given the lists that the method `steps` returned."""
+    """Returns the scores that the softmax uses, before masks are applied. `steps` is the list that the method `steps` returned."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
@@ -82,7 +84,7 @@ class Scores:
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
     """Returns the derivative of each term, by the term's name, given the scores that the method `steps` returned. Leaves out terms whose derivative
-    is 1 everywhere."""
+    is always 1."""
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
       assert term.derivative is not None
@@ -94,12 +96,12 @@ class Scores:
     """Replaces scores by -inf where the key or query does not exist, or where the query does not see the key."""
     return self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Replaces numbers by 0 where the key or query does not exist, or where the query does not see the key."""
+    """Replaces elements of `x` by 0 where the key or query does not exist, or where the query does not see the key."""
     return self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key, or a query if rows
-    are keys. The first column is None if no mask hides columns before it."""
+    """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key if the row is a query,
+    and a query if the row is a key. The first column is None if no mask hides columns before it."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
@@ -109,7 +111,7 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements that mask the raw scores of two rows, in the registers that hold the scores. The statements need no order among them."""
+    """Returns statements that mask the raw scores of two rows, in the registers that hold the scores. The statements may run in any order."""
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]

@@ -1,8 +1,8 @@
 """Online softmax over the lanes that share a query: the steps of the forward kernels between their two matrix products.
 
-A trip does not look for a maximum. It computes weights P = exp2(scores - m) with the current reference m. The kernel needs the sums of these weights
-anyway, and the sums show whether m is still high enough: see attn/ops/softmax.py. Each row begins with the lowest possible m. With this m the
-exponent of every score overflows, so the first trip raises m.
+An iteration over a tile of keys does not look for the maximum of the scores. It computes weights P = exp2(scores - m) with the current reference m.
+The kernel needs the sums of these weights anyway, and the sums show whether m is still high enough: see attn/ops/softmax.py. Each row begins with the
+lowest possible m. With this m the exponent of every score overflows, so the first trip raises m.
 
 O is divided by the sum of the P that is multiplied by V: P rounded to 16 bits. O is therefore a weighted mean of rows of V, whatever errors the
 rounding makes. If one key outweighs all other keys, O is exactly this key's row of V. The LSE is computed from the sum of P before the rounding. This
@@ -26,7 +26,7 @@ from attn.tinygrad_compat import UOp
 class Sums:
   """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If an LSE is written, a
   second kind sums P before rounding. `matrix` is the matrix instruction with which the first sum begins, or None if it needs no matrix instruction.
-  `dual` says that two dot products issue at once."""
+  `dual` says whether the chip issues two dot products at once."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
@@ -39,9 +39,10 @@ class Sums:
     return Sums(dtype, (kind, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns the sum of the rounded P of each query tile. `packed` has a column of S^T tiles, as packed P, for each query tile. Dot products that
-    issue at once add to two different sums: the sums of two query tiles, or the sums of the even and of the odd S^T tiles of one query tile. The
-    second sum begins with another dword of each vector, because the first dwords of the vectors of both sums are in the same register bank."""
+    """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list for each S^T tile. Dot
+    products that issue at once add to two different sums: the sums of two query tiles, or the sums of the even and of the odd S^T tiles of one query
+    tile. The second sum begins with another dword of each vector, because the first dwords of the vectors of both sums are in the same register
+    bank."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
@@ -52,9 +53,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """State of the online softmax in registers. `acc` holds the accumulators of O^T. Each query tile has the reference `m` of its exponents, and
-  `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the row sum, for each kind of sum. For
-  the current trip, `p` holds the packed weights, `scores` the scores, and `l_of_trip` the trip's part of `l`."""
+  """State of the online softmax in registers. `acc` holds the accumulators of O^T. Each query tile has the reference `m`, which is subtracted from
+  its scores, and `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the row sum, for each
+  kind of sum. For the current iteration, `p` holds the packed weights, `scores` the scores, and `l_of_trip` the iteration's part of `l`."""
   acc: UOp
   m: UOp
   addend: UOp
@@ -86,8 +87,8 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Computes P of a query tile from its scores with the current reference. If `addend` is a vector of two copies, one copy is added to the first
-    half of each vector of scores, and the other copy to the second half."""
+    """Computes P of a query tile from its scores with the current reference m. `addend` is -m*to_log2. If it is a vector of two numbers, the first
+    number is added to the first half of each vector of scores, and the second number to the second half."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
@@ -96,8 +97,8 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
-    """Adds the weights of each query tile, a column of S^T tiles, to the state. If a sum shows that a reference is too low (`above`: see
-    attn/ops/softmax.py), raises the reference, and corrects the weights and the whole state accordingly. `do` executes a statement, after the
+    """Adds the weights P of each query tile to the state. If a sum of P is too large (`above`: see attn/ops/softmax.py), the reference of a row is
+    too low: then raises it, and corrects the weights and the whole state accordingly. `do` executes a statement. The correction comes after the
     operations `before`."""
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
     parts = sums.rounded(packed)
@@ -115,8 +116,8 @@ class Softmax(Carried):
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns the weights of a query tile, a column of P^T, as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. `renewed` is
-    explained at `fragment_operands`."""
+    """Returns the weights of a query tile as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. `renewed` is explained at
+    `fragment_operands`."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
