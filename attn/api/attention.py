@@ -106,8 +106,8 @@ def attend(c:CheckedCall) -> Any:
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
-  """Returns the kernel, tile and split that `attention` chooses for these arguments, and why it doesn't choose the other kernels. `arch` may be any
-  chip."""
+  """Returns the kernel, its tile and the number of key ranges that `attention` chooses for these arguments, and why it doesn't choose the other
+  kernels. `arch` may be any chip."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
@@ -123,7 +123,8 @@ def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
   return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
-  """Prints and returns the kernel, tile and split that `attention` chooses for these arguments, and why it doesn't choose the other kernels.
+  """Prints and returns the kernel, its tile and the number of key ranges that `attention` chooses for these arguments, and why it doesn't choose the
+  other kernels.
 
     attn.explain(q, k, v, causal=True)                                # for the device of q
     attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients

@@ -94,7 +94,7 @@ def has_threads(device:str|tuple[str, ...]|None) -> bool:
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
 def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]) -> bool:
-  """Returns whether two caches share memory. `places` say where the rows of each cache lie in a buffer, None if that is not known."""
+  """Returns whether two caches share memory. `places` says where the rows of each cache lie in a buffer, or is None if that is not known."""
   if len(parts) == 1: return False
   x, y = (part.cache for part in parts)
   if places[0] is not None and places[1] is not None:
@@ -116,14 +116,14 @@ def _kernel(name:str, a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """Checked new rows, ready to be written into caches. `launches` holds one entry for each cache (one or two): the cache, its new rows, and the
-  kernel that writes these rows."""
+  """New rows that are checked and ready to be written into caches. `launches` holds one entry for each cache (one or two): the cache, its new rows,
+  and the kernel that writes these rows."""
   launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
   table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
   def append(self) -> None:
-    """Writes the new rows into the caches. Every tensor that shares a buffer with a cache then shows these rows."""
+    """Writes the new rows into the caches. Every tensor that shares a buffer with a cache then contains these rows."""
     for cache, rows, fxn in self.launches:
       tensors = rows.contiguous(), self.start, *(t.contiguous() for t in self.table)
       if (buffer := buffer_under(cache.uop)) is None or not isinstance(cache.device, str):
@@ -149,7 +149,7 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
 
 @dataclass(frozen=True)
 class OfCache:
-  """New rows of k or v, and the cache to which they are appended."""
+  """New rows of k or of v, and the cache to which they are appended."""
   name: str
   new: Tensor
   cache: Tensor
@@ -182,7 +182,8 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
 
 def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout:str, layout_of_cache:str,
               pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
-  """Prepares the launches that append to each cache. `sizes` are batches, new rows and capacity on one device."""
+  """Prepares the kernel launches that append the new rows to each cache. `sizes` are the numbers of batches, new rows and rows of capacity on one
+  device."""
   B, new, capacity = sizes
   places = [rows_in(f"{x.name}_cache", x.cache, layout_of_cache) for x in parts]
   if overlap(parts, places, dict(zip(AXES[layout_of_cache], local_shape(parts[0].cache)))): raise ValueError(OVERLAP)
@@ -199,7 +200,7 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
 def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None) -> list[OfCache]:
-  """Pairs the new rows of k and v with their caches; only those of k if V is part of K."""
+  """Pairs the new rows of k and v with their caches. If V is part of K, returns only the pair of k."""
   for one, other, x, y in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
     if x is None and y is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
   given = [("k", k_new, k_cache), ("v", v_new, v_cache)][:1 if v_new is None else 2]

@@ -1,4 +1,5 @@
-"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that they pose."""
+"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that the call stands
+for."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
@@ -34,7 +35,7 @@ class CheckedCall:
   into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is the buffer for o), then the whole buffers that these lie in
   @property
   def log_sums(self) -> tuple[str, ...]:
-    """Names of the outputs besides o: lse, lse_rest, both or none."""
+    """Names of the outputs besides o: lse, lse_rest (what rounding to float32 removed from lse), both or none."""
     return self.problem.outputs[1:]
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)
@@ -71,7 +72,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
-  """Returns whether V is part of K. Raises ValueError if the caller gives neither v nor v_dim, or gives both."""
+  """Returns whether V is part of K, which is so if the caller gives v_dim instead of v. Raises ValueError if the caller gives neither or both."""
   if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
   if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: v_dim says that V is k[..., :v_dim], so v must be None")
   return v is None
@@ -120,7 +121,7 @@ def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_
   return PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Checks q and the pages k and v, and finds where they lie. In the result the shapes of k and v on one device are (sequences, Hkv, rows that a
+  """Checks q, and k and v in pages, and finds where they lie. In the result the shapes of k and v on one device are (sequences, Hkv, rows that a
   sequence may have, width)."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None

@@ -1,4 +1,4 @@
-"""Kernels for `Tensor.custom_kernel`: `flash_attention` for the plain case, `flash_attention_fn` for one with options."""
+"""Kernels for `Tensor.custom_kernel`: `flash_attention` for attention without options, `flash_attention_fn` for attention with options."""
 from __future__ import annotations
 from attn import values
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip

@@ -15,8 +15,8 @@ def check_seed(name:str, x:Any) -> Tensor:
   return x
 
 def drawn_seed(at:Placement) -> Tensor:
-  """Draws a seed from tinygrad's generator, on the first device of the placement. The seed is made of 16-bit halves, because fp32 holds these
-  exactly."""
+  """Draws a seed from tinygrad's random generator, on the first device of the placement. The seed is made of 16-bit halves, because fp32 holds
+  numbers of 16 bits exactly."""
   halves = (Tensor.rand(2, 2, device=at.device if isinstance(at.device, str) else at.device[0])*STEPS_OF_P).cast(dtypes.uint)
   return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
 

@@ -25,8 +25,8 @@ OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.at
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """Adds the tensors that dropout needs to a checked call: a seed, drawn if the caller gives none, and each device's first batch and head if devices
-  share batches or heads."""
+  """Adds the tensors that dropout needs to a checked call: a seed (a new one if the caller gives none), and, if devices share batches or heads, the
+  number of each device's first batch and first head."""
   if not c.problem.dropout_p: return c
   t = dict(c.tensors)
   if "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
@@ -52,7 +52,8 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
 
 def launched(p:Problem) -> list[tuple[str, ...]]:
-  """Names of the tensors that each launch is called on: the arguments of its kernel, and for `combine` also the inputs that get a gradient."""
+  """Returns the names of the tensors that each kernel launch gets: the arguments of its kernel, and for `combine` also the inputs that get a
+  gradient."""
   if p.num_splits == 1: return [tuple(arguments(p))]
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
@@ -76,7 +77,8 @@ def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches one kernel. If the keys are split, launches a kernel that writes partial results, and then `combine`."""
+  """Launches the kernel that `choice` names. If the keys are divided into ranges, launches a kernel that writes partial results, and then `combine`,
+  which merges them."""
   p = replace(c.problem, num_splits=choice.work.splits)
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
@@ -90,8 +92,8 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """Wraps a kernel function for one call, and gives the kernel the call's Variables. If the call is one device's part of a call whose rows devices
-  share, its inputs are not kept, because the gradient belongs to the whole call."""
+  """Wraps a kernel function for one call, and gives the kernel the call's Variables. The inputs of the call are kept for its gradient. They are not
+  kept if the call is one device's part of a larger call, because the gradient then belongs to the larger call."""
   if not c.variables and not c.part: return fxn
   def called(*placeholders:UOp) -> CheckedKernel:
     kernel = fxn(*placeholders)

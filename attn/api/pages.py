@@ -13,8 +13,8 @@ from attn.tinygrad_compat import Tensor, UOp, buffer_under
 from attn.values import static_shape
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
-  """Checks q, the pages k and v (pages, page_size, Hkv, D), and the block table. Returns the Pages. `names` are the caller's names of q, k and v, for
-  error messages."""
+  """Checks q, the pages k and v (pages, page_size, Hkv, D), and the block table. Returns the Pages. Error messages call q, k and v by the caller's
+  `names`."""
   table = options.block_table
   assert table is not None
   of_q, of_k, of_v, of_table = (static_shape(name, values.tensor(name, t).shape) for name, t in zip((*names, "block_table"), (q, k, v, table)))
@@ -47,8 +47,8 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
   return pages
 
 def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
-  """Raises ValueError if a cache has only one page and a used entry of the table is not 0. The check runs where the host can read the table at no
-  cost. A kernel of one page does not read the table, so the emulator could not catch a wrong entry."""
+  """Raises ValueError if a cache has only one page and a used entry of the block table is not 0. The check runs where the host can read the table at
+  no cost. A kernel for one page does not read the table, so the emulator could not catch a wrong entry."""
   entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows
   if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
   used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
@@ -71,14 +71,14 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             "heads are those of all sequences")
 
 def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
-  """Returns pages in a form that kernels can read, and where their rows lie: in the buffer that the pages are a view of, or in a buffer of their own.
-  Pages are copied if they are a view whose rows are not whole, or do not lie a constant stride apart in the buffer."""
+  """Returns pages in a form that kernels can read, and where their rows lie: in a buffer of their own, or in a larger buffer of which the pages are a
+  view. The pages are copied if the rows of the view are not whole, or do not lie a constant stride apart in the buffer."""
   if not isinstance(t.device, str): return t, whole_places(local_shape(t), "bshd")
   if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
   return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes `plain_attention` with keys and values in pages. If an entry of the table is no page, the rows of that page are 0."""
+  """Computes `plain_attention` with keys and values in pages. If an entry of the table is not the number of a page, its rows count as 0."""
   assert p.pages is not None
   if p.varlen:
     raise NotImplementedError("block_table with layout='thd' where no matrix kernel takes the problem: must be another layout (attn.explain says why "

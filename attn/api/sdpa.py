@@ -13,7 +13,8 @@ from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_c
 from attn.values import static_shape
 
 def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
-  """Checks the arguments. Returns (q, k, v) with four dimensions, the options of `attention`, and the shape of the output."""
+  """Checks the arguments of `scaled_dot_product_attention`. Returns (q, k, v) with four dimensions, the options of `attention`, and the shape of the
+  output."""
   q, k, v, mask = x.query, x.key, x.value, x.attn_mask
   check_dropout_p("dropout_p", x.dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
@@ -94,7 +95,7 @@ NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """The state before `install`: the function that `Tensor.scaled_dot_product_attention` was. This is tinygrad's own function, whose calls are
+  """What `install` has replaced: the function that `Tensor.scaled_dot_product_attention` was before. This is tinygrad's own function, whose calls are
   `rerouted`, or a function of another library."""
   active: bool = False
   before: Any = None
@@ -148,8 +149,8 @@ def install() -> deque[Decision]:
   return decisions
 
 def uninstall() -> None:
-  """Puts the earlier function back; does nothing if that is there already. A function that another library has installed over these kernels
-  meanwhile stays; it then reaches the earlier function."""
+  """Puts back the function that `Tensor.scaled_dot_product_attention` was before `install`. Does nothing if it is already back. If another library
+  has meanwhile installed a function of its own, that function stays, and reaches the earlier function instead of these kernels."""
   installation.active = False
   if installation.rerouted is not None: installation.rerouted.end()
   elif Tensor.scaled_dot_product_attention is _installed: setattr(Tensor, NAME, installation.before)
@@ -157,8 +158,8 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:
-  """Context manager that installs for the length of a with statement: `with attn.installed() as decisions: ...`. If such statements are nested, the
-  outermost uninstalls."""
+  """Context manager that calls `install` at the beginning of a with statement and `uninstall` at its end: `with attn.installed() as decisions: ...`.
+  If such statements are nested, only the outermost one calls `uninstall`."""
   outermost = not installation.active
   try: yield install()
   finally:

@@ -36,8 +36,8 @@ class SdpaCall:
 
 @dataclass(frozen=True)
 class SlicedCall:
-  """A checked call on slices of a cache. The problem's Sq is the largest number of rows that the Variables allow; q and the result have `rows`
-  rows."""
+  """A checked call of attention on slices of a cache. The problem's Sq is the largest number of queries that the Variables allow; q and the result
+  have `rows` queries."""
   call: CheckedCall
   rows: Size
   def choice(self) -> Choice: return self.call.choice()
@@ -63,7 +63,7 @@ def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
                               "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
-  """Returns (window, top_left) of the problem for an attn_mask and is_causal."""
+  """Returns the (window, top_left) of a problem that stand for the same mask as attn_mask and is_causal."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
   if is_causal: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
   if is_causal_mask(values.tensor("attn_mask", mask), n_q, n_k): return (-1, 0), False

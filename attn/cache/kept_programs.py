@@ -18,20 +18,20 @@ PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                    # files and folders of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
-  """Lists the files in `folder` that `names` name: modules, and all modules in those of `names` that are folders."""
+  """Returns the paths of the modules in `folder` that `names` name. If a name is the name of a folder, returns all modules in this folder."""
   return [path for name in names for path in sorted((folder/name).rglob("*.py") if (folder/name).is_dir() else [folder/name])]
 
 @functools.cache
 def printed_by() -> str:
-  """Digest of all files that decide how a kernel is printed: the content of attn's files, and the names, sizes and times of tinygrad's files."""
+  """Digest of all files on which a printed kernel depends: the contents of attn's files, and the names, sizes and times of tinygrad's files."""
   digest = hashlib.sha256()
   for path in files(Path(__file__).parent.parent, PRINTING): digest.update(path.read_bytes())
   for path in files(Path(tinygrad_folder), LOWERING): digest.update(f"{path} {(found := path.stat()).st_size} {found.st_mtime_ns}".encode())
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """Key under which a kernel is kept, or None if it is not kept. DEBUG and VIZ show how a kernel is lowered, so no kernel is kept if one of them is
-  set. CCACHE=0 switches caches off."""
+  """Key under which a kernel's source is kept, or None if it is not kept. DEBUG and VIZ show how a kernel is lowered, so no kernel is kept if one of
+  them is set. CCACHE=0 switches caches off."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 

@@ -23,15 +23,15 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """Class of a problem's head dimensions. If D and Dv differ, the larger one decides."""
+  """Size class of a problem's head dimensions, one of CLASSES. If D and Dv differ, the larger one decides."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these share a class
 
 def problem_class(p:Problem) -> str|None:
   """Name of the class of problems that share a tile. All problems of a class have one dtype and one kind of mask. Lengths and the number of heads are
-  rounded up to a power of two, and head dimensions up to one of CLASSES. None for a problem with an option that takes registers of its own: such
-  problems are not timed."""
+  rounded up to a power of two, and head dimensions up to one of CLASSES. Returns None for a problem with an option for which the kernel needs more
+  registers: such problems are not timed."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
   mask = "window" if hidden.before else "causal" if hidden.after else "full"
@@ -71,11 +71,11 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
 def said_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Entry of the file for a table row: the numbers of the row by name."""
+  """Writes a table row as it stands in the file: the numbers of the row by name."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Turns the tile of an entry of the file into a table row. None stands for dispatch's own choice. Raises ValueError if the entry has no valid
+  """Reads a table row from the tile in an entry of the file. None stands for dispatch's own choice. Raises ValueError if the entry has no valid
   tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None

@@ -27,8 +27,8 @@ class KernelFunction(Protocol):
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """Returns (buffer, first element, number of elements): the memory that a kernel writes if it is given `u`. None if `u` has no memory of its own.
-  A slice of a buffer without gaps, once it is `contiguous()`, is a region of the buffer: tinygrad gives the kernel that part of it."""
+  """Returns (buffer, first element, number of elements): the memory that a kernel writes if `u` is its output. None if `u` has no memory of its own.
+  A slice of a buffer without gaps, once it is `contiguous()`, is a region of the buffer: tinygrad gives this part of the buffer to the kernel."""
   count, sliced = u.max_numel(), False
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
     if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # one device's buffer of a tensor on several
@@ -40,21 +40,22 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   return None if base is None else (base[0], base[1] + view[1], count)
 
 def whole_buffer(name:str, u:UOp) -> None:
-  """Raises ValueError if `u`, an output of a kernel, is not a buffer or a region of one but a view or a computed value."""
+  """Raises ValueError unless `u`, an output of a kernel, is a buffer or a contiguous part of one. A view or a computed value is neither."""
   if region(u) is not None: return
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
 def check_output(name:str, u:UOp) -> None:
-  """Raises ValueError if `u`, an output of attention, is no buffer or region of one, or begins at an address that kernels cannot write rows to."""
+  """Raises ValueError if `u`, an output of attention, is not a buffer or a contiguous part of one, or begins at an address to which kernels cannot
+  write rows."""
   whole_buffer(name, u)
   if name not in OF_NUMBERS and (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """Returns `u`, or a copy of `u` if it is a slice that begins inside one of the units in which kernels read rows. The copy is made from what lies
-  under `contiguous()`, because tinygrad's own kernels read a `contiguous()` slice by whole vectors, wherever the slice begins."""
+  """Returns `u`, or a copy of `u` if it is a slice that begins inside one of the aligned units in which kernels read rows. The copy is made from the
+  tensor under `contiguous()`, because tinygrad's own kernels read a `contiguous()` slice by whole vectors, wherever the slice begins."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return u.clone()
@@ -75,8 +76,8 @@ def check_means(sink:UOp, arch:Chip) -> None:
 
 @dataclass(frozen=True)
 class CheckedKernel:
-  """A kernel's AST that checks the tensors it is called on. Without the check tinygrad would run the kernel even if an output is a view, and would
-  drop the result."""
+  """A kernel's AST that also checks the tensors on which the kernel is called. Without the check tinygrad would run the kernel even if an output is a
+  view, and would drop the result."""
   sink: UOp
   outputs: tuple[str, ...]   # names of the leading arguments, which the kernel writes
   arch: str|None = None      # the chip that the caller named
@@ -110,11 +111,11 @@ def default_arch() -> str:
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """Chip `name` with the compiler that `device` uses. On a real device the chip may include tiles that TUNE=1 found."""
+  """Returns the chip `name` with the compiler that `device` uses. On a real device the chip may also have tiles that a search with TUNE=1 found."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:
-  """Chip `name` with the compiler that tinygrad's default device uses. The function needs no device of this chip."""
+  """Returns the chip `name` with the compiler that tinygrad's default device uses. The machine needs no device with this chip."""
   try: device = Device.DEFAULT
   except RuntimeError: return get_chip(name)
   return compiled_on(get_chip(name), device)
@@ -141,8 +142,8 @@ def check_device(arch:str, device:str) -> None:
   if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs no other chip's kernels; use that")
 
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
-  """Returns a tensor's numbers if the host can read them at no cost: the tensor is realized and on the emulator. Returns None for other tensors, and
-  under TinyJit, because later calls have other numbers."""
+  """Returns the numbers in a tensor if the host can read them at no cost: the tensor is realized and on the emulator. Returns None for other tensors.
+  Also returns None under TinyJit, because later calls have other numbers."""
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 

@@ -2,9 +2,9 @@
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. A third
-kernel, `backward_dbias`, computes the gradient of a bias. For slopes, and for problems that these kernels don't take (attn/choose/backward.py says
-why), tinygrad differentiates `three_pass` of the same inputs. In both cases each gradient is an expression of its own. A gradient that is not used is
-therefore never computed."""
+kernel, `backward_dbias`, computes the gradient of a bias. For the gradient of ALiBi slopes, and for problems that these kernels don't support
+(attn/choose/backward.py says why), tinygrad differentiates `three_pass` of the same inputs. In both cases each gradient is a separate expression, so
+a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -59,13 +59,13 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-  """A kernel function, and the (shape, dtype) of each of its arguments, by name."""
+  """One kernel launch of backward: the kernel function, and the (shape, dtype) of each of its arguments, by name."""
   kernel: Callable[..., Any]
   shapes: Shapes
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, BackwardLaunch]:
-  """Returns the launches "forward" (which writes lse), "dq" and "dkdv", and also "dbias" if a term has a tensor whose gradient is a sum over scores.
-  Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernel launches of backward by name: "forward" (which writes lse), "dq" and "dkdv", and also "dbias" if a term has a tensor whose
+  gradient is a sum over scores. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
   return _backward_kernels(p, arch, dlse, parts, *tiles_of(p, arch))
 
 @cache_of_kernels
@@ -104,8 +104,8 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v, the sinks, and the tensor of a term whose gradient a kernel sums, from the gradients `given` of o and lse.
-  `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs again."""
+  """Computes gradients with the backward kernels: those of q, k, v and the sinks, and of a bias if its gradient is a sum over scores. `given` has the
+  gradients of o and lse. `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
   t = inputs | outputs
@@ -121,15 +121,15 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """Numbers of fp32 parts into which each device writes each gradient. If several devices have the same keys, or the same tensor of a term, there is
-  at least one part, because the parts of all devices are then added."""
+  """Returns the numbers of fp32 parts into which each device divides the sum for each gradient. If several devices have the same keys, or the same
+  tensor of a term, there is at least one part, because the parts of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   summed = [tensor.name for tensor in TERM_TENSORS.values() if tensor.summed and tensor.name in inputs]
   return replace(parts, dkdv=least("k", parts.dkdv), dbias=max([parts.dbias, *(least(name, parts.dbias) for name in summed)]))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """Returns the gradient of `of`. If kernels wrote the gradient in parts, the parts are added up."""
+  """Returns the gradient of the tensor `of`. If kernels wrote the gradient in parts, adds the parts."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
@@ -142,8 +142,8 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn, which takes either way *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns an output in the state after a call has written it. An empty call of attn/calls/history.py stands for a call that has already run: its
-  outputs are returned unchanged."""
+  """Returns an output of attention in the state after `call` has written it. If `call` has already run, an empty call (attn/calls/history.py) stands
+  for it, and the output is returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ class AttentionGradient:
   arch: Chip|None
   names: tuple[str, ...]
   def without(self, missing:Sequence[int]) -> AttentionGradient:
-    """Returns the gradient of the kernel when it is called without the tensors whose numbers are `missing`."""
+    """Returns the gradient function of the same kernel, called without the tensors whose numbers are in `missing`."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of the
-    outputs that have a gradient, and last the call, if it is not given by name."""
+    """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of those
+    outputs that have one. The last of `args` is the call, unless the call is given by name."""
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
@@ -174,5 +174,6 @@ class AttentionGradient:
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
-  """Returns the grad_fxn. Equal arguments return the identical object, because tinygrad's caches compare by identity."""
+  """Returns the grad_fxn of a kernel: the function by which tinygrad gets its gradient. Equal arguments return the identical object, because
+  tinygrad's caches compare by identity."""
   return AttentionGradient(p, arch, tuple(names))

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-  """An input of a call. If the call got a copy, `tensor` is the tensor that was copied, because the copy is not kept."""
+  """An input of a call of attention. If the kernel got a copy of a tensor, `tensor` is the original, because the copy is not kept."""
   tensor: Tensor
   copied: bool
   @staticmethod
@@ -34,8 +34,8 @@ class Origin:
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
   def those_there(self) -> tuple[list[UOp], Callable[..., Any]]:
-    """Returns the outputs that still exist, and the gradient of a call that has only these outputs. Raises RuntimeError if the gradient needs an
-    output that no longer exists."""
+    """Returns the outputs that still exist, and the gradient function of a call that has only these outputs. Raises RuntimeError if the gradient
+    needs an output that no longer exists."""
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
@@ -45,7 +45,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """The call that made an output, and the other outputs that must exist for the output's gradient."""
+  """The call that made an output, and the other outputs that must exist for the gradient of this output."""
   of: Origin
   needs: tuple[UOp, ...]
 
@@ -76,8 +76,8 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Returns two lists. The first has the calls that `root` depends on and that have an output which is now only a buffer, oldest call first. The
-  second has the UOps that say which buffer comes after which call."""
+  """Returns two lists. The first has the calls that `root` depends on and of which an output has lost its history: it is now only a buffer. The
+  oldest call comes first. The second has the UOps that say which buffer comes after which call."""
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()

@@ -62,7 +62,7 @@ class KernelOptions:
 
   @property
   def posed(self) -> dict[str, Any]:
-    """The options that are arguments of `problem_of`, by name."""
+    """The options, by name, that are arguments of `problem_of`."""
     return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch")}
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "
 
 @dataclass(frozen=True)
 class Placement:
-  """Where the tensors of a call lie. `device` is the device of all tensors, or several devices. `shared` says what several devices share: "batch",
-  "heads", "keys" (rows of k and v), "rows" (rows of q, k and v), or None if each device computes everything."""
+  """Where the tensors of a call lie. `device` is the device of all tensors, or a tuple of several devices. `shared` says what several devices divide
+  among them: "batch", "heads", "keys" (rows of k and v), or "rows" (rows of q, k and v). It is None if each device computes everything."""
   device: str|tuple[str, ...]
   shared: str|None = None
   @property
@@ -26,14 +26,14 @@ class Placement:
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
 def opened(name:str, x:str) -> str:
-  """Opens a device and returns tinygrad's name of it. Raises ValueError if it doesn't open."""
+  """Opens a device and returns tinygrad's name of the device. Raises ValueError if the device doesn't open."""
   try: Device[x]
   except Exception as e: raise ValueError(f"{name}={x!r}: this device does not open: {e}") from None   # each backend raises another exception
   return Device.canonicalize(x)
 
 def device_names(name:str, x:Any) -> tuple[str, ...]:
-  """Returns tinygrad's names of one device, or of several different devices. Raises ValueError if `x` is neither, and for a device that doesn't
-  open."""
+  """Returns tinygrad's names of the devices that `x` names: one device, or several different ones. Raises ValueError if `x` is neither, or if a
+  device doesn't open."""
   if isinstance(x, str) and x: return (opened(name, x),)
   if not isinstance(x, (tuple, list)) or not x or not all(isinstance(part, str) and part for part in x):
     raise values.wrong(name, x, "the name of a device, or the names of several in a tuple, such as ('EMU:0', 'EMU:1')")
@@ -44,7 +44,7 @@ def device_names(name:str, x:Any) -> tuple[str, ...]:
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
-  """Returns where q, k and v lie. Raises ValueError for a sharding that Placement does not support."""
+  """Returns where q, k and v lie. Raises ValueError for a sharding that these kernels do not support."""
   for name, t in (("k", k), ("v", v)):
     if t.device != q.device:
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
@@ -61,16 +61,16 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """Names of the axes of an optional tensor: the name of each axis that may be sharded, and None for each axis that may not."""
+  """Returns the names of the axes of an optional tensor. An axis that may be sharded has a name, an axis that may not has None."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Number of the dimension of a term's tensor that goes over queries, None if there is no such dimension."""
+  """Returns the number of the dimension of a term's tensor that belongs to the queries, or None if there is no such dimension."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
-  """The grad_fxn of `sharded_with_gradient`."""
+  """Gradient function (grad_fxn) of `sharded_with_gradient`."""
   return None, Tensor(g).to(call.src[2].device).uop
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
@@ -97,7 +97,7 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """Joins tensors, one on each of several devices, to one tensor that is sharded along `axis`."""
+  """Joins tensors, one on each of several devices, into one tensor that is sharded along `axis`."""
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:

@@ -24,8 +24,8 @@ def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else 
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name. o has the problem's out_dtype. Sharded tensors are whole here and have
-  more batches or heads than the problem, so dropout counts batches and heads from the first of the whole tensors."""
+  """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name. o has the problem's out_dtype. Sharded tensors are whole here, while the
+  problem describes one device's part. So dropout counts batches and heads from the first one of the whole tensors."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in TERM_TENSORS}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
@@ -38,7 +38,7 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
   return o, lse, rest
 
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
-  """Returns the outputs so that no gradient goes through them: taking a gradient raises the error of `check_differentiable`."""
+  """Returns the outputs, changed so that they have no gradient: taking a gradient raises the error of `check_differentiable`."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
   outputs = [x.detach().contiguous().uop for x in (o, lse)]
   call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # an empty call, which only carries the gradient

@@ -1,7 +1,7 @@
 """Recognises a Tensor that is a slice of a cache, so that attention reads it in place, and a Tensor that is a causal mask.
 
 tinygrad's models keep keys and values in one buffer, (2, B, S, H, D) or (2, B, H, S, D). They call `scaled_dot_product_attention` on a slice whose
-length a Variable says, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none."""
+length is given by a tinygrad Variable, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ Size = int|UOp     # a number of rows in a shape: an int, or an expression of Va
 def most(n:Size) -> int: return n if isinstance(n, int) else int(n.vmax)
 
 def same_size(x:Size, y:Size) -> bool:
-  """Whether two sizes are equal for all values of the Variables."""
+  """Returns whether two sizes are equal for all values of their Variables."""
   difference = x - y
   if isinstance(difference, UOp): difference = difference.simplify()
   return difference == 0 if isinstance(difference, int) else difference.op is Ops.CONST and difference.val == 0
 
 def terms_of(x:UOp) -> list[UOp]:
-  """The summands of an expression of Variables."""
+  """Returns the summands of an expression of Variables."""
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
@@ -47,8 +47,8 @@ def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
 
 @dataclass(frozen=True)
 class InBuffer:
-  """Where keys or values (B, Hkv, S, D) lie in the buffer that they are a view of. Each `group` of neighbouring heads of the tensor is one head in
-  the buffer."""
+  """Where keys or values (B, Hkv, S, D) lie in the buffer that they are a view of. If heads are repeated in the tensor, each `group` of neighbouring
+  heads of the tensor is one head in the buffer."""
   places: Strided
   group: int
   rows: int       # largest number of rows
@@ -83,7 +83,8 @@ def overlapping(x:Strided, y:Strided, counts:tuple[int, int, int, int]) -> bool:
   return (x.batch, x.head, x.row) != (y.batch, y.head, y.row) or meet(y.start - x.start, sorted(steps, reverse=True))
 
 def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
-  """Returns (c, [a0, a1, ...]) such that where = c + a0*index0 + a1*index1 + ..., or None if `where` is no such sum."""
+  """Writes an index expression as a linear function: returns (c, [a0, a1, ...]) such that where = c + a0*index0 + a1*index1 + ..., or None if `where`
+  is not linear."""
   if where.op is Ops.CONST: return int(where.val), [0]*len(indices)
   if where in indices: return 0, [int(i is where) for i in indices]
   parts = [coefficients(x, indices) for x in where.src] if where.op in (Ops.ADD, Ops.MUL) else []
@@ -93,8 +94,8 @@ def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
   return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
 
 def rows_there(u:UOp, n:Size) -> int:
-  """Largest number of rows that a view may have, where its number of rows `n` may depend on Variables. The tensors that the view was cut from bound
-  it."""
+  """Returns the largest number of rows that a view may have. Its number of rows `n` may depend on Variables. The sizes of the tensors that the view
+  was cut from limit this number."""
   fewest = most(n)
   while u.op in GroupOp.Movement:
     if u.op is Ops.SHRINK:
@@ -103,8 +104,8 @@ def rows_there(u:UOp, n:Size) -> int:
   return fewest
 
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
-  """Describes a tensor (B, heads, S, D) as rows of a buffer, where each `group` of neighbouring heads is the same head in the buffer. Returns None if
-  the tensor is no such view."""
+  """Describes where the rows of a tensor (B, heads, S, D) lie in a buffer. Each `group` of neighbouring heads of the tensor is the same head in the
+  buffer. Returns None if the tensor is no such view."""
   batch, heads, _, width = t.shape
   there, (rows, instead) = rows_there(t.uop, t.shape[2]), as_a_variable(t.shape[2])
   b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))
@@ -151,8 +152,8 @@ def filled_with(u:UOp) -> float|None:
 
 def is_causal_mask(mask:Tensor, n_q:Size, n_k:Size) -> bool:
   """Returns whether a mask (..., n_q, n_k) is the causal mask of the last n_q of n_k positions, for all values of the Variables: -inf for keys j > i
-  + n_k - n_q, and 0 for the other keys. `Tensor.full(shape, -inf).triu(n_k - n_q + 1)` makes this mask. The expression must be exactly the one that
-  tinygrad builds for that, so that no other mask is mistaken for it."""
+  + n_k - n_q, and 0 for the other keys. `Tensor.full(shape, -inf).triu(n_k - n_q + 1)` makes this mask. The mask is recognised by the exact
+  expression that tinygrad builds for this call, so that no other mask is mistaken for it."""
   u = mask.uop
   while u.op is Ops.CAST or (u.op is Ops.RESHAPE and u.src[0].shape[-2:] == u.shape[-2:]): u = u.src[0]
   if not dtypes.is_float(u.dtype) or u.op is not Ops.WHERE or filled_with(u.src[1]) != -math.inf or filled_with(u.src[2]) != 0.0: return False

@@ -44,7 +44,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Counters:
-  """Names of a wave's counters of accesses that are under way: one counter for each kind of access."""
+  """Names of the counters in which a wave counts its memory accesses that are not complete yet: one counter for each kind of access."""
   load: str
   store: str
   lds: str
@@ -52,12 +52,12 @@ class Counters:
   number: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)    # counter -> its bits in the operand of s_waitcnt, where the chip
                                                                                      # has that: (first bit, number of bits), low bits first
   def most(self, name:str) -> int:
-    """Returns the largest value of a counter. A wait until the counter is at most this value ends at once."""
+    """Returns the largest value that a counter can hold. A wait for at most this value ends at once."""
     return (1 << sum(bits for _, bits in self.number.get(name, ((0, 6),)))) - 1
 
 @dataclass(frozen=True, eq=False)   # compared by identity: each family has one row
 class Family:
-  """A generation of matrix units, with the properties that all chips with such a unit share."""
+  """A generation of matrix units: the properties that all chips with this matrix unit share."""
   name: str
   wave: int               # lanes of a wave
   vgprs: int              # most vector registers of a wave, per lane
@@ -94,7 +94,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Card:
-  """A product that contains a chip."""
+  """A product (such as a graphics card) that contains a chip."""
   name: str
   cus: int            # compute units (multiprocessors); 0: not published
   ghz: float = 0.0    # peak engine clock; 0: not published, or not needed
@@ -136,12 +136,12 @@ class Chip:
   def products(self) -> str: return ", ".join(card.name for card in self.cards)
   @property
   def pipes(self) -> Pipes:
-    """Costs of instructions. The chip must be in MODELLED."""
+    """Costs of instructions. Only chips in MODELLED have them."""
     assert self.unit.pipes is not None, f"{self.name} has no machine model"
     return self.unit.pipes
   @property
   def counters(self) -> Counters:
-    """Counters that a wave waits for. The chip must be in MODELLED."""
+    """Counters of memory accesses for which a wave can wait. Only chips in MODELLED have them."""
     assert self.unit.counters is not None, f"{self.name} has no counters"
     return self.unit.counters
   @property

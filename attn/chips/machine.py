@@ -1,5 +1,5 @@
-"""Rates and latencies of the units in a compute unit, for timing machine code instruction by instruction. Beside each figure stands its source, or
-"assumed".
+"""Rates and latencies of the execution units in a compute unit, for timing machine code instruction by instruction. Beside each figure stands its
+source, or "assumed".
 
 Cycles are cycles of the shader clock."""
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORIGINS = {
 }
 
 class Figure(NamedTuple):
-  """A number of cycles, or of bytes per cycle, and its origin: a key of ORIGINS, or ASSUMED."""
+  """A number of cycles, or of bytes per cycle, and where it comes from: a key of ORIGINS, or ASSUMED."""
   value: int
   origin: str
 

@@ -46,18 +46,20 @@ class Matrix:
   def operand_words(self) -> int: return self.operand*self.size//4
   @property
   def span(self) -> int:
-    """Least number of elements that a product may sum over, so that each lane holds whole units and the instruction has whole operands."""
+    """Smallest number of elements that a product may sum over. A product sums over a multiple of it, so that each lane holds whole 16-byte units and
+    the instruction has whole operands."""
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
-    """Least number of keys for which both matrix products have whole operands: the product that makes scores, and the product that sums over keys."""
+    """Smallest number of keys for which both matrix products of attention have whole operands: the product that makes scores, and the product that
+    sums over keys."""
     return max(self.M, self.span)
   @property
   def groups(self) -> int: return self.wave // self.N             # number of lane groups
   @property
   def group_steps(self) -> tuple[int, ...]:
-    """Distances in lanes at which lane groups exchange values in pairs, one distance after another. After the last exchange every lane group has
-    values from all groups."""
+    """Distances, in lanes, at which lane groups exchange values in pairs. The kernels use one distance after another. After the last exchange every
+    lane group has values from all groups."""
     return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property
   def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
@@ -66,10 +68,10 @@ class Matrix:
   @property
   def tile_keys(self) -> int: return self.M                       # keys of a tile of scores
   def c_row(self, h:Int, i:Int) -> Int:
-    """Returns the row of C that lane group h holds as element i."""
+    """Returns which row of C is element i of a lane in lane group h."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the number of the key whose score lane group h holds as its n-th one, counted over a column of S^T tiles."""
+    """Returns the key to which the n-th score of a lane in lane group h belongs. The lane's scores are counted over a column of S^T tiles."""
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
     """Returns the row of A that must hold row d of V^T. With these rows, a lane's elements of O^T are consecutive columns d of O, and the lane stores
@@ -93,7 +95,7 @@ class LaneSums:
     """Returns the text of the instruction, made from the texts of its operands."""
     return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
-    """Returns (A, B) of the product that sums each lane's P."""
+    """Returns the operands (A, B) with which the instruction sums P of each lane."""
     return ones, p
 
 # ***** NVIDIA *****
@@ -118,7 +120,7 @@ class Mma:
   size: int = 2     # bytes of an element of A and B
   operand_words: int = 4   # dwords of A in a lane
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
-    """Returns (A, B) of the product that sums the rows of P."""
+    """Returns the operands (A, B) with which the instruction sums the rows of P."""
     return p, ones
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size               # elements of a unit
@@ -128,7 +130,7 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the number of the key whose score lane h of a row holds as its n-th one, counted over a row of tiles of S."""
+    """Returns the key to which the n-th score of lane h of a row belongs. The lane's scores are counted over a row of tiles of S."""
     return n//self.block*self.N + h*self.block + n%self.block
   # (row, unit of 8 columns) of the address that a lane gives to ldmatrix
   def a_address(self, lane:Int) -> tuple[Int, Int]:
@@ -147,9 +149,9 @@ class Mma:
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Rounds `length`, the number of elements that a product sums over, up to whole operands and to whole units of every lane group."""
+  """Rounds `length`, the number of elements that a product sums over, up to whole operands and to whole 16-byte units of every lane group."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:
-  """Returns the number of registers with which a lane holds its part of a row, as an operand. The row has `length` elements."""
+  """Returns the number of registers in which a lane holds its part of a row of `length` elements, as an operand."""
   return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

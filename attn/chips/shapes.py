@@ -13,8 +13,8 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # a release of LLVM newer than all: a row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """Masks, options and terms for which the loop of a kernel needs registers, besides the registers for matrix tiles. Each member includes the members
-  before it."""
+  """What makes the loop of a kernel need more registers, besides the registers for matrix tiles: masks, options and terms. The members are in order
+  of weight, and each includes the members before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -99,8 +99,8 @@ class WgmmaShape:
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
   """A row that also says how fast the tile is, in TFLOP/s for a large grid and many keys: `full` without a mask, `causal` with a causal mask. The
-  registers of a multiprocessor have room for `resident` blocks. Besides its trips a block waits for Q and its first K and V, and stores O. This takes
-  as long as `prologue` keys."""
+  registers of a multiprocessor have room for `resident` blocks. Besides its loop over keys a block waits for Q and its first K and V, and stores O.
+  This takes as long as the loop takes for `prologue` keys."""
   resident: int
   full: int
   causal: int
@@ -132,7 +132,7 @@ class WgmmaBackwardShape:
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """A row for a backward kernel, with conditions that only gradients need."""
+  """Row of the table of a backward kernel's tiles, with conditions that only gradients need."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for the derivative of a term where that is not 1
   few_queries: int|None = None   # most queries that the row is for: of one head, or if the kernel owns keys, of all heads that share them
@@ -140,14 +140,15 @@ class GradientsUpTo(UpTo[WgmmaBackwardShape]):
 # ***** tiles for a family without tables: with as few registers as a kernel can use *****
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
-  """Makes the rows of forward tiles for a family without a table. The tiles use the family's preferred matrix instruction."""
+  """Makes the table of forward tiles for a family of chips that has no measured table. The tiles use the family's preferred matrix instruction."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
-  """Makes the rows of a backward kernel's tiles for a family without a table. The kernel owns queries, or with `keys` it owns keys."""
+  """Makes the table of a backward kernel's tiles for a family of chips that has no measured table. The kernel owns queries, or with `keys` it owns
+  keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Makes the rows of tiles of the kernel mla, for a family without a table."""
+  """Makes the table of tiles of the kernel mla, for a family of chips that has no measured table."""
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0)),)

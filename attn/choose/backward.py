@@ -22,11 +22,11 @@ from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel of dq and delta to which a tile belongs."""
+  """Returns the kernel for dq and delta that uses the tile `tile`."""
   return GRADIENT_KERNELS[tile.suffix].dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel of dk and dv to which a tile belongs."""
+  """Returns the kernel for dk and dv that uses the tile `tile`."""
   return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
@@ -36,7 +36,7 @@ def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
   raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel of dbias to which a tile belongs."""
+  """Returns the kernel for dbias that uses the tile `tile`."""
   bias = GRADIENT_KERNELS[tile.suffix].bias
   assert bias is not None
   return bias.program(p, arch, tile, parts)
@@ -45,10 +45,8 @@ def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=
 class BackwardChoice:
   """What computes the gradients of a problem: the backward kernels with `tiles`, or, if `tiles` is None, tinygrad from `three_pass`.
 
-  refused: why the backward kernels do not compute the gradients
-  parts: number of parts into which each kernel divides its sums; 0: no parts
-  memory: bytes besides inputs and outputs
-  others: (kernels, reason) for each unit that comes before the chosen one and was refused"""
+  refused: why the backward kernels do not compute the gradients parts: number of parts into which each kernel divides its sums; 0: no parts memory:
+  bytes besides inputs and outputs others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused"""
   tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None
@@ -77,16 +75,16 @@ FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counte
 
 @dataclass(frozen=True)
 class Parts:
-  """Numbers of fp32 parts into which each backward kernel divides its sums; 0 for a sum that is not divided. A further kernel adds the parts of each
-  gradient, always in the same order."""
+  """Numbers of parts into which each backward kernel divides its sums, so that more workgroups have work; 0 for a sum that is not divided. The parts
+  are fp32 tensors. A further kernel adds the parts of each gradient, always in the same order."""
   dq: int
   dkdv: int
   dbias: int
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """Chooses the numbers of parts, by the model of `splits.split_heuristic`, for grids that would leave compute units idle. Each workgroup writes its
-  part of the sums for its own rows, as fp32 numbers. To bound the memory for these parts, they may add at most FULL_GRIDS grids that fill the chip to
-  a kernel's own workgroups."""
+  """Chooses into how many parts each backward kernel divides its sums, by the model of `splits.split_heuristic`. Sums are divided if a kernel has too
+  few workgroups for all compute units. Each workgroup then writes its part of the sums as fp32 numbers. To limit the memory for these parts, a kernel
+  gets at most as many additional workgroups as fill the chip FULL_GRIDS times."""
   dq, dkdv = tiles_of(p, arch)
   if arch.serial or not arch.cus: return Parts(0, 0, 0)      # nothing is known of such a device
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
@@ -106,7 +104,8 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
                parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)), of_bias if of_bias > 1 else 0)
 
 def memory_of(p:Problem, parts:Parts) -> int:
-  """Returns the number of bytes that the gradients need besides inputs and outputs: for lse and delta of each row, and for the parts of sums."""
+  """Returns the number of bytes that the gradients need besides inputs and outputs: for lse and delta of each row, and for sums that are divided into
+  parts."""
   divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
   if has_sum(p) and parts.dbias: divided.append(dbias_arguments(p, parts.dbias)[f"d{summed_tensor(p).name}"])
@@ -114,7 +113,7 @@ def memory_of(p:Problem, parts:Parts) -> int:
   return 8*p.rows + left
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Returns the tiles of the backward kernels for a problem `p` whose gradient these kernels can compute."""
+  """Returns the tiles of the backward kernels for a problem `p`. Requires that these kernels can compute the gradient of `p`."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
@@ -162,7 +161,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   return BackwardChoice(tiles, arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts), others)
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
-  """Returns (kernels, reason) for each unit that comes before the chosen unit."""
+  """Returns (kernels, reason) for each kind of matrix unit that comes before the chosen one: why its kernels were not chosen."""
   asked, p, found = asked_for(), replace(p, num_splits=1), []
   for suffix, gradient in itertools.takewhile(lambda x: x[0] != chosen, GRADIENT_KERNELS.items()):
     if not isinstance(reason := gradient.tiles(p, arch), str): reason = f"ATTN_KERNEL={asked.backward} forces another"

@@ -47,8 +47,8 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Chooses the tile of a backward kernel on wgmma: the first row of the table that is for the problem's head dimensions. Every problem that the
-  wgmma kernels can compute has such a row."""
+  """Chooses the tile of a backward kernel on wgmma: the first row of the table that is for the problem's head dimensions. There is such a row for
+  every problem that the wgmma kernels can compute."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
   found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
@@ -56,7 +56,8 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Says why the wgmma kernels cannot compute the gradient of `p` on `arch`, or why smaller tiles suit it better. None: they compute it."""
+  """Returns the reason why the wgmma kernels do not compute the gradient of `p` on `arch`: they cannot, or smaller tiles suit it better. Returns None
+  if they compute it."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
   rows = wgmma.M
@@ -72,8 +73,8 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """Returns the tile that a table row gives for a problem. The kernel owns queries, or with `keys` it owns keys. The tile has no more waves than
-  these rows fill."""
+  """Returns the tile that a table row gives for a problem. The kernel owns queries, or with `keys` it owns keys. The tile has no more waves than the
+  rows of the problem need."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
   crowded = p.dropout_p or (keys and p.wide_scores)     # dropout, or what lse lost to rounding, takes the registers of a prefetched tile
@@ -81,8 +82,8 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields the rows, of a table for plain problems, that fit a problem. The rows for dk and dv need a problem without a mask. With a mask, these
-  kernels spend most of their time on moves between registers."""
+  """Yields the rows of `table`, a table for problems without options, that fit a problem. The rows for dk and dv need a problem without a mask. With
+  a mask, these kernels spend most of their time on moves between registers."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)

@@ -40,7 +40,7 @@ STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill 
 
 @dataclass(frozen=True)
 class Work:
-  """How a kernel divides a problem: its tile (None: tinygrad chooses its own schedule), and the number of key ranges."""
+  """How a kernel divides a problem: its tile (None if tinygrad makes the schedule), and the number of key ranges."""
   tile: AnyTile|None
   splits: int = 1
 
@@ -69,7 +69,8 @@ class Choice:
 # ***** problems that a kernel cannot compute, on a chip that has the kernel's unit *****
 
 def plain_only(p:Problem, *but:str) -> str|None:
-  """Says why a kernel that supports no options except the options `but` cannot compute `p`. None: it can compute `p`."""
+  """Returns the reason why `p` has an option that a kernel does not support. The kernel supports no options except those named in `but`. Returns None
+  if the kernel supports all options of `p`."""
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
   return f"{options[0]}: it takes plain problems only" if options else None
 
@@ -118,8 +119,8 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of the kernel of plain UOps, or the reason why it cannot compute the problem. The number of key ranges is num_splits, or for
-  num_splits=0 the number that `split_heuristic` returns."""
+  """Returns the `Work` of the kernel `tiled`, which is made of plain UOps, or the reason why it cannot compute the problem. The number of key ranges
+  is num_splits, or for num_splits=0 the number that `split_heuristic` returns."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -137,7 +138,8 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """Describes in words how the workgroups of a kernel fill a chip: their number and waves, the chip's compute units, and the share of padding."""
+  """Describes in words how the workgroups of a kernel fill a chip: the number of workgroups and of waves, the chip's number of compute units, and how
+  much of the work is padding."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -202,7 +204,7 @@ def choose_tile(p:Problem, arch:Chip) -> AnyTile:
   raise NotImplementedError(most_telling(refusals))
 
 def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
-  """Returns the forward kernel to which a tile belongs. With p.num_splits > 1, the kernel divides the keys into p.num_splits ranges."""
+  """Returns the forward kernel that uses the tile `tile`. With p.num_splits > 1, the kernel divides the keys into p.num_splits ranges."""
   program = KERNELS[tile.kernel].program
   assert program is not None
   return program(p, arch, tile)
@@ -254,7 +256,7 @@ def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
   return program_of(choice, p), choice.work.tile
 
 def asked_for() -> Forced:
-  """Returns the names of the kernels that ATTN_KERNEL asks for."""
+  """Returns the names of the kernels that the environment variable ATTN_KERNEL asks for."""
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:
@@ -268,8 +270,8 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns the problem by which the kernel of a batch-invariant problem is chosen. It has a single sequence (with LONG_SEQUENCE queries if sequences
-  are packed), so that the choice does not depend on the batch. Returns any other problem unchanged."""
+  """Returns a problem with which dispatch chooses the kernel for a batch-invariant problem. It has a single sequence (with LONG_SEQUENCE queries if
+  sequences are packed), so that the choice does not depend on the batch. Returns any other problem unchanged."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

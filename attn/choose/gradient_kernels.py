@@ -1,5 +1,5 @@
-"""Kernels that compute gradients. For each unit, one record says which problems its kernels refuse, which tiles they use, and which programs they
-are."""
+"""Kernels that compute gradients. For each kind of matrix unit, one record says which problems its kernels refuse, which tiles they use, and which
+functions make the kernels."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
@@ -34,7 +34,7 @@ Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq,
 LEAST_KEPT = 2.0**-14     # least probability with which dropout may keep an element, if P is rounded to float16
 
 def beyond_float16(p:Problem) -> str|None:
-  """Says why P cannot be rounded to 16 bits when dropout is used. None: it can."""
+  """Returns the reason why P cannot be rounded to 16 bits when dropout is used, or None if it can."""
   if p.kept >= LEAST_KEPT: return None
   return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
 
@@ -44,7 +44,7 @@ def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
 
 @dataclass(frozen=True)
 class BiasKernel:
-  """The kernel of dbias, which runs beside the other backward kernels of a unit."""
+  """The kernel that computes dbias, which runs beside the other backward kernels of the same matrix unit."""
   suffix: str                                                       # ending of its name
   tile: Callable[[Problem, Chip], BackwardTile|MmaBackwardTile]     # raises NotImplementedError
   program: Callable[..., Callable[..., UOp]]

@@ -17,7 +17,7 @@ from attn.score.terms import score_terms
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
-  """Says why neither mla nor mla_mma can compute `p` on any chip. None: they can compute it."""
+  """Returns the reason why neither mla nor mla_mma can compute `p` on any chip, or None if they can."""
   if not p.v_in_k: return "v_dim=None: it takes values that are the first columns of the keys"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   tensors = [term.name for term in score_terms(p) if any("keys" in tensor.axes for tensor in term.tensors)]

@@ -46,8 +46,8 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Says why a device without workgroups cannot compute `blocks` blocks of rows for each of `heads` heads of all batches. None: it can compute
-  them."""
+  """Returns the reason why a device without workgroups cannot compute `blocks` blocks of rows for each of `heads` heads of all batches, or None if it
+  can."""
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
 
@@ -59,5 +59,5 @@ class Refusal:
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that helps a user most: the reason of a general kernel whose unit the chip has, if such a kernel refused."""
+  """Returns the reason that helps a user most. This is the reason of a general kernel for a matrix unit that the chip has, if there is one."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

@@ -22,19 +22,19 @@ def burden(p:Problem) -> Burden:
   return Burden.MASK if any(hiding(p)) else Burden.PLAIN
 
 def in_units(p:Problem, unit:int) -> bool:
-  """Says whether the rows of K and V are made of whole units of `unit` elements."""
+  """Returns whether the rows of K and V consist of a whole number of units of `unit` elements."""
   return p.D % unit == 0 and p.Dv % unit == 0
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Returns the rows of a table that are valid for a release of LLVM. Each row names the newest release that it is for. Among the rows for the same
-  head dimensions, the valid ones name the oldest release that is not older than `llvm`."""
+  """Returns the rows of a table that are valid for an LLVM release. Each row names the newest release for which it is valid. Among the rows for the
+  same head dimensions, only those are used whose named release is the oldest that is not older than `llvm`."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
-  """Says why a tile does not fit a problem on `arch`. None: it fits. `row` is the table row from which the tile was made, `load` is the problem's
-  burden."""
+  """Returns the reason why a tile does not fit a problem on `arch`, or None if it fits. `row` is the table row from which the tile was made, and
+  `load` is the problem's `Burden`."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile} reads {tile.fenced} units together, an operand is made of more"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} has the registers for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on: return f"tile {tile} has not the registers for this problem's loop on {arch.name}"
@@ -50,7 +50,8 @@ T = TypeVar("T", bound=BlockTile)
 
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:
-  """Yields the tiles of those rows that fit, in the order of the rows: best first. Raises NotImplementedError, with every reason, if no row fits."""
+  """Yields the tiles of the table rows that fit the problem, in the order of the rows: best first. Raises NotImplementedError, with every reason, if
+  no row fits."""
   reasons, found = [], False
   for row in rows:
     if (reason := misfit(p, arch, row, tile := tile_of(row), load)) is not None: reasons.append(reason)

@@ -30,7 +30,7 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns the share of padding among the rows that workgroups compute, and among the keys. Masks are ignored."""
+  """Returns what fraction of the rows that workgroups compute is padding, and the same for the keys. Masks are ignored."""
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 
@@ -39,8 +39,8 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
 
   A chip with `arch.cus` compute units works on `arch.cus` workgroups at a time. It works on more only if a workgroup has too few waves to keep a
   compute unit busy, and if LDS has room for several workgroups. `places` is the number of workgroups at a time. The workgroups of a busy compute unit
-  share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the trips. They take this time,
-  in units of a workgroup's time for one key:
+  share its matrix unit and its memory bandwidth. With G splits there are G times as many workgroups, each with 1/G of the tiles of keys (`trips` is
+  the number of these tiles). They take this time, in units of a workgroup's time for one key:
 
     time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
 
@@ -55,14 +55,14 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   """Returns the number of workgroups that keep a compute unit busy. If a workgroup's warps divide the keys among them, a single workgroup is enough,
-  because it has many loads under way. Two workgroups are needed if such a workgroup also has to wait for a block table: if pages are smaller than its
+  because it has many loads in flight. Two workgroups are needed if such a workgroup also has to wait for a block table: if pages are smaller than its
   tiles, or do not line up with them."""
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
-  """Returns the number of parts, one of `choices`, that takes the least time by the model of `split_heuristic`. Each part writes `numbers` fp32
-  numbers to memory."""
+  """Returns the number of parts that takes the least time by the model of `split_heuristic`, out of the numbers `choices`. Each part writes `numbers`
+  fp32 numbers to memory."""
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
     return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge

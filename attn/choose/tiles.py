@@ -26,7 +26,7 @@ LONG = 128     # beyond this head dimension O takes a good part of the registers
 WIDE = 192     # beyond this head dimension O takes most of the registers of a wave that shares its SIMD
 
 class Economy(Flag):
-  """Ways in which the loop of a kernel needs fewer registers."""
+  """A way to make the loop of a kernel need fewer registers."""
   NONE = 0
   FENCED = auto()         # the work on one tile is done before the next one is read from LDS
   NO_PREFETCH = auto()    # no tile is being loaded during the work on another tile
@@ -50,8 +50,8 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """A rule that says when registers are short: if a problem has all of `burdens`, and if D or Dv is larger than `beyond`. The loop then uses the
-  economies `means`."""
+  """A rule that says when registers are short: when a problem has all of `burdens`, and D or Dv is larger than `beyond`. The loop then saves
+  registers in the ways `means`."""
   beyond: int
   burdens: tuple[str, ...]
   means: Economy
@@ -83,7 +83,7 @@ def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy:
-  """Returns the economies that a problem's loop needs to fit into the registers of a chip, in a workgroup of `waves` waves."""
+  """Returns the ways in which a kernel's loop must save registers to fit into the registers of a chip, with `waves` waves in a workgroup."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
   burdens, longest = burdens_of(p, mat, waves, few), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
@@ -156,9 +156,9 @@ BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as 
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """Chooses the tile with the least estimated time, no larger than the problem's keys. The estimate follows from the tile's rate and from the number
-  of blocks that a multiprocessor works on. It counts all rows and keys of a block, including padding. Under a causal mask blocks of all lengths share
-  the multiprocessors, but the estimate is at least the time of the longest block."""
+  """Chooses the tile with the least estimated time, no larger than the problem's keys. The estimate uses the speed of the tile in the table and the
+  number of blocks that a multiprocessor works on. It counts all rows and keys of a block, including padding. Under a causal mask blocks of all
+  lengths share the multiprocessors, but the estimate is at least the time of the longest block."""
   up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   def tile(row:RatedUpTo) -> WgmmaTile:

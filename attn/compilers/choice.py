@@ -21,7 +21,7 @@ NAMES = ("clang", "comgr")   # values of ATTN_COMPILER
 # ***** the probe *****
 
 def _multiplies(i:int, m:Matrix) -> str:
-  """C++ lines that load a matrix instruction's operands from memory, execute it and store its result."""
+  """C++ lines that load the operands of a matrix instruction from memory, execute the instruction and store its result."""
   return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];

@@ -41,7 +41,7 @@ PRELUDE = "".join(f'extern "C" inline __attribute__((device, always_inline, {att
 
 @dataclass(frozen=True)
 class Toolchain:
-  """Compiler and its linker, each as the words that begin its command line. The linker is None if none was found."""
+  """A compiler and its linker, each as the first words of its command line. The linker is None if none was found."""
   clang: tuple[str, ...]
   lld: tuple[str, ...]|None
   version: str
@@ -61,7 +61,7 @@ def _zig() -> str|None:
   return shutil.which("zig", path=next(iter(spec.submodule_search_locations)))
 
 def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
-  """Command of lld. The compiler's own lld is preferred, so that compiler and linker have the same release."""
+  """Returns the command of the linker lld. The compiler's own lld is preferred, so that compiler and linker are of the same release."""
   if clang[-1] == "clang" and len(clang) == 2: return (clang[0], "ld.lld")
   own = _run((*clang, "-print-prog-name=ld.lld")).stdout.strip()
   if (path:=shutil.which(own) or shutil.which("ld.lld")) is not None: return (path,)
@@ -91,12 +91,12 @@ def _named(name:str) -> Toolchain:
   return found
 
 def named() -> Toolchain|None:
-  """Compiler that ATTN_CLANG names, None if it is not set. Raises ValueError if it is not a usable compiler."""
+  """Returns the compiler that ATTN_CLANG names, or None if ATTN_CLANG is not set. Raises ValueError if it is not a usable compiler."""
   return _named(name) if (name := os.environ.get("ATTN_CLANG", "")) else None
 
 @functools.cache
 def packaged() -> Toolchain|str:
-  """clang of the extra `isa`, or a text that says why it can't be used."""
+  """Returns the clang of the extra `isa`, or a text that says why it can't be used."""
   if (zig := _zig()) is None: return "the extra isa is not installed"
   where = f"ziglang {importlib.metadata.version('ziglang')}"
   found = inspected((zig, "clang"), where)
@@ -104,7 +104,7 @@ def packaged() -> Toolchain|str:
 
 @functools.cache
 def on_path() -> Toolchain|str:
-  """clang or hipcc that can compile for AMD's chips, on PATH or in ROCm, or a text that says why none can be used."""
+  """Returns a clang or hipcc on PATH or in ROCm that can compile for AMD's chips, or a text that says why none can be used."""
   rocm, reasons = os.path.join(os.environ.get("ROCM_PATH", "/opt/rocm"), "llvm", "bin", "clang"), []
   for path in dict.fromkeys(path for name in ("clang", rocm, "hipcc") if (path := shutil.which(name)) is not None):
     if isinstance(found := inspected((path,), path), Toolchain): return found
@@ -112,7 +112,7 @@ def on_path() -> Toolchain|str:
   return "; ".join(reasons) or "there is no clang or hipcc on PATH"
 
 def toolchain() -> Toolchain:
-  """Compiler that the tools for machine code use. Raises NoCompiler, with what to install, if there is none, and ValueError for a wrong
+  """Returns the compiler that the tools for machine code use. Raises NoCompiler, with what to install, if there is none, and ValueError for a wrong
   ATTN_CLANG."""
   reasons = []
   for find in (named, packaged, on_path):
@@ -127,13 +127,14 @@ def found(tools:Toolchain) -> Found:
 # ***** compilation *****
 
 def _fail(arch:str, stderr:str) -> CompileError:
-  """Makes a CompileError from clang's diagnostics. It contains the source lines that clang quotes, but not clang's counts of errors and warnings."""
+  """Makes a CompileError from clang's messages. The error contains the source lines that clang quotes, but not clang's counts of errors and
+  warnings."""
   text = "\n".join(x for x in stderr.splitlines() if not re.match(r"\d+ (warning|error)s? ", x)).strip()
   return CompileError(f"clang cannot compile this for {arch}:\n{text}")
 
 def _undefined(text:str) -> list[str]:
-  """Functions of ROCm's device library that an assembly text calls. A function that only the debug information names is left out: the compiler has
-  inlined it."""
+  """Returns the functions of ROCm's device library that an assembly text calls. Leaves out a function that only the debug information names: the
+  compiler has inlined it."""
   return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", re.sub(r"(?m)^\s*\.asciz\s.*$", "", text))))
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:

@@ -14,7 +14,7 @@ MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # k
 LONGEST_INSTRUCTION = 24   # bytes of the longest instruction
 
 def elf_chip(lib:bytes) -> Chip:
-  """Chip that an ELF was linked for. Raises ValueError if it is not an ELF for a known AMD GPU."""
+  """Returns the name of the chip for which an ELF was linked. Raises ValueError if it is not an ELF for a known AMD GPU."""
   if lib[:4] != b"\x7fELF": raise ValueError("not an ELF: a bundle of code objects has to be unpacked first (clang-offload-bundler)")
   machine, flags = struct.unpack_from("<H", lib, 18)[0], struct.unpack_from("<I", lib, 48)[0]
   if machine != 0xe0: raise ValueError(f"an ELF of machine {machine:#x}, not of an AMD GPU")
@@ -79,7 +79,7 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
   return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
-  """Text of the numbers in the metadata, in the form of clang's assembly text."""
+  """Returns the numbers in the metadata as text, in the form of clang's assembly text."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
   lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):
@@ -91,7 +91,7 @@ def metadata_text(lib:bytes, chip:Chip) -> str:
 # ***** code *****
 
 def _text(ins:Any) -> str:
-  """Mnemonic and operands of a decoded instruction."""
+  """Returns mnemonic and operands of a decoded instruction."""
   operands = str(ins).partition("(")[2].removesuffix(")")
   if hasattr(ins, "opx"): return f"v_dual_{_name(ins.opx)} {operands} :: v_dual_{_name(ins.opy)}"
   if not operands and ins.op_name.lower().startswith("s_wait"): operands = "0"      # tinygrad omits a number that is 0

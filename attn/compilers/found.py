@@ -30,7 +30,7 @@ def llvm_release(version:str) -> int|None:
   return int(found[1]) if found is not None else None
 
 def oldest_for(arch:str) -> int:
-  """Oldest LLVM release that can compile the kernels for a chip."""
+  """Returns the oldest LLVM release that can compile the kernels for a chip."""
   return max(OLDEST, CHIPS[arch].unit.llvm) if arch in CHIPS else OLDEST
 
 def base_arch(arch:str) -> str:

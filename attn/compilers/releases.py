@@ -1,4 +1,4 @@
-"""clang of LLVM releases other than the installed release, to see the machine code that users' compilers make from the kernels.
+"""The clang of other LLVM releases than the installed one, to see the machine code that users' compilers make from the kernels.
 
 Each release comes from a version of the PyPI package `ziglang`. pip installs it into a separate directory of the user's cache directory, where it
 stays.
@@ -32,8 +32,8 @@ def _get(version:str) -> Path:
   return place
 
 def toolchain_of(llvm:int) -> Toolchain:
-  """clang of this LLVM release: the installed package's, else one that pip installs. Raises ValueError for a release that is not in ZIGLANG, and
-  NoCompiler if it can't be installed or run."""
+  """Returns the clang of this LLVM release: from the installed package, or from a package that pip installs. Raises ValueError for a release that is
+  not in ZIGLANG, and NoCompiler if it can't be installed or run."""
   if llvm not in ZIGLANG: raise ValueError(f"llvm={llvm}: must be one of {', '.join(map(str, ZIGLANG))}")
   if isinstance(own := packaged(), Toolchain) and own.llvm == llvm: return own
   version = ZIGLANG[llvm]

@@ -25,8 +25,8 @@ class ClangCompiler(Compiler):
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):
-  """Compiler that compiles a source according to its mark. The compiler from `compiler_for` compiles attn's kernels; its cache has the compiler's
-  version in the key. The compiler `others` compiles other kernels, with tinygrad's own cache."""
+  """Compiler that looks for attn's mark in a source. A source with the mark is a kernel of attn, and the compiler from `compiler_for` compiles it;
+  its cache has the compiler's version in the key. A source without the mark is compiled by the compiler `others`, with tinygrad's own cache."""
   def __init__(self, arch:str, others:Compiler):
     self.arch, self.others = arch, others
     super().__init__(None)
