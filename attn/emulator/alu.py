@@ -13,7 +13,7 @@ from attn.tinygrad_compat import VECTORS, DType, Ops, dtypes
 Array = NDArray[Any]
 
 def numpy_dtype(dt:DType) -> np.dtype[Any]:
-  """numpy type of one element of a value of tinygrad type `dt`."""
+  """Returns the numpy type of one element of a value of tinygrad type `dt`."""
   if dt in VECTORS: return np.dtype(VECTORS[dt][0])
   if dt == dtypes.bfloat16: return np.dtype(np.uint16)
   if dt.fmt is None: raise NotImplementedError(f"the emulator has no values of type {dt.name!r}")
@@ -22,14 +22,14 @@ def numpy_dtype(dt:DType) -> np.dtype[Any]:
 def elements(dt:DType) -> int: return VECTORS[dt][1] if dt in VECTORS else 1
 
 def literal(value:Any, dt:DType) -> Array:
-  """Value of a constant. A constant of a vector type has this value in every element."""
+  """Returns the value of a constant. A constant of a vector type has this value in every element."""
   to = numpy_dtype(dt)
   if dt == dtypes.bfloat16: return float_to_bf16(np.asarray(value, np.float32))[()]
   if dtypes.is_int(dt): value = (int(value) - dt.min) % 2**(8*to.itemsize) + dt.min
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 
 def stack(*xs:Array) -> Array:
-  """Stacks scalars (T,) to one vector (n, T), or (n, 1) if each scalar is equal in all threads."""
+  """Stacks scalars (T,) into one vector (n, T), or (n, 1) if each scalar is equal in all threads."""
   out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
   for i, x in enumerate(xs): out[i] = x
   return out

@@ -17,8 +17,8 @@ Array = NDArray[Any]
 
 @dataclass
 class BankUse:
-  """Count of all accesses of one width to one buffer: the number of phases with an active lane, and the number of cycles that these phases took. The
-  difference is the number of cycles lost to bank conflicts."""
+  """Counts of all accesses of one width to one buffer: the number of phases (groups of lanes that LDS serves together) with an active lane, and the
+  number of cycles that these phases took. The difference is the number of cycles lost to bank conflicts."""
   buffer: str
   verb: str
   nbytes: int
@@ -52,7 +52,7 @@ class BankCounter:
     """Prints the counts of a kernel to stderr."""
     for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
-    """Counts one access of all threads; `address` (T,) is each thread's byte."""
+    """Counts one access of all threads. `address` (T,) is the byte address of each thread."""
     verb = "read" if read else "write"
     use = self.uses.setdefault((buffer, verb, nbytes), BankUse(buffer, verb, nbytes))
     banks, groups = phases(self.family, self.wave, read, nbytes)

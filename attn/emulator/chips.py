@@ -1,5 +1,5 @@
-"""Targets of the emulator: their properties, and their matrix instructions with the layout of each tile over (element, lane). The data come from the
-documents and not from attn/chips; a test checks that they agree with attn/chips.
+"""The chips that the emulator can emulate: their properties, and their matrix instructions with the layout of each tile over (element, lane). The
+data come from the documents and not from attn/chips; a test checks that they agree with attn/chips.
 
 Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
 chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16), AMD Matrix Instruction Calculator.
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class EmulatedChip:
-  """Properties of a target of the emulator."""
+  """Properties of a chip that the emulator can emulate."""
   family: str   # family of the chip, by which its matrix instructions are found
   wave: int     # lanes of a wave
   lds: int      # most bytes of LDS that a workgroup may have
@@ -91,8 +91,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class MatrixInstruction:
-  """Matrix instruction D = A B + C of one wave. The layout `a` is M x K. The layout `b` is transposed, N x K, so that the contraction is the last
-  axis of `a` and of `b`."""
+  """A matrix instruction D = A B + C of one wave. The layout `a` is M x K. The layout `b` is transposed, N x K, so that the product sums over the
+  last axis of `a` and of `b`."""
   a: Layout
   b: Layout
   c: Layout
@@ -103,32 +103,32 @@ class MatrixInstruction:
     return self.c.columns, self.c.rows, self.a.columns
 
 def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
-  """MFMA: lane (h, i) holds E elements of row i of A, element e at k = E*h + e. Rows 0 to 3 of D are in the first group of lanes, rows 4 to 7 in the
-  second group, and so on in turn."""
+  """Makes the layouts of an MFMA instruction. Lane (h, i) holds E elements of row i of A; element e is at k = E*h + e. Rows 0 to 3 of D are in the
+  first group of lanes, rows 4 to 7 in the second group, and so on in turn."""
   groups = 64//M
   ab = Layout("e hi -> i he", e=E, h=groups, i=M)
   return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
 
 def _blocks(dtype:str, *families:str) -> MatrixInstruction:
-  """MFMA 4x4x4 of 16 blocks. Block b lies in lanes 4b to 4b + 3 and is treated like a wave of its own. Lane i of a block holds row i of A at all four
-  k, and column i of B and of D."""
+  """Makes the layouts of the MFMA instruction 4x4x4 of 16 blocks. Block b lies in lanes 4b to 4b + 3 and is treated like a wave of its own. Lane i of
+  a block holds row i of A at all four k, and column i of B and of D."""
   ab = Layout("k i -> i k", k=4, i=4)
   return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
 
 def _wmma3(dtype:str) -> MatrixInstruction:
-  """WMMA of RDNA3: a lane holds all 16 k of a row of A, and lanes 16-31 repeat lanes 0-15. D has its even rows in lanes 0-15, its odd rows in lanes
-  16-31."""
+  """Makes the layouts of WMMA on RDNA3. A lane holds all 16 k of a row of A, and lanes 16-31 repeat lanes 0-15. D has its even rows in lanes 0-15 and
+  its odd rows in lanes 16-31."""
   ab = Layout("k di -> i k", k=16, d=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
 
 def _wmma4(dtype:str) -> MatrixInstruction:
-  """WMMA of RDNA4: the lanes of half h of the wave hold A and B at k = 8h + e (e < 8), and rows 8h + r of D."""
+  """Makes the layouts of WMMA on RDNA4. The lanes of half h of the wave hold A and B at k = 8h + e (e < 8), and rows 8h + r of D."""
   ab = Layout("e hi -> i he", e=8, h=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """mma.sync with the PTX fragments of m16n8, where groupID g = lane/4 and t = lane%4. Element (c, r, p) of A is row 8r+g, k = (c, t, p). B has
-  column g. C has (row 8r+g, column 2t+p)."""
+  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where groupID g = lane/4 and t = lane%4. Element (c, r, p) of A is row 8r+g, k =
+  (c, t, p). B has column g. C has (row 8r+g, column 2t+p)."""
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

@@ -31,7 +31,7 @@ class UOpCompiler(Compiler):
   def compile(self, src:str) -> bytes: return zlib.compress(pickle.dumps(self.printed[src]), 1)
 
 class _Emulated(Renderer):
-  """Changes that the emulator makes to a renderer for hardware: another compiler, and no fp8."""
+  """Changes that the emulator makes to a renderer for hardware: it uses another compiler, and has no fp8."""
   target: Target
   def adapt(self) -> None:
     self.compiler = UOpCompiler()

@@ -1,4 +1,4 @@
-"""Origin of each operation of a program: the line of Python that emitted it, and its statement in the source that the renderer prints.
+"""Finds where each operation of a program comes from: the line of Python that emitted it, and its statement in the source that the renderer prints.
 
 The UOps of a program contain neither the line nor the statement, and nothing is recorded while a kernel is made and run. The device only remembers,
 for the latest kernels of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and
@@ -46,7 +46,7 @@ class Place:
   statement: str
 
   def __str__(self) -> str:
-    """Text of a place for an error: a line about Python and a line about the source, each only if known."""
+    """Describes a place for an error message: one line about Python and one line about the source, each only if known."""
     found = []
     if self.python is not None:
       file, line = self.python
@@ -56,18 +56,18 @@ class Place:
 
   @property
   def name(self) -> str:
-    """Short name of the place; empty if it is not known."""
+    """Short name of the place; empty if the place is not known."""
     if self.python is not None: return f"{_relative(self.python[0])}:{self.python[1]}"
     return f"line {self.line} of the source" if self.line is not None else ""
 
 NOWHERE = Place(None, None, "")
 
 def _stores(ast:UOp) -> tuple[UOp, ...]:
-  """Stores among the sources of an AST's SINK. Sources that are parameters are left out."""
+  """Returns the stores among the sources of an AST's SINK. Leaves out sources that are parameters."""
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
-  """Places of a program's UOps."""
+  """The place of each UOp of a program: its line in the source and in Python."""
   def __init__(self, uops:list[UOp], name:str, renderer:Any):
     self.source, self.lines = statements(renderer, uops)
     self.python = self._python(uops, name, renderer)
@@ -106,8 +106,8 @@ class Listing:
     return Place(self._from(u), None if line is None else line + 1, statement)
 
   def _from(self, u:UOp) -> tuple[str, int]|None:
-    """Line of Python that `u` comes from. For a UOp that a pass of tinygrad inserted, this is the line of the nearest source UOp whose line is
-    known."""
+    """Returns the line of Python that `u` comes from. If a pass of tinygrad inserted the UOp `u`, returns the line of the nearest source UOp whose
+    line is known."""
     seen, level = {u}, [u]
     while level:
       if (found := next((self.python[x] for x in level if self.python.get(x) is not None), None)) is not None: return found

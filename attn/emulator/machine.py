@@ -26,7 +26,7 @@ OVERHEAD = 64            # bytes per thread of the frame itself: numbers of thre
 
 @dataclass
 class Launch:
-  """Summary of one run of a program."""
+  """Summary of one run of a kernel's program."""
   kernel: str
   arch: str
   workgroups: int
@@ -38,11 +38,11 @@ class Launch:
 _last: list[Launch] = []
 
 def last_run() -> Launch|None:
-  """Summary of the kernel that ran last; None before the first run."""
+  """Returns the summary of the kernel that ran last, or None before the first run."""
   return _last[0] if _last else None
 
 class Frame(Threads):
-  """Run of a program over a range of workgroups, with all their threads at once."""
+  """One run of a program over a range of workgroups, with all their threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
                values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
@@ -92,18 +92,19 @@ class Frame(Threads):
   # ***** threads *****
 
   def special(self, kind:str, axis:int) -> Array:
-    """Values of a SPECIAL along an axis: gidx (workgroup), lidx (thread in the workgroup) or idx (thread in the grid)."""
+    """Returns the thread indices that a SPECIAL operation stands for, along one axis: gidx (workgroup), lidx (thread in the workgroup) or idx (thread
+    in the grid)."""
     wg, size = self.workgroup_of + self.first, self.local[axis]
     group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
     thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
     return group if kind == "g" else thread if kind == "l" else group*np.int32(size) + thread
 
   def offset(self, at:Address) -> Array:
-    """Byte offset of an address from the start of its buffer."""
+    """Returns the offset of an address from the start of its buffer, in bytes."""
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Converts an index counted in parts to an index counted in chunks of `per` parts. Raises Misaligned if it is not a multiple of `per`."""
+    """Divides an index by `per`, because the access takes `per` elements at a time. Raises Misaligned if the index is not a multiple of `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -111,12 +112,12 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Ends a loop. The run continues with step `to`; None stands for the next step."""
+    """Ends a loop. The run continues with step `to`, or with the next step if `to` is None."""
     self.pop()
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Sets a loop's variable to i and masks out threads that are done. Returns False if no thread executes iteration i."""
+    """Sets a loop's variable to i, and switches off threads that are done. Returns False if no thread executes iteration i."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -125,7 +126,7 @@ class Frame(Threads):
 
   def barrier(self, gate:Array|None=None) -> Array:
     """Executes a barrier. Without `gate`, the active threads execute it; they must form whole workgroups. With `gate`, the threads where `gate` is
-    true execute the barrier; they must form whole waves. These waves are then one barrier interval ahead of the other waves."""
+    true execute the barrier; they must form whole waves. These waves are then one barrier ahead of the other waves."""
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
     if mask is not None:
@@ -168,7 +169,8 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def _whole(self, unit:int, kind:type[EmulatorError], text:str) -> Array:
-    """Mask of the active units; a unit is `unit` consecutive threads, such as a wave. Raises `kind` if only some threads of a unit are active."""
+    """Groups consecutive threads into units of `unit` threads, such as waves. Returns which units are active. Raises `kind` if only some threads of a
+    unit are active."""
     here = self.active.reshape(-1, unit)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))
@@ -221,7 +223,7 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_part(self, slot:int, taken:bool) -> None:
-    """Raises NegativePart if this term of a buffer instruction's offset is negative. `taken` is true if the term is subtracted."""
+    """Raises NegativePart if a term of a buffer instruction's offset is negative. `taken` is true if the term is subtracted."""
     part = self.full(-self.v[slot] if taken else self.v[slot])
     if self.checks and (bad := self.active & (part < 0)).any():
       raise self.error(NegativePart, bad, lambda t: f"a part of the offset of a {self.plan.uops[self.pc].arg.name} is {part[t]}: no document says "

@@ -50,20 +50,20 @@ def _from_high_half(x:Array) -> Array:
   return found
 
 def _halves(x:Array) -> Array:
-  """Unpacks the 16-bit numbers in dwords (n, ...), the low one first, each into the upper half of an int32 (2n, ...)."""
+  """Unpacks the 16-bit numbers in dwords (n, ...), the low one first. Each number goes into the upper half of an int32 (2n, ...)."""
   halves = np.empty((len(x), 2, *x.shape[1:]), np.int32)
   np.left_shift(x.view(np.int32), 16, out=halves[:, 0])
   np.bitwise_and(x.view(np.int32), np.int32(-65536), out=halves[:, 1])
   return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
-  """Unpacks numbers of the numpy type `kind` in dwords (n, T), the low end first."""
+  """Unpacks dwords (n, T) into the numbers of numpy type `kind` that they contain, the low end first."""
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
 def _fp8() -> Array:
-  """Table of the 256 values of CDNA3's FP8 (E4M3FNUZ; LLVM, APFloat.h, Float8E4M3FNUZ): a sign, 4 bits of exponent with bias 8, 3 bits of mantissa.
-  There is no infinity; the bits of -0 are the only NaN."""
+  """Makes the table of the 256 values of CDNA3's FP8 (E4M3FNUZ; LLVM, APFloat.h, Float8E4M3FNUZ): a sign, 4 bits of exponent with bias 8, 3 bits of
+  mantissa. There is no infinity; the bits of -0 are the only NaN."""
   bits = np.arange(256)
   exponent, mantissa = bits >> 3 & 15, bits & 7
   value = np.where(exponent == 0, mantissa/8*2.0**-7, (1 + mantissa/8)*2.0**(exponent - 8.0))*np.where(bits < 128, 1, -1)

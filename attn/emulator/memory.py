@@ -1,7 +1,8 @@
 """Memory of the emulated chip as plain bytes: device allocations, the buffers of a running kernel (global and LDS), and register arrays.
 
-An access has `chunk` bytes (element size times vector length) at an index counted in chunks. Memory is viewed as an array of chunks, which is
-gathered or scattered for all threads at once. To read the bytes as another type, the emulator only makes another view of them.
+Each thread of an access reads or writes a chunk of `chunk` bytes (element size times vector length). Indices count chunks. Memory is viewed as an
+array of chunks, which is gathered or scattered for all threads at once. To read the bytes as another type, the emulator only makes another view of
+them.
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -17,20 +18,20 @@ Array = NDArray[Any]
 POISON, PADDING = 0xff, 64   # bytes of fresh memory (NaN in every float type); LDS buffers are padded to a multiple of PADDING, and so of every chunk
 
 def chunk_type(nbytes:int) -> np.dtype[Any]:
-  """numpy type of `nbytes` bytes, for data that are copied and never interpreted."""
+  """Returns the numpy type of `nbytes` bytes, for data that are copied and never interpreted."""
   return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
 
 def divided(x:Array, n:int) -> tuple[Array, Array]:
-  """Returns x//n and x%n; for a power of two by shifts, which is many times as fast."""
+  """Returns x//n and x%n. If n is a power of two, uses shifts, which are many times as fast."""
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
-  """Converts chunks (T,) to values (T,), or to vectors (n, T)."""
+  """Interprets chunks of bytes (T,), one for each thread, as values (T,), or as vectors (n, T)."""
   if n == 1: return raw.view(dtype)
   return np.ascontiguousarray(np.atleast_1d(raw).view(dtype).reshape(-1, n).T)
 
 def to_chunks(x:Array, n:int, chunk:int) -> Array:
-  """Converts values (T,) or vectors (n, T) to chunks (T,)."""
+  """Turns values (T,) or vectors (n, T) into chunks of bytes (T,), one for each thread."""
   if n == 1 and x.ndim < 2: return np.asarray(x).view(chunk_type(chunk))
   return np.ascontiguousarray(x.T).view(chunk_type(chunk))[..., 0]
 
@@ -47,7 +48,7 @@ class Allocation:
     self.outputs: dict[tuple[int, int], tuple[str, str, int, str]] = {}
 
 class View:
-  """View of `size` bytes of an allocation from `offset` on. tinygrad's Buffer stores a View in place of a device address."""
+  """A range of `size` bytes of an allocation, from `offset` on. tinygrad's Buffer stores a View in place of a device address."""
   def __init__(self, base:Allocation, offset:int, size:int): self.base, self.offset, self.size = base, offset, size
   def sub(self, offset:int, size:int) -> View: return View(self.base, self.offset + offset, size)
   @property
@@ -56,7 +57,7 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Records a write to the allocation. Drops the flags if every byte of the allocation is written now."""
+    """Records a write to the allocation. Drops the flags of written bytes if every byte of the allocation is written now."""
     self.base.touched = True
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
@@ -74,7 +75,7 @@ class View:
     self.settle()
 
   def check_written(self) -> None:
-    """Raises UnwrittenOutput if this range has an element of a kernel's output that was never written."""
+    """Raises UnwrittenOutput if this range contains an element of a kernel's output that was never written."""
     if (written := self.written) is None or written.all(): return
     for (offset, size), (kernel, buffer, itemsize, why) in self.base.outputs.items():
       missing = np.flatnonzero(self.base.written[max(offset, self.offset):min(offset+size, self.offset+self.size)] == 0)   # type: ignore[index]
@@ -86,7 +87,7 @@ class View:
 # ***** buffers of a running kernel *****
 
 class Space:
-  """Buffer that threads address by index: a PARAM, or a LOCAL buffer with one copy per workgroup (`stride` bytes apart)."""
+  """A buffer that threads address by index: a PARAM, or a LOCAL buffer, which has one copy for each workgroup (`stride` bytes apart)."""
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
                shadow:LdsShadow|None=None, begin:int=0):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
@@ -105,7 +106,7 @@ class Space:
     return v
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
-    """Position of each thread's chunk in the view of the memory. Checks the bounds for the active threads; the other threads get 0."""
+    """Returns the position of each thread's chunk of bytes in the memory. Checks the bounds for the active threads; the other threads get 0."""
     if self.begin % chunk:
       bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
       if bad.any():
@@ -175,12 +176,12 @@ class Space:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
-  """Pointer that the numpy meaning of an operation gets for an INDEX: a buffer and a byte offset per thread."""
+  """The address operand of an operation, made from an INDEX: a buffer and a byte offset for each thread."""
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
     """Returns the addresses of an access, counted in units, and the size of a unit in bytes. The unit is the whole access if all addresses are
-    multiples of its size, else at most a dword."""
+    multiples of the access's size. Otherwise it is at most a dword."""
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
     index, beyond = divided(at, nbytes)
     if not beyond.any(): return index, nbytes
@@ -206,8 +207,8 @@ class Pointer:
     for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
 
 class Registers:
-  """REG buffer. Each element is a separate value, so a store by all threads replaces this value and copies nothing. `written` tells, for each
-  element, which threads have written it: all (True), none (False), or a mask."""
+  """A register array (REG buffer). Each element is a separate value, so a store by all threads replaces this value and copies nothing. `written`
+  tells, for each element, which threads have written it: all (True), none (False), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
@@ -225,7 +226,7 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises NotWaitedFor if an active thread has not waited for `product`."""
+    """Raises NotWaitedFor if an active thread has not waited for the matrix product `product`."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "
                                                     "it was not waited for")
@@ -251,7 +252,7 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Value of element i, as a matrix product that adds to this element reads it. The product needs no wait for earlier products on the same
+    """Returns the value of element i for a matrix product that adds to this element. The product needs no wait for earlier products on the same
     accumulators, so the value includes their results."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     return np.where(product.threads, product.results[i], self.values[i])
@@ -276,13 +277,13 @@ class Registers:
 
 @dataclass(frozen=True)
 class RegisterPointer:
-  """Pointer to an element of a REG buffer, as the numpy meaning of an operation gets it."""
+  """The address operand of an operation, made from an INDEX into a register array: one element of the array."""
   array: Registers
   first: int
 
 @dataclass(frozen=True)
 class RegisterOperand(Operand):
-  """Element of a register array that a product reads."""
+  """An element of a register array that a matrix product reads."""
   array: Registers
   number: int
   def hold(self, product:Product) -> None: self.array.held[self.number] = product

@@ -16,7 +16,7 @@ OPERANDS = {"buffer_load": 2, "load_to_lds": 2}     # buffer instruction -> numb
 
 @dataclass(frozen=True)
 class Part:
-  """Term of an offset. `taken` is true if the term is subtracted."""
+  """One term of an offset. `taken` is true if the term is subtracted."""
   number: UOp
   taken: bool = False
 
@@ -32,7 +32,7 @@ def parts_of(offset:UOp) -> Iterator[Part]:
       for x in offset.src: yield from parts_of(x)
 
 def may_be_negative(u:UOp, ranges:Ranges) -> list[Part]:
-  """Terms of a buffer instruction's offset that are not proven to be nonnegative; an empty list for other operations."""
+  """Returns the terms of a buffer instruction's offset that are not proven to be nonnegative. Returns an empty list for other operations."""
   if not isinstance(u.arg, Call) or u.arg.name not in OPERANDS: return []
   parts = dict.fromkeys(parts_of(u.src[OPERANDS[u.arg.name]]))
   return [part for part in parts if (ranges.of[part.number][1] > 0 if part.taken else ranges.of[part.number][0] < 0)]

@@ -1,4 +1,5 @@
-"""Compiler from a program's linear UOps to a list of closures that run it: a `Plan`, made once per program. `machine.Frame` holds the values."""
+"""Compiles a program's linear UOps to a list of closures that run it. The list is a `Plan`, made once per program. `machine.Frame` holds the
+values."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
@@ -20,7 +21,7 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """Program compiled for the interpreter. `renderer` is a function that makes the renderer which lowered and printed the program; errors use this
+  """A program compiled for the interpreter. `renderer` is a function that makes the renderer which lowered and printed the program. Errors use this
   renderer to find the place of an operation in the source."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
@@ -68,7 +69,7 @@ class Plan(EmulatedProgram):
     self.uops.append(u)
 
   def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
-    """Adds a step that computes `u` from the values of `srcs`."""
+    """Adds a step that computes `u` with the function `fn` from the values of `srcs`."""
     ins, out = [self._slot(s) for s in srcs], self._new(u)
     if len(ins) == 1:
       a, = ins
@@ -128,14 +129,14 @@ class Plan(EmulatedProgram):
     self._value(u, stack, *u.src)
 
   def lane(self, u:UOp) -> None:
-    """Adds a step for an INDEX of a value, which selects one element of a vector."""
+    """Adds a step for an INDEX that selects one element of a vector."""
     def step(x:Array, i:Array) -> Array:
       if not np.shape(i): return x[int(i)]
       return np.take_along_axis(np.broadcast_to(x, (x.shape[0], len(i))), np.asarray(i, np.int64)[None], 0)[0]
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Function that computes the index of an access in units of `chunk` bytes."""
+    """Returns a function that computes the index of an access in chunks of `chunk` bytes."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
@@ -147,7 +148,7 @@ class Plan(EmulatedProgram):
     return lambda f, active: f.aligned(f.offset(at), chunk, name, active)
 
   def _access(self, u:UOp) -> tuple[Address, int, int]:
-    """Address of a LOAD or STORE, the number of bytes of an access, and the number of elements in it."""
+    """Returns the address of a LOAD or STORE, the number of bytes that each thread accesses, and the number of elements in them."""
     target, at = u.src[0], self.addresses[u.src[0]]
     chunk = target.dtype.itemsize * target.max_numel()
     if at.buffer.addrspace is AddrSpace.LOCAL: self.units[at.buffer] = math.gcd(self.units.get(at.buffer, 0), chunk)

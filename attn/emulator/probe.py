@@ -53,7 +53,7 @@ def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) 
   else: print(text(name, rows))
 
 def text(name:str, rows:Array) -> str:
-  """Printed text of probed values: a paragraph for each wave, a line for each lane."""
+  """Formats probed values for printing: a paragraph for each wave, a line for each lane."""
   lines, before = list[str](), None
   for row in rows:
     if (here := (tuple(int(i) for i in row["workgroup"]), int(row["wave"]))) != before:

@@ -8,13 +8,13 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """Pointer in a plan: the buffer, the type of the data, and (slot, bytes per unit) of each index that was added to the pointer."""
+  """A pointer in a compiled program: the buffer, the type of the data, and (slot, bytes per unit) of each index that was added to the pointer."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()
 
 class EmulatedProgram:
-  """Program compiled for the interpreter."""
+  """A program compiled for the interpreter: its steps, buffers and values."""
   name: str
   arch: str
   chip: EmulatedChip

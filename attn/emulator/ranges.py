@@ -19,7 +19,7 @@ THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "alone", "warp
 WRAPPING = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL, Ops.NEG)
 
 def held_by(dtype:DType) -> Range:
-  """Range of an integer type."""
+  """Returns the range of numbers that an integer type can hold."""
   return (0, 1) if dtype == dtypes.bool else (int(dtype.min), int(dtype.max))
 
 def is_number(u:UOp) -> bool: return u.dtype in dtypes.ints or u.dtype == dtypes.bool
@@ -34,7 +34,7 @@ def must_fit(u:UOp) -> bool:
 # ***** operations *****
 
 def extremes(f:Callable[[int, int], int], x:Range, y:Range) -> Range:
-  """Range of a function that is monotone in each operand."""
+  """Returns the range of f(x, y), where f is monotone in each operand. `x` and `y` are the ranges of the operands."""
   found = [f(a, b) for a in x for b in y]
   return min(found), max(found)
 
@@ -72,8 +72,8 @@ OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
   Ops.CMPLT: lambda x, y: (int(x[1] < y[0]), int(x[0] < y[1])), Ops.AND: lambda x, y: (x[0] & y[0], x[1] & y[1])}
 
 class Ranges:
-  """Ranges of a program's integers. `of` maps each integer to its range. `beyond` maps each integer that is not proven to fit its type to the range
-  of its exact result."""
+  """The ranges of a program's integers. `of` maps each integer to its range. `beyond` maps each integer that is not proven to fit its type to the
+  range of its exact result."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
     # number of uses of each number, without the uses where a choice or the gate of an access excludes values that do not fit
@@ -85,7 +85,7 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Range of a number, given the range of its exact result. If the number is a sum, the range of the sum narrows it further."""
+    """Returns the range of a number, given the range of its exact result. If the number is a sum, the range of the sum narrows it further."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -98,7 +98,7 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """Range of a number's exact result, from the ranges of its sources; None if nothing is known."""
+    """Returns the range of a number's exact result, computed from the ranges of its sources, or None if nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -136,8 +136,8 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Range of a choice by a condition such as x < y, which narrows x and y in the branches. Maxima and minima are printed as such choices; a branch
-    may be x or y cast to another type."""
+    """Returns the range of a choice by a condition such as x < y. The condition narrows the ranges of x and y in the two branches. Maxima and minima
+    are printed as such choices; a branch may be x or y cast to another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken
@@ -154,7 +154,7 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Range of a branch's value if the condition selects this branch. The value in the other case does not matter."""
+    """Returns the range of a branch's value if the condition selects this branch. The value in the other case does not matter."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -163,8 +163,8 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """Addresses (INDEX or SHRINK) of accesses that a gate may prevent. tinygrad uses a 32-bit index for such an address in a buffer of up to 2^31
-  elements: either the index lies in the buffer, or the gate prevents the access."""
+  """Returns the addresses (INDEX or SHRINK) of accesses that a gate may prevent. tinygrad uses a 32-bit index for such an address in a buffer of up
+  to 2^31 elements: either the index lies in the buffer, or the gate prevents the access."""
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 

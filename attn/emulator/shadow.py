@@ -1,4 +1,4 @@
-"""Shadow memory of LDS: it records which wave wrote and read each location, and finds faulty accesses."""
+"""Shadow memory of LDS. It records which wave wrote and read each location, and finds faulty accesses."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,13 @@ Array = NDArray[Any]
 UNDER_WAY = 2**30   # tags of writes that have not arrived begin here, above the tags of all intervals
 
 class Spans:
-  """Record of the spans of a buffer that were accessed, each with the last interval in which a wave accessed it."""
+  """Record of the spans (ranges of locations) of a buffer that were accessed. For each span it has the last interval between barriers in which a wave
+  accessed it."""
   def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
   def meet(self, span:Span, since:int) -> bool:
-    """Tells whether a recorded span of interval `since` or later overlaps `span`."""
+    """Tells whether a span that was accessed in interval `since` or later overlaps `span`."""
     low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
@@ -27,10 +28,10 @@ class LdsShadow:
   access in the kernel.
 
   `writer` holds the tag of the last write, interval * stride + wave, or 0 for a location that was never written. `reader` has one plane per wave,
-  with the interval of its last read. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves only. A
-  wave that is one interval ahead reaches a place in the program later than the others, so its accesses in interval n happen at the same time as the
-  other waves' accesses in interval n. In any order of the accesses in the program, an access is safe only after a barrier, and so only in a later
-  interval.
+  with the interval of its last read. An interval is the time between two barriers, and is counted per wave: a barrier that only some waves reach ends
+  the interval of those waves only. A wave that is one interval ahead reaches a place in the program later than the others, so its accesses in
+  interval n happen at the same time as the other waves' accesses in interval n. In any order of the accesses in the program, an access is safe only
+  after a barrier, and so only in a later interval.
 
   The tag of a write that is under way has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
 
@@ -68,28 +69,29 @@ class LdsShadow:
     if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, span[0]:span[1]].all())): self.full.add(span)
     return full
   def coming(self, span:Span) -> bool:
-    """Tells whether a copy under way writes to one of these locations."""
+    """Tells whether an asynchronous copy that is not complete writes to one of these locations."""
     return any(_overlap(x, span) for x in self.arriving)
   def kept(self, span:Span) -> bool:
-    """Tells whether a product under way reads one of these locations."""
+    """Tells whether an asynchronous product that is not complete reads one of these locations."""
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Mask of the accesses to locations that another wave wrote last, with no barrier since: this write may not be complete."""
+    """Returns which accesses are to locations that another wave wrote last, with no barrier since. Such a write may not be complete."""
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 
   # ***** operations that are under way *****
 
   def send(self, at:Array, by:Array, operation:int) -> None:
-    """Marks the locations `at` of a store that threads `by` have started. No wave may access them until the store arrives, not even the wave that
-    started the store."""
+    """Marks the locations `at` as the target of an asynchronous store that the threads `by` have started. No wave may access them until the store
+    arrives, not even the wave that started the store."""
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
   def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]
     self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
-    """Number + 1 of a product under way that reads the locations `at`, 0 for none. No wave may write them until the product is waited for."""
+    """Returns, for each of the locations `at`, 1 plus the number of an asynchronous product that still reads it, or 0 if there is none. No wave may
+    write these locations before the product is waited for."""
     held = np.zeros(self.total, np.int32)
     for product, x in self.holding:
       by = product.threads if x.active is None else product.threads & x.active
@@ -132,14 +134,14 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Tells whether an access may follow the last writes, which are given by their tags (T, locations): each write was made before the last barrier,
+    """Tells whether an access may follow the last writes, given by their tags (T, locations). It may if each write was made before the last barrier,
     or by the accessing wave."""
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
   def on_read(self, at:Array, active:Array|None, span:Span) -> Finding|None:
-    """Notes the read of locations `at` (T,). Returns a Finding if it is faulty, else None."""
+    """Records the read of the locations `at` (T,). Returns a Finding if the read is faulty, else None."""
     f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.complete:
       tag = self.writer[at]
@@ -150,20 +152,20 @@ class LdsShadow:
     return None
 
   def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
-    """Notes the read of `per` neighbouring locations from `at*per` on, without checks."""
+    """Records the read of `per` neighbouring locations from `at*per` on, without checks."""
     if self.reader is None: return
     self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Planes with the last read of each location by each wave, or None if no read since the last barrier overlaps the span."""
+    """Returns the last read of each location by each wave (one plane per wave), or None if no read since the last barrier overlaps the span."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Writes the pending reads to the planes, except reads from before the last barrier."""
+    """Writes the reads that are only kept in the list to the planes, except reads from before the last barrier."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
       if last < self.f.since: continue
@@ -193,7 +195,7 @@ class LdsShadow:
 
 @dataclass
 class LdsOperand(Operand):
-  """Locations of LDS that a product reads: `per` neighbouring locations from `at*per` on, in the active threads."""
+  """Locations of LDS that a matrix product reads: in each active thread `per` neighbouring locations from `at*per` on."""
   shadow: LdsShadow
   at: Array
   per: int
@@ -202,18 +204,18 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product read until now: another wave may write the locations only after a barrier."""
+    """Records that the product has read these locations until now: another wave may write them only after a barrier."""
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Views int32 as chunks of `per` numbers, which are copied and never interpreted."""
+  """Groups an array of int32 into chunks of `per` numbers, which are copied and never interpreted. Copies nothing itself."""
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array:
-  """Repeats each number of x to a chunk of `per` numbers."""
+  """Repeats each number of x to make a chunk of `per` equal numbers."""
   return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:
-  """Returns the active threads of `bad`, or None if there are none."""
+  """Returns which active threads are in `bad`, or None if there are none."""
   if not bad.any(): return None
   if active is not None: bad = bad & active
   return bad if bad.any() else None

@@ -1,4 +1,4 @@
-"""Threads of a run: their numbers, the mask of active threads, the count of barriers they have passed, and errors that name one of the threads.
+"""The threads of a run: their numbers, which of them are active, the barriers that they have passed, and errors that name one of the threads.
 
 Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so a hardware wave is a run of consecutive threads.
 Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs until the
@@ -19,20 +19,21 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class Product:
-  """Matrix product (wgmma) that warpgroups have started."""
+  """An asynchronous matrix product (wgmma) that warpgroups have started."""
   number: int
   results: dict[int, Array]      # element of the accumulators -> its value when the product is done
   threads: Array                 # mask of the threads that have started it and not waited for it
 
 class Operand:
-  """Operand that a product reads from its start until it is waited for: locations of LDS, or an element of a register array."""
+  """An operand of an asynchronous matrix product: locations of LDS, or an element of a register array. The product reads it from its start until it
+  is waited for."""
   def hold(self, product:Product) -> None: raise NotImplementedError
   def release(self, product:Product) -> None: raise NotImplementedError
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read the operand until now. `threads` have just waited for the product."""
+    """Records that the product has read the operand until now. `threads` are the threads that have just waited for the product."""
 
 class Threads:
-  """Threads of a range of workgroups."""
+  """The threads of a range of workgroups."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], checks:bool=True,
                banks:BankCounter|None=None):
     self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks
@@ -61,7 +62,7 @@ class Threads:
     return len(self.started) - 1
 
   def full(self, x:Any) -> Array:
-    """Broadcasts a value to one column per thread."""
+    """Broadcasts a value, so that it has one column for each thread."""
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
@@ -73,14 +74,14 @@ class Threads:
                 f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
 
   def operation(self, number:int) -> str:
-    """Text that names an asynchronous operation by the place that started it."""
+    """Describes an asynchronous operation by the line of code that started it."""
     step = self.started[number]
     return f"the operation started at {self.plan.place(self.plan.uops[step]).name or f'step {step}'}"
 
   # ***** divergence *****
 
   def also(self, condition:Array) -> Array|None:
-    """Returns the threads of the current mask where `condition` is true; None stands for all threads."""
+    """Returns which active threads fulfil `condition`. None stands for all threads."""
     m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
     return None if m.all() else m
   def push(self, mask:Array|None) -> None:
@@ -101,8 +102,8 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes the attributes below from `interval` and `seen`, after a wave has moved on. `interval` counts, for each wave, the barriers and
-    arrivals that the wave has reached. `seen` is, for each wave, the first interval of other waves that the wave has not waited for."""
+    """Recomputes the attributes below from `interval` and `seen`, after a wave has passed a barrier. `interval` counts, for each wave, the barriers
+    and arrivals that the wave has reached. `seen` is, for each wave, the first interval of other waves that the wave has not waited for."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

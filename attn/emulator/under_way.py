@@ -1,5 +1,5 @@
 """Asynchronous operations that a run has started and not waited for: copies to LDS, and products of a warpgroup. Only the emulator keeps their state;
-the meaning of an operation starts, commits and waits through `Lanes`.
+the numpy code of an operation (attn/ops) starts, commits and waits for them through `Lanes`.
 
 Copies and products are checked as strictly as the documents allow. From the start of an operation until the thread that started it has waited for it,
 no thread may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays record the number
@@ -19,7 +19,8 @@ Array = NDArray[Any]
 
 @dataclass
 class Copy:
-  """Store to LDS that threads have started: the locations that it writes, and the group to which each thread has committed it."""
+  """An asynchronous store to LDS that threads have started: the locations that it writes, and the group of copies to which each thread has committed
+  it."""
   shadow: LdsShadow
   at: Array        # locations: (locations of a thread, threads)
   by: Array        # threads
@@ -27,12 +28,12 @@ class Copy:
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """Splits the copy in two: the part of the threads for which the copy has arrived, and the part of all other threads."""
+    """Splits the copy in two: the part of the threads for which the copy is complete, and the part of all other threads."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)
 class Running:
-  """Product (wgmma) that warpgroups have started, with the registers that it writes and the operands that it reads."""
+  """An asynchronous matrix product (wgmma) that warpgroups have started, with the registers that it writes and the operands that it reads."""
   product: Product
   accumulators: Registers
   operands: list[Operand]

@@ -1,4 +1,5 @@
-"""Finds instructions that need every lane of a wave where a lane may be switched off. EXEC is followed through the function.
+"""Finds instructions that need every lane of a wave, at places where a lane may be switched off. To know this, the checker follows the mask of active
+lanes (EXEC) through the function.
 
 An instruction that reads other lanes gets no value from a lane that is switched off: v_permlane16_swap_b32 leaves that lane's register unchanged,
 ds_bpermute_b32 gives 0, and a matrix instruction of RDNA needs EXEC to be all ones (RDNA3 ISA section 7.9). clang may move such an instruction into a
@@ -38,7 +39,7 @@ def _least(facts:Iterable[Fact]) -> Facts:
 def _meet(a:Facts, b:Facts) -> Facts: return a if a == b else _least(f | g for f, g in product(a, b))
 
 def _dwords(operand:str) -> tuple[str, ...]:
-  """The 32-bit registers of an operand."""
+  """Returns the 32-bit registers that an operand consists of."""
   if operand in ("vcc", "exec"): return f"{operand}_lo", f"{operand}_hi"
   if (m := re.fullmatch(r"(s|ttmp)\[(\d+):(\d+)\]", operand)) is not None: return tuple(f"{m[1]}{i}" for i in range(int(m[2]), int(m[3]) + 1))
   return (operand,)
@@ -48,8 +49,8 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns the facts about scalar registers after an operation has written register `out`. Until the old value of `out` is no longer needed, ""
-  names the new value."""
+  """Returns the facts about scalar registers after an operation has written register `out`. In between, "" names the new value, because facts about
+  the old value are still needed."""
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
     made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(wanted, chosen)), (operands[x] for x in but)) - {"0"}
@@ -73,7 +74,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   return facts
 
 def _written(x:Instruction, operands:list[str]) -> Iterator[str]:
-  """The scalar registers that an instruction writes. The position of an operand says whether the instruction writes it."""
+  """Returns the scalar registers that an instruction writes. The position of an operand says whether the instruction writes it."""
   if re.match(r"s_(cmp|bitcmp|branch|cbranch|wait|barrier|set|nop|sleep|delay|clause|store|endpgm)", x.op): return
   for operand in operands[:2 if re.search(r"_co_|_div_scale|_mad_[ui]64", x.op) else 1]: yield from _dwords(operand)
   if x.op.startswith("v_cmpx"): yield from EXEC
@@ -89,8 +90,8 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts on one side of a branch. On one side of a branch on EXEC, no lane is active: the empty fact, which no lane satisfies, marks a
-  path that no wave takes."""
+  """Returns the facts on one side of a branch. On one side of a branch on EXEC no lane is active. Then the result has the empty fact, which no lane
+  can satisfy: it marks a path that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 

@@ -1,4 +1,4 @@
-"""Finds buffer instructions that add a number to a register that may be negative: no document says what the memory unit does then
+"""Finds buffer instructions that add an immediate number to a register which may be negative. No document says what the memory unit does then
 (attn/emulator/offsets.py).
 
 Registers are followed through a function as ranges of unsigned numbers. A register becomes unknown if it comes from memory, from an instruction that
@@ -38,14 +38,14 @@ def _scalar_field(x:Range, at:Range) -> Range:
 def _least(*xs:Range) -> Range: return min(x[0] for x in xs), min(x[1] for x in xs)
 def _most(*xs:Range) -> Range: return max(x[0] for x in xs), max(x[1] for x in xs)
 def _below(limit:int, fn:Callable[..., Range]) -> Callable[..., Range]:
-  """Limits a rule to operands of at most `limit`. Beyond `limit` the rule is wrong, because numbers are signed, or because the instruction reads only
-  some bits of its first two operands."""
+  """Makes a rule that only holds if all operands are at most `limit`. Beyond `limit` the rule is wrong, because numbers are signed, or because the
+  instruction reads only some bits of its first two operands."""
   return lambda *xs: fn(*xs) if max(x[1] for x in xs[:2]) <= limit else UNKNOWN
 def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]
   return _most(*xs) if len(known) == len(xs) else (known[0][0], POSITIVE) if known else UNKNOWN
 def _middle_signed(*xs:Range) -> Range:
-  """Range of the median of three signed numbers. The median lies between any two of them."""
+  """Returns the range of the median of three signed numbers. The median lies between any two of them."""
   known = [x for x in xs if x[1] <= POSITIVE]
   return _hull(*known) if len(known) > 1 else UNKNOWN
 def _same(x:Range) -> Range: return x
@@ -74,7 +74,7 @@ def _rule(op:str) -> Callable[..., Range]|None:
   return next((fn for pattern, fn in _RULES if re.fullmatch(pattern, name)), None)
 
 def _range(operand:str, known:Known) -> Range:
-  """Range of an operand. The range of a register with a sign or absolute value is unknown, because the register holds a float."""
+  """Returns the range of an operand. The range of a register with a sign or absolute value is unknown, because the register holds a float."""
   if named := registers(operand): return known.get(named[0], UNKNOWN) if len(named) == 1 and re.search(r"[-|(]", operand) is None else UNKNOWN
   try: number = int(operand, 0) & LARGEST_WORD
   except ValueError: return UNKNOWN
@@ -99,7 +99,7 @@ HALVES = ("vcc", "exec")      # two registers of one name
 _FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """Range in which the value of each register is known to lie: in the active lanes, and in all lanes."""
+  """The ranges of values that registers are known to have: one range for the active lanes, and one for all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 

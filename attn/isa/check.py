@@ -1,5 +1,5 @@
-"""Checks of machine code: what would be wrong in a kernel, or needlessly slow. CHECKS names each check. A check looks at one function and reports its
-findings in words.
+"""Checks of machine code. They find what is wrong in a kernel, or slows it down without need. CHECKS names each check. A check looks at one function
+and reports its findings in words.
 
   findings(assembly_text, "gfx942")           every check on any text
   python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use or under users' compilers"""

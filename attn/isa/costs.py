@@ -1,8 +1,8 @@
 """The cost of every kernel of ours on every chip, one line each, and the slow idioms that no kernel may contain.
 
-  python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
-  python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same for users' compilers, which are not ours
-  file.compare(text_of_the_file, file.lines_of(SPECS))                      the changed lines, as a test shows them"""
+python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
+python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same figures under the compilers that users may have
+file.compare(text_of_the_file, file.lines_of(SPECS))                      the changed lines, as a test shows them"""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -32,15 +32,15 @@ def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:b
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on one of our kernels. `useful`, the share of the matrix unit's rate that useful products get, covers all kernels that do the work
-  together. If `rank` or `every_block` chooses another loop than the hot one, it covers this kernel alone."""
+  """Reports on one of our kernels. `useful` is the share of the matrix unit's peak rate that goes to useful products. It covers all kernels that do
+  the work together (both backward kernels). If `rank` or `every_block` chooses another loop than the hot one, it covers this kernel alone."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core. The
-  `useful` of each report covers all kernels that do the work together."""
+  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core. The figure
+  `useful` of a report covers all kernels that do the work together (both backward kernels)."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
@@ -49,7 +49,7 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """Returns the report with `useful` recomputed for kernels that run one after another: the times of these kernels add up."""
+  """Returns the report with the figure `useful` recomputed for kernels that run one after another: their times are added."""
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report
   return replace(report, loop=replace(report.loop, useful=1/sum(1/x for x in shares)))
@@ -60,13 +60,13 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """A file of costs: its header, its columns (the first column is the kernel), and the function that computes its lines."""
+  """A file of costs: its header, its columns (the first one names the kernel), and the function that computes its lines."""
   header: str
   columns: tuple[str, ...]
   lines_of: Callable[[Sequence[Spec]], list[str]]
 
   def text(self, lines:Sequence[str]) -> str:
-    """Text of the file: header and aligned columns. Kernels are in the order of SPECS."""
+    """Returns the text of the file: the header and aligned columns. Kernels are in the order of SPECS."""
     place = {str(spec): i for i, spec in enumerate(SPECS)}
     rows = [list(self.columns), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
     widths = [max(len(r[i]) for r in rows) for i in range(len(self.columns))]
@@ -96,7 +96,7 @@ def _short(tools:Toolchain) -> str:
   return "clang " + tools.version.split("clang version ")[1].split()[0]
 
 def costs() -> Costs:
-  """The file docs/costs.txt: every figure, under the compiler in use."""
+  """Returns the file docs/costs.txt: every figure, under the compiler in use."""
   header = (f"# The costs of our kernels under {_short(toolchain())}: bounds from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF), lambda specs: [line_of(r) for r in reports_of(specs)])
@@ -106,12 +106,12 @@ def costs() -> Costs:
 CELLS = ("tile", "regs", "spill", "waves")
 
 def knows(tools:Toolchain, arch:str) -> bool:
-  """Returns whether this release of LLVM supports the chip."""
+  """Returns whether the LLVM release of a compiler supports the chip."""
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Computes the columns CELLS for the kernels whose chips a compiler supports: the tile as queries x keys, registers, spills, and waves per SIMD by
-  registers."""
+  """Computes the columns CELLS for the kernels whose chips a compiler supports: the tile as queries x keys, registers, spills, and the number of
+  waves per SIMD that registers allow."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
   for spec, report in zip(found, reports_of(found, tools), strict=True):
@@ -121,7 +121,7 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """The file docs/costs_compilers.txt: registers, spills and waves of the default tiles under each of several compilers."""
+  """Returns the file docs/costs_compilers.txt: registers, spills and waves of the default tiles under each of several compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(_short, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   def lines_of(specs:Sequence[Spec]) -> list[str]:
@@ -132,7 +132,7 @@ def costs_under(compilers:Sequence[Toolchain]) -> Costs:
 # ***** slow idioms *****
 
 def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
-  """Splits an instruction into (mnemonic, operands without modifiers). Returns two of these for a dual-issue pair."""
+  """Splits an instruction into (mnemonic, operands without modifiers). For a pair of instructions that issue together (dual issue), returns both."""
   parts = [part.strip().replace("v_dual_", "v_", 1).partition(" ") for part in x.text.split("::")]
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]
 

@@ -97,16 +97,17 @@ def loops_of(blocks:Sequence[Block]) -> list[Loop]:
 
 def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
   """Finds the innermost loops with matrix instructions. Loops with more floating point operations come first; of loops with equally many, the loop
-  with fewer instructions comes first. So of a causal kernel's two loops, which have equal matrix work, the loop without a mask comes first."""
+  with fewer instructions comes first. A causal kernel has two loops with equal matrix work: of these the loop without a mask comes first."""
   flops = [b.flops for b in blocks]
   loops = [(sum(flops[i] for i in loop.body), loop) for loop in loops_of(blocks)]
   loops = [(f, loop) for f, loop in loops if f and not any(g and other.body < loop.body for g, other in loops)]
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """Finds the path of a usual trip: the cheapest path from a loop's header to its end that has all of the loop's matrix work and nearly one
-  exponential per score (97 %, because a side block may have some). The path leaves out rare side blocks, such as a rescale of the accumulator that
-  few trips need. The path goes through an inner loop once. `flops_per_exp` is the matrix work per v_exp instruction, 0 if unknown."""
+  """Finds the path that an iteration of a loop usually takes: the cheapest path from the loop's header to its end that has all of the loop's matrix
+  work and nearly one exponential per score (97 %, because a side block may have some). The path leaves out rare side blocks, such as a rescale of the
+  accumulator that few iterations need. The path goes through an inner loop once. `flops_per_exp` is the matrix work per v_exp instruction, 0 if
+  unknown."""
   inside = {b: [s for s in blocks[b].successors if s in loop.body and s != loop.header] for b in loop.body}
   order = _postorder(loop.header, inside)[::-1]
   rank = {b: i for i, b in enumerate(order)}
@@ -129,7 +130,7 @@ def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[i
   return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])
 
 def way_inside(blocks:Sequence[Block], loop:Loop, first:int, last:int) -> list[int]:
-  """Finds the shortest path inside a loop from block `first` up to, but without, block `last`. Empty if there is no path."""
+  """Finds the shortest path inside a loop from block `first` to block `last`. The path includes `first` but not `last`. Empty if there is no path."""
   ways = [[first]]
   for way in ways:
     for s in blocks[way[-1]].successors:

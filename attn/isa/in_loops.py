@@ -1,9 +1,9 @@
-"""Finds code that no loop should have, because every trip pays for it: loads that are done lane by lane, and spilled registers.
+"""Finds code that no loop should have, because every iteration pays for it: loads that are done lane by lane, and spilled registers.
 
-A load through a descriptor needs the descriptor in scalar registers. If clang has computed its address or size in vector registers, even with one
-value for all lanes, each load gets a loop of its own (a waterfall): v_readfirstlane_b32 takes the value of one lane, EXEC is narrowed to the lanes
-with the same value, and these lanes load. The other lanes load in later trips. Spilled vector registers go to memory (scratch). Spilled scalar
-registers go to lanes of a vector register (v_writelane_b32, v_readlane_b32)."""
+A load through a buffer descriptor needs the descriptor in scalar registers. If clang has computed the descriptor's address or size in vector
+registers, even with one value for all lanes, each load gets a loop of its own (a waterfall): v_readfirstlane_b32 takes the value of one lane, EXEC is
+narrowed to the lanes with the same value, and these lanes load. The other lanes load in later iterations. Spilled vector registers go to memory
+(scratch). Spilled scalar registers go to lanes of a vector register (v_writelane_b32, v_readlane_b32)."""
 from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from attn.isa.flow import Block, Loop, loops_of, matrix_loops, usual_path
@@ -15,7 +15,7 @@ ACCESSES = ("load", "load_to_lds", "store", "memory_other")
 def _inside(blocks:Sequence[Block], loop:Loop) -> list[Instruction]: return [x for b in sorted(loop.body) for x in blocks[b].instructions]
 
 def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
-  """Returns whether a loop is a waterfall: it makes one trip for each different value among the lanes, to access memory."""
+  """Returns whether a loop is a waterfall: to access memory, it has one iteration for each different value among the lanes."""
   inside = _inside(blocks, loop)
   by_value = any(x.op.startswith("v_readfirstlane") for x in inside) and any("and_saveexec" in x.op for x in inside)
   ends = [blocks[b].instructions[-1].op for b in loop.latches]
@@ -37,12 +37,14 @@ def waterfalls(blocks:Sequence[Block]) -> list[str]:
           for header in sorted(found)]
 
 def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
-  """Returns the blocks of a usual trip. For a loop with matrix work, these do not include rare side blocks such as a rescale."""
+  """Returns the blocks that an iteration of a loop usually runs through. For a loop with matrix work, these do not include rare side blocks such as a
+  rescale."""
   if not any(blocks[b].flops for b in loop.body): return loop.body
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """Counts, for each loop, the instructions of one trip that are in `wanted` (compared by identity). Instructions of inner loops do not count."""
+  """Counts, for each loop, the instructions of one iteration that are in `wanted` (compared by identity). Instructions of inner loops do not
+  count."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     own = {b for b in _trip(blocks, loop) if _innermost(loops, b) is loop}

@@ -25,7 +25,7 @@ _COUNTS = ("vgpr_count", "agpr_count", "sgpr_count", "vgpr_spill_count", "sgpr_s
            "max_flat_workgroup_size", "wavefront_size", "workgroup_processor_mode", "kernarg_segment_size", "accum_offset")
 
 def _metadata(text:str) -> dict[str, dict[str, int]]:
-  """Returns for each kernel name the kernel's directives (`amdhsa_...`) and counts."""
+  """Returns, by kernel name, the kernel's directives (`amdhsa_...`) and the counts of its registers and spills."""
   found: dict[str, dict[str, int]] = {}
   for m in re.finditer(r"\.amdhsa_kernel\s+(\S+)(.*?)\.end_amdhsa_kernel", text, re.S):
     found[m[1]] = {k: int(v) for k, v in re.findall(r"\.(amdhsa_\w+)\s+(\d+)\s*$", m[2], re.M)}

@@ -1,11 +1,11 @@
-"""What a kernel costs: registers, LDS, and the work of one trip through its hot loop, with two bounds on the use of the matrix unit.
+"""What a kernel costs: registers, LDS, and the work of one iteration of its hot loop, with two bounds on the use of the matrix unit.
 
   report = analyse(assembly_text, d=128)      # any .s, or llvm-objdump -d output with arch="gfx942"
   print(report.loop.serial)
 
-The hot loop is the innermost loop with the most matrix work. Of a causal kernel's two loops it is the one without the mask. Only the usual path
-through it counts (`flow.usual_path`), without rare side blocks. A kernel that walks over its tiles twice has two hot loops; the report adds up one
-trip of each loop. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
+The hot loop is the innermost loop with the most matrix work. In a causal kernel with two such loops it is the one without the mask. Only the usual
+path through it counts (`flow.usual_path`), without rare side blocks. A kernel that loops over its tiles twice has two hot loops; the report adds up
+one iteration of each loop. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
 from __future__ import annotations
 import dataclasses, re
 from collections import Counter
@@ -38,7 +38,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class HotLoop:
-  """Counts and bounds of one trip of one wave through the hot loop."""
+  """Counts and bounds of one iteration of the hot loop, for one wave."""
   label: str
   instructions: int                 # on the usual path
   instructions_in_all: int          # in every block of the loop
@@ -90,8 +90,8 @@ def waves_by_registers(chip:Chip, registers:int) -> int:
   return min(most, chip.registers//_round_up(registers, chip.granule)) if registers else most
 
 def waves_by_lds(chip:Chip, lds:int, threads:int, whole_processor:bool) -> float:
-  """Number of waves per SIMD for which the LDS has room. In RDNA's CU mode (-mcumode, with which tinygrad and this package compile) a workgroup uses
-  only the half of the LDS that belongs to its CU. In workgroup processor mode two CUs share both halves (RDNA3 ISA, section 2.3)."""
+  """Number of waves per SIMD for which the LDS has room. In RDNA's CU mode (-mcumode, which tinygrad and this package use) a workgroup uses only the
+  half of the LDS that belongs to its CU. In workgroup processor mode two CUs share both halves (RDNA3 ISA, section 2.3)."""
   cu, cus = chip.pipes, 2 if whole_processor else 1
   groups = cus*chip.lds//_round_up(lds, cu.lds_granule)
   return min(cu.max_waves, groups*-(-threads//chip.wave)/(cus*cu.simds))
@@ -129,7 +129,7 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
 
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
             products:LoopProducts=PRODUCTS) -> HotLoop:
-  """Counts the instructions of one trip, and computes the bounds that follow from these counts."""
+  """Counts the instructions of one iteration, and computes the bounds that follow from these counts."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
@@ -168,9 +168,9 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of a trip, number of instructions in all blocks, number of loops
-  with matrix work, waits of a trip). If `products` describes several loops that follow one another, each of them has its own part of the matrix work,
-  and the result covers one trip of each."""
+  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of an iteration, number of instructions in all blocks, number of
+  loops with matrix work, waits of an iteration). If `products` describes several loops that follow one another, each of them has its own part of the
+  matrix work, and the result covers one iteration of each."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()

@@ -40,7 +40,7 @@ class Roofline:
     return self.tflops*1e3*max(self.compute_seconds, self.memory_seconds)/(self.memory_seconds*self.card.gbs)
 
 def trips(p:Problem, tile:Tile) -> list[int]:
-  """Number of key tiles that each query block of a head walks over."""
+  """Returns the number of key tiles over which each block of queries of one head loops."""
   left, right = p.window
   found = []
   for first in range(0, p.Sq, tile.block_m):
@@ -51,7 +51,7 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """Computes a lower bound on the time of the busiest machine, if `machines` machines share `copies` jobs of each size. Of the machines*k + 1 longest
+  """Computes a lower bound on the time of the busiest of `machines` machines, which share `copies` jobs of each size. Of the machines*k + 1 longest
   jobs, some machine gets at least k + 1 jobs. Its time is at least that of the k + 1 shortest among them. The bound is at least the mean time of the
   machines."""
   jobs = sorted(sizes, reverse=True)
@@ -82,7 +82,7 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
 
 @dataclass(frozen=True)
 class Published:
-  """Forward speed that others measured. A field is None if the source doesn't state it, or if it may have any value."""
+  """Forward speed that others have measured. A field is None if the source doesn't state it, or if it may have any value."""
   card: str
   kernel: str
   tflops: float
@@ -96,7 +96,7 @@ class Published:
 
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
-  """Makes the measurements that `figures` holds: kernel -> (TFLOP/s without a mask, TFLOP/s with the causal mask), None if not measured."""
+  """Makes the measurements that `figures` holds: it maps a kernel to (TFLOP/s without a mask, TFLOP/s with the causal mask), None if not measured."""
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]
 
@@ -116,7 +116,7 @@ PUBLISHED: list[Published] = [
 ]
 
 def published(p:Problem, card:str) -> list[Published]:
-  """Returns what others measured on `card` for the shape of `p`, fastest first. If a source leaves a dimension open, its figure is used for every
+  """Returns what others measured on `card` for the shape of `p`, fastest first. If a source does not state a dimension, its figure is used for every
   value of this dimension."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []

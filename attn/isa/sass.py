@@ -7,7 +7,7 @@ from attn.tinygrad_compat import CompileError
 DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ("-c",)}
 
 def _tool(*names:str) -> str|None:
-  """Returns the first tool of `names` that is found on PATH or in the folder of a CUDA toolkit. That is the folder which CUDA_HOME or CUDA_PATH
+  """Returns the first tool of `names` that is found on PATH or in the folder of a CUDA toolkit. That folder is the one that CUDA_HOME or CUDA_PATH
   names, the folder of nvcc, or the usual folder."""
   nvcc = shutil.which("nvcc")
   homes = [Path(os.environ[x])/"bin" for x in ("CUDA_HOME", "CUDA_PATH") if x in os.environ]

@@ -35,7 +35,7 @@ KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   
 
 @dataclass(frozen=True, order=True)
 class Spec:
-  """The name of one of our kernels."""
+  """The name of one of our kernels, in parts: chip, head dimension, dtype, mask and kernel."""
   arch: str
   d: int
   dtype: str = "float16"
@@ -53,7 +53,7 @@ class Spec:
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """Names of the kernels that do the work together: forward by itself, or both backward kernels."""
+    """Names of the kernels that do the work together: forward alone, or both backward kernels."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod
@@ -82,7 +82,7 @@ class Source:
 @dataclass(frozen=True)
 class Shape:
   """Size of a problem: batch, query heads, key/value heads, keys, and queries. If the number of queries is not given, it is the number of keys, or
-  one per sequence for decode."""
+  for decode 1."""
   b: int
   h: int
   hkv: int

@@ -66,7 +66,7 @@ def full(reports:Sequence[Report], change:bool=False) -> Table:
   return table
 
 def waits(report:Report) -> Table:
-  """Lists the waits and barriers of a trip, one per line."""
+  """Lists the waits and barriers of one iteration of the hot loop, one per line."""
   table = Table("at", "after matrix", "wait or barrier", "for", "the last of them", "issued before", "matrix since", "still under way",
                 title=f"{report.name}: waits and barriers of a trip")
   for x in report.waits:

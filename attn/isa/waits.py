@@ -1,4 +1,4 @@
-"""What a trip of the hot loop waits for: each wait with the access that it waits for, and the accesses under way at each barrier.
+"""What an iteration of the hot loop waits for: each wait with the access that it waits for, and the accesses that are not complete at each barrier.
 
 A counter counts the accesses that a wave has issued and that are not done. They finish in the order of issue, and a wait for n lasts until at most n
 are left. Scalar loads may finish in another order; while they are under way, code waits until 0 accesses are left. For the accesses that each counter
@@ -14,7 +14,7 @@ from attn.isa.flow import Block, Loop, way_inside
 from attn.isa.instruction import Instruction
 
 def counters_in(number:int, counters:Counters) -> dict[str, int]:
-  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, how many accesses may still be under way."""
+  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, how many accesses may still be incomplete."""
   found = {}
   for name, fields in counters.number.items():
     value = shift = 0
@@ -24,7 +24,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """The accesses that a wait waits for."""
+  """The accesses for which one wait waits."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction
@@ -33,7 +33,7 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Stop:
-  """A wait for one counter, or a barrier, in a trip."""
+  """A wait for one counter, or a barrier, in an iteration of the hot loop."""
   at: int                       # index among the instructions of the trip
   matrix: int                   # matrix instructions of the trip before it
   what: str                     # "vmcnt(4)", "s_barrier", or the text of a wait for the ALU
@@ -44,7 +44,7 @@ _NO_ACCESS = ("buffer_inv", "buffer_gl", "global_inv", "global_wb", "s_dcache") 
 _WITH_RESULT = re.compile(r"\b(glc|sc0|TH_ATOMIC_RETURN)\b")
 
 def raised_by(x:Instruction, counters:Counters) -> set[str]:
-  """Returns the counters that count an instruction."""
+  """Returns the counters that an instruction increments."""
   if x.op.startswith(_NO_ACCESS): return set()
   if x.kind.startswith("lds_"): return {counters.lds}
   if x.kind == "scalar_load": return {counters.scalar}
@@ -53,7 +53,7 @@ def raised_by(x:Instruction, counters:Counters) -> set[str]:
   return {counters.store if stores else counters.load} | ({counters.lds} if x.op.startswith("flat_") else set())
 
 def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
-  """Returns for each counter how many accesses may still be under way after a wait. Empty for a wait for the vector ALU."""
+  """Returns for each counter how many accesses may still be incomplete after a wait. Empty for a wait for the vector ALU."""
   named = {name: int(n) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", x.args)}
   number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
   if named or number is None: return named
@@ -64,8 +64,8 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Extends a trip's usual path by the blocks that only waves without an active lane jump over (s_cbranch_execz), because all other waves wait in
-  these blocks."""
+  """Adds to a loop's usual path the blocks that only waves without an active lane jump over (s_cbranch_execz), because all other waves wait in these
+  blocks."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -86,7 +86,7 @@ def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
   return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
-  """Returns the waits and barriers of a trip in the steady state, which is reached after the first trips."""
+  """Returns the waits and barriers of a loop iteration in the steady state, which is reached after the first iterations."""
   counters, stops = chip.counters, list[Stop]()
   under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
   now = matrix = 0
@@ -108,5 +108,6 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   return stops
 
 def time_of_loads(stops:Sequence[Stop]) -> int|None:
-  """Returns the smallest number of matrix instructions between a load from memory and the wait for this load. None if a trip waits for no load."""
+  """Returns the smallest number of matrix instructions between a load from memory and the wait for this load. None if an iteration waits for no
+  load."""
   return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)

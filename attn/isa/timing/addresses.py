@@ -50,7 +50,7 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """Instruction in the form that `WaveState.follow` needs. Each line is parsed once for all waves."""
+  """An instruction in the form that `WaveState.follow` needs. Each line is parsed only once for all waves."""
   instruction: Instruction
   operands: tuple[str, ...]                       # operands as written
   writes: tuple[str, ...]                         # registers that it writes
@@ -65,7 +65,7 @@ def _followed(text:str) -> tuple[_Followed, ...]:
   return tuple(half(op, args) for op, args in issued_together(text))
 
 class WaveState:
-  """Values of the known registers of a wave. The value of a vector register or a mask is an array over the lanes; the value of a scalar register is a
+  """The known values of a wave's registers. The value of a vector register or a mask is an array over the lanes; the value of a scalar register is a
   number."""
   def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
     self.chip, lanes = chip, np.arange(chip.wave, dtype=np.int64)
@@ -187,7 +187,7 @@ class WaveState:
     return sum(use.cycles for use in counter.uses.values())
 
 def bank_cycles_of(trip:Sequence[Instruction], state:WaveState) -> list[int|None]:
-  """Returns the LDS bank cycles of each instruction of a trip, which begins with the registers in `state`."""
+  """Returns the LDS bank cycles of each instruction of a loop iteration, which begins with the registers in `state`."""
   found = []
   for x in trip:
     found.append(state.bank_cycles(x))

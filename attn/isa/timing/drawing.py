@@ -1,5 +1,5 @@
-"""Draws one or two trips as a picture: for each wave of a workgroup a row, which has a lane for each unit and one lane for what the wave waits
-for."""
+"""Draws one or two loop iterations as a picture. Each wave of a workgroup has a row. The row has a line for each execution unit, and one line for
+what the wave waits for."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LANE, _GAP, _LEFT, _TOP, _WIDTH, _SHOWN = 7, 12, 120, 56, 1500, 2
 
 @dataclass(frozen=True)
 class _Bar:
-  """A span of cycles in a lane of a wave's row. The row's last lane, behind the lanes of the units, shows waits."""
+  """A span of cycles in a line of a wave's row of the picture. The row's last line, after the lines of the execution units, shows waits."""
   wave: int
   lane: int
   begin: float

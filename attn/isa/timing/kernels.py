@@ -16,7 +16,7 @@ ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by de
 
 @dataclass(frozen=True)
 class Predicted:
-  """A kernel's timing, and the problem whose time is to be predicted."""
+  """A kernel's timing, and the problem whose time is predicted from it."""
   timing: Timing
   problem: Problem|None
   division: Division|None          # None: not known, so no problem can be predicted

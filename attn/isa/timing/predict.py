@@ -1,12 +1,12 @@
-"""Predicts the time of a problem on a card from the cycles of a trip. A prediction, not a measurement.
+"""Predicts the time of a problem on a card from the cycles of one loop iteration. The result is a prediction, not a measurement.
 
-A workgroup's time is the time of its trips and of its code before and after them. A compute unit gets a new workgroup when it has finished one, and
-the busiest compute unit determines the compute time, at a given clock. Trips of several workgroups on one compute unit overlap: the cycles of a trip
-are those in which all these workgroups make one trip. The prediction is the longest of three times: the compute time, and two lower bounds from the
-data that is moved:
+A workgroup's time is the time of its loop iterations and of its code before and after the loop. A compute unit gets a new workgroup when it has
+finished one, and the busiest compute unit determines the compute time, at a given clock. Several workgroups on one compute unit run at the same time:
+the cycles of an iteration are those in which all these workgroups make one iteration. The prediction is the longest of three times: the compute time,
+and two lower bounds from the data that is moved:
 
   memory  every tensor once, at the memory's bandwidth
-  L2      everything that workgroups read (the rows that each walks over, and its own rows) at the rate of the L2 caches. A
+  L2      everything that workgroups read (the rows that each loops over, and its own rows) at the rate of the L2 caches. A
           workgroup with half as many own rows reads twice the bytes per result
 
 The bytes that really come from memory lie between these two numbers of bytes. They are not modelled."""
@@ -23,7 +23,7 @@ from attn.problem import BYTES, Problem, Shapes
 
 @dataclass(frozen=True)
 class Division:
-  """How a kernel divides a problem: the rows that each workgroup owns, and the rows that it walks over in a trip."""
+  """How a kernel divides a problem: the rows that each workgroup owns, and the rows that it reads in each loop iteration."""
   own: int
   walked: float
   keys: bool = False                     # a workgroup owns keys, and walks over the queries of every head that shares them
@@ -55,18 +55,19 @@ class Prediction:
   def tflops(self) -> float: return self.flops/self.seconds/1e12
 
 def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
-  """Number of workgroups if each owns `own` rows: queries of `heads` heads, or keys."""
+  """Returns the number of workgroups if each owns `own` rows: queries of `heads` heads, or keys."""
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Rows that a workgroup with `own` rows of its own walks over in a trip. This number follows from the number of scores that a wave computes."""
+  """Returns the number of rows that a workgroup with `own` rows of its own reads in one loop iteration. This number follows from the number of scores
+  that a wave computes."""
   assert timing.loops[0].scores is not None
   return timing.loops[0].scores*timing.waves/own
 
 def trips_of_blocks(p:Problem, x:Division) -> list[float]:
-  """Trips of each block of own rows, for one head. If a block owns queries, it makes trips over the keys that these queries see. If a block owns
-  keys, it makes trips over the queries that see these keys."""
+  """Returns the number of loop iterations of each workgroup of one head. A workgroup that owns queries loops over the keys that these queries see. A
+  workgroup that owns keys loops over the queries that see these keys."""
   left, right = p.window
   mine, others = (p.Sk, p.Sq) if x.keys else (p.Sq, p.Sk)
   back, ahead, shift = (right, left, -p.offset) if x.keys else (left, right, p.offset)
@@ -80,14 +81,15 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def bytes_read(p:Problem, x:Division, trips:list[float], copies:int) -> float:
-  """Bytes that all workgroups together read: in each trip of each loop the rows of two tensors, and once the own rows of two tensors."""
+  """Returns the number of bytes that all workgroups together read: in each loop iteration rows of two tensors, and once the own rows of two
+  tensors."""
   row = (p.D + p.Dv)*p.itemsize
   own = p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits
   return sum(trips)*copies*x.walked*row*len(x.products) + p.B*own*row
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Share of the chip's dense rate for which the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit. `row` is the
-  size in bytes of one row of both tensors together. If the share is 1 or more, L2 does not slow the kernel."""
+  """Returns for what share of the chip's peak rate the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit. `row` is
+  the size in bytes of one row of both tensors together. If the share is 1 or more, L2 does not slow the kernel."""
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)

@@ -1,9 +1,9 @@
 """Turns an instruction into what stepping needs: the unit that it holds and for how long, the earlier instructions that it waits for, and the cycles
 after which others may use its result.
 
-A trip is straight-line code that repeats. Therefore an instruction always depends on the instruction that is a fixed number of places earlier, in
-this trip or in the trip before. It issues a fixed number of cycles or more after the earlier instruction. Only s_waitcnt waits for the result of a
-load, as on the machine."""
+An iteration of the loop is straight-line code that repeats. Therefore an instruction always depends on the instruction that is a fixed number of
+places earlier, in this iteration or in the one before. It issues at least a fixed number of cycles after that instruction. Only s_waitcnt waits for
+the result of a load, as on the machine."""
 from __future__ import annotations
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
 class Pipe(IntEnum):
-  """The units that issue instructions; each issues at most one per turn."""
+  """The execution units to which instructions issue. Each issues at most one instruction per turn."""
   VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
 
 _UNIT_OF_KIND = {
@@ -36,7 +36,7 @@ class Dependence:
 
 @dataclass
 class TripStep:
-  """One instruction of a trip."""
+  """One instruction of a loop iteration, with what stepping needs to know about it."""
   instruction: Instruction
   unit: Pipe
   hold: int = 0                    # cycles for which vector issue, or its unit, is held
@@ -61,8 +61,8 @@ _DOT = re.compile(r"v_dot")
 def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
-  """Cycles from the issue of `producer`, which holds the matrix unit for `cycles`, to the issue of `consumer`, which uses the result. `as_sum` says
-  that the consumer only adds to this result."""
+  """Returns the number of cycles from the issue of `producer`, which holds the matrix unit for `cycles`, to the issue of `consumer`, which uses the
+  result. `as_sum` says that the consumer only adds to this result."""
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:
     if user == Pipe.MATRIX and as_sum: return cycles + (m.matrix_sum.value if cycles <= 8 else 0)
@@ -76,13 +76,14 @@ def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool
   return m.vector.value + (m.slow.value - 4//m.turn.value if _is_slow(producer) and m.turn.value == 1 else 0)
 
 def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
-  """Cycles for which an instruction holds the matrix unit. A shape that the chip's table doesn't have is assumed to run at the peak rate."""
+  """Returns the number of cycles for which an instruction holds the matrix unit. A shape that the chip's table doesn't have is assumed to run at the
+  peak rate."""
   shape, flops = matrix_shape(x.op)
   return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/chip.pipes.flops)))
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
-  """Results that each instruction of a trip waits for. The trip is not the first one. For each register that an instruction reads, this is the result
-  of the last instruction that wrote the register."""
+  """Returns the results that each instruction of a loop iteration waits for: for each register that it reads, the result of the last instruction that
+  wrote the register. That instruction may be in the iteration before."""
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
@@ -104,8 +105,9 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Accesses that each instruction of a trip waits for, as distances in instructions, in the steady state. s_waitcnt waits for the accesses that its
-  numbers name. A memory access waits for earlier accesses if its counter would overflow otherwise."""
+  """Returns the memory accesses that each instruction of a loop iteration waits for, as distances in instructions. The iteration is not one of the
+  first. s_waitcnt waits for the accesses that its numbers name. A memory access waits for earlier accesses if its counter would overflow
+  otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):
@@ -158,8 +160,8 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """Makes the steps of a trip. `bank_cycles` are the LDS bank cycles of each instruction, None if the addresses of its access are not known. `taken`
-  says for each instruction whether it is a taken branch."""
+  """Makes the steps (`TripStep`) of a loop iteration. `bank_cycles` are the LDS bank cycles of each instruction, None if the addresses of its access
+  are not known. `taken` says for each instruction whether it is a taken branch."""
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
     step = _step(x, chip, machine, banks)

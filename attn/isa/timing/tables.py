@@ -1,4 +1,5 @@
-"""Prints a prediction as tables: the cycles of a trip, the time of a problem on each card, and the waits by instruction and source line."""
+"""Prints a prediction as tables: the cycles of a loop iteration (a trip), the time of a problem on each card, and the waits by instruction and source
+line."""
 from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from attn.isa.timing.trips import LoopTiming, Timing
 
 
 def trips_table(timing:Timing) -> Table:
-  """Prints the cycles of a trip, one column per loop."""
+  """Prints the cycles of one iteration, one column per loop."""
   table = Table("predicted, not measured", *(f"{timing.name}\n{x.label}" for x in timing.loops))
   for name, values in _rows(timing): table.add_row(name, *values)
   return table
@@ -40,7 +41,7 @@ def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   return table
 
 def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
-  """Prints the longest waits of a trip, each with its instruction and source line."""
+  """Prints the longest waits of an iteration, each with its instruction and source line."""
   table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in a trip, in cycles (predicted)")
   for x in loop.stalls[:most]:
     table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))

@@ -1,5 +1,5 @@
-"""Times a kernel's hot loop. Assembly text goes in; a prediction in cycles comes out. The waves of a compute unit are stepped through several trips
-of the loop, and the time of a trip is measured."""
+"""Times a kernel's hot loop. Assembly text goes in; a prediction in cycles comes out. The waves of a compute unit are stepped through several
+iterations of the loop, and the time of one iteration is measured."""
 from __future__ import annotations
 import math, re
 from bisect import bisect_right
@@ -20,7 +20,7 @@ MOST_ISSUES = 60000        # about the most instructions to step; a long loop ma
 
 @dataclass(frozen=True)
 class Stall:
-  """Wait of the waves at one instruction, as a mean over the trips of a wave."""
+  """How long waves wait at one instruction, as a mean over the iterations of a wave."""
   step: TripStep
   cycles: float      # cycles from when the instruction before allowed the issue until the issue
   idle: float        # part of the delay in which the SIMD's matrix unit was idle
@@ -28,7 +28,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class LoopTiming:
-  """The timing of one trip of a loop."""
+  """The timing of one iteration of a loop."""
   label: str
   cycles: float                    # cycles in which all waves make one trip
   matrix_use: float                # share of these cycles in which the matrix unit is in use
@@ -55,20 +55,21 @@ class Timing:
   unknown: tuple[str, ...] = field(default=())
   @property
   def cycles(self) -> float:
-    """Cycles of one trip of every loop."""
+    """Cycles of one iteration of every loop, added up."""
     return sum(x.cycles for x in self.loops)
   @property
   def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
   @property
   def share(self) -> float:
-    """Matrix operations of the loops, divided by the operations for which the chip's dense 16-bit rate has time in these cycles."""
+    """Matrix operations of the loops, divided by the operations that the chip could do in these cycles at its dense 16-bit peak rate."""
     rate = self.chip.pipes.flops*(2 if self.whole_processor else 1)
     return sum(x.flops for x in self.loops)*self.waves*self.groups/(self.cycles*rate)
 
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """Finds a path from block `first` up to, but without, block `last`. At each branch the path falls through if it can. Empty if there is no path."""
+  """Finds a path from block `first` to block `last`. The path includes `first` but not `last`. At each branch the path falls through if it can. Empty
+  if there is no path."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -88,8 +89,8 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Finds the path of a wave's trip: the usual path, and the blocks that waves without an active lane jump over. These blocks are included if this
-  wave is known to have an active lane."""
+  """Finds the path that a wave takes in an iteration: the usual path, and the blocks that waves without an active lane jump over. These blocks are
+  included if this wave is known to have an active lane."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -123,8 +124,8 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Number of waves of a workgroup that pass an additional barrier before the loop. The other waves jump over the block that holds only this barrier.
-  In kernels with such a block, half of the waves pass the barrier."""
+  """Returns the number of waves of a workgroup that pass an additional barrier before the loop. The other waves jump over the block that holds only
+  this barrier. In kernels with such a block, half of the waves pass the barrier."""
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 
@@ -135,7 +136,7 @@ def _only_a_barrier(block:Block) -> bool:
 # ***** timing *****
 
 def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
-  """Waits at each instruction, over all waves that take the first wave's path."""
+  """Returns the waits at each instruction, over all waves that take the same path as the first wave."""
   same = [i for i, w in enumerate(found.waves) if w.steps is found.waves[0].steps or len(w.steps) == len(steps)]
   sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
   reasons: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -165,13 +166,13 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """Share of the measured cycles in which the matrix units are in use."""
+  """Returns during what share of the measured cycles the matrix units are in use."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
   """Finds the loop that half of a workgroup's waves run instead of `loop`; `loop` itself if there is no other loop. Two such loops have the same
-  matrix work and the same number of barriers. Neither loop leads to the other within one trip of a loop around both."""
+  matrix work and the same number of barriers. Neither loop leads to the other within one iteration of a loop around both."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:
@@ -191,8 +192,8 @@ def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """Times a trip of a loop. `shape` is (workgroups, waves of a workgroup, SIMDs, waves behind). The first half of the waves runs the first loop of
-  `pair`, the second half the second loop. In most kernels both are the same loop."""
+  """Times one iteration of a loop. `shape` is (workgroups, waves of a workgroup, SIMDs, waves behind). The first half of the waves runs the first
+  loop of `pair`, the second half the second loop. In most kernels both are the same loop."""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
@@ -226,12 +227,13 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   return LoopTiming(label, found.cycles, _use(found), scores, flops, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
-  """Bank cycles that each access to LDS would need without bank conflicts; None for other instructions."""
+  """Returns the bank cycles that each access to LDS would need without bank conflicts, and None for other instructions."""
   rate = {"lds_read": chip.pipes.lds_read, "lds_write": chip.pipes.lds_write}
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
 def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
-  """Cycles of a workgroup, with no other on the compute unit, from its beginning to the first loop and from the last loop to its end."""
+  """Returns the cycles that a workgroup needs outside of the loops: from its beginning to the first loop, and from the last loop to its end. No other
+  workgroup runs on the compute unit."""
   first, last = loops[0], loops[-1]
   out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
   ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]
@@ -254,7 +256,7 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
     d, dv     head dimensions as the kernel computes them
     products  what its loops compute
     behind    waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
-    grid      number of workgroups: of a small grid the chip's largest card runs fewer on a compute unit than it has room for
+    grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for
   Raises ValueError for a text without a loop that holds matrix instructions, and if the number of threads of a workgroup is not known."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")

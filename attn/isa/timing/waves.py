@@ -1,4 +1,4 @@
-"""Steps the waves of a compute unit through their trips together: which wave issues which instruction at which cycle, and why not earlier.
+"""Steps the waves of a compute unit through their loop iterations together: which wave issues which instruction at which cycle, and why not earlier.
 
 An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since the one before, the results it
 needs are there, and the accesses it waits for are done. Then its unit has to be free, at a turn of its SIMD. If several waves could issue at the same
@@ -19,7 +19,7 @@ ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class Wave:
-  """One wave of those that are stepped together."""
+  """One of the waves that are stepped together."""
   group: int                 # workgroup
   simd: int
   steps: Sequence[TripStep]      # the steps of a trip
@@ -38,7 +38,7 @@ class Issue:
 
 @dataclass
 class Run:
-  """The result of stepping waves through their trips."""
+  """The result of stepping waves through iterations of their loops."""
   waves: Sequence[Wave]
   trips: int                                             # measured trips of a wave, in the mean
   begin: int = 0                                         # cycle where measuring began
@@ -49,7 +49,7 @@ class Run:
 
   @property
   def cycles(self) -> float:
-    """Cycles in which every wave makes one trip, as a mean over the measured trips."""
+    """Cycles in which every wave makes one iteration, as a mean over the measured iterations."""
     return (self.end - self.begin)/self.trips
 
 class _Groups:
@@ -68,8 +68,8 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Steps the waves until they have made `trips` trips on average, or with `every` until each wave has made `trips`. Nothing is recorded in the
-  `first` trips. Each workgroup begins `apart` cycles after the workgroup before it."""
+  """Steps the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips`. Nothing is recorded in
+  the `first` iterations. Each workgroup begins `apart` cycles after the workgroup before it."""
   m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
