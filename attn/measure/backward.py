@@ -37,7 +37,7 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """Functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
+  """Returns functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -53,7 +53,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
   return found
 
 def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
-  """Timer for PyTorch: the seconds of one call of `run`, as a mean over the calls that fill a round."""
+  """Times PyTorch: returns the seconds of one call of `run`, as a mean over the calls that fill a round."""
   import torch
   def seconds(count:int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,12 +66,12 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Tensors that a kernel writes, not computed yet. `have` has the tensors that exist."""
+  """Returns the tensors that a kernel writes, not computed yet. `have` has the tensors that exist already."""
   given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Timer for our kernels: the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
+  """Times our kernels: returns the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
   schedule = compiled(*outputs)
   count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
   return lambda: cuda_seconds(schedule, count)
@@ -116,7 +116,7 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
   return row | {"apart": apart, "verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems(words:list[str]) -> list[tuple[Problem, bool]]:
-  """Problems whose name has every word. Without the word "float32" there are no problems in float32 among them."""
+  """Returns the problems whose name has every word. Problems in float32 are included only if the word "float32" is given."""
   found = []
   cases = [*itertools.product(SIZES, ("bfloat16", "float16"), (False, True))]
   if "float32" in words: cases = [*itertools.product(SIZES_FP32, ("float32",), (False, True))]

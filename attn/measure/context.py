@@ -22,7 +22,8 @@ MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long enough for a sustained rat
 
 @dataclass(frozen=True)
 class SharedProblem:
-  """A problem that devices share. `shared` says what they share: "rows", "keys" or "heads". With `backward`, dq, dk and dv are computed, too."""
+  """A problem that is divided among devices. `shared` says what is divided: "rows", "keys" or "heads". With `backward`, dq, dk and dv are computed,
+  too."""
   shared: str
   H: int
   Hkv: int
@@ -43,11 +44,11 @@ CONTEXTS = (*(replace(LONG_ROWS, Hkv=heads, causal=causal) for heads in (32, 8) 
             SharedProblem("keys", 32, 8, 1, 2097152), *(SharedProblem(shared, 32, 8, 1, 524288) for shared in ("keys", "heads")))
 
 def small(row:SharedProblem) -> SharedProblem:
-  """Returns the problem at a size that is small enough for the emulator."""
+  """Returns the problem of a row with sizes that are small enough for the emulator."""
   return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
 
 def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
-  """Makes q, k and v, sharded over the devices as the row says. With one device they are whole on it."""
+  """Returns q, k and v, sharded over the devices as the row of the table says. A single device has all of them."""
   shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
   def placed(x:Tensor, is_q:bool) -> Tensor:
     if len(devices) == 1: return x.to(devices[0])
@@ -58,7 +59,7 @@ def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
 def order_of(row:SharedProblem) -> str: return "zigzag" if row.shared == "rows" and row.causal else "contiguous"
 
 def computes(row:SharedProblem, devices:tuple[str, ...]) -> Callable[..., list[Tensor]]:
-  """Returns a function of q, k and v that makes one call. The results of the call are not realized."""
+  """Returns a function of q, k and v that makes one call of attention. The results of the call are not realized."""
   options: dict[str, Any] = {"causal": row.causal}
   if len(devices) > 1: options["sequence_order"] = order_of(row)
   def call(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]:
@@ -130,8 +131,8 @@ def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]
 def piece_name(call:UOp) -> str: return f"copy from {call.src[2].device}" if call.src[0].op is Ops.COPY else str(call.src[0].arg.function_name)
 
 def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
-  """Lines for the output. They say how long each kernel and copy takes, and two times between which the measured time should lie: the time if all
-  copies run beside kernels, and the time if no copy does."""
+  """Returns lines of output that say how long each kernel and each copy takes. They also give two times between which the measured time should lie:
+  the time if all copies run beside kernels, and the time if no copy does."""
   pieces = pieces_alone(row, devices)
   def total(device:str, copied:bool) -> float:
     return sum(x.ms for x in pieces if x.copied == copied and Device.canonicalize(device) in x.device.split())

@@ -58,14 +58,14 @@ DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1
            *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT)
 
 def normal(*shape:int) -> Tensor:
-  """Returns a tensor of random numbers, which repeat until they fill the shape."""
+  """Returns a tensor of normally distributed random numbers, which repeat until they fill the shape."""
   count = math.prod(shape)
   drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
   x = Tensor(drawn)
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """Makes the call of a decode step on random numbers. The pages are in random order."""
+  """Makes the checked call of a decode step on random numbers. The pages are in random order."""
   q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
@@ -75,7 +75,7 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, normal(*shape), normal(*shape), options_of("attention", options))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Timer of one step. The tile and the number of splits are those of `work`, or by default those that dispatch chooses."""
+  """Returns a timer of one decode step. The tile and the number of splits are those of `work`, or by default those that dispatch chooses."""
   choice = call.choice()
   o, = run_matrix(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -83,7 +83,7 @@ def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
 
 def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
-  """Timer of one call of `run`, measured on a graph of STEPS calls."""
+  """Returns a timer of one call of `run`, measured on a graph of STEPS calls."""
   import torch
   for _ in range(3): run()
   torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Timers of PyTorch's backends. Empty for problems with pages and for latent attention, which PyTorch cannot compute."""
+  """Returns timers of PyTorch's backends. Empty for problems with pages and for latent attention, which PyTorch cannot compute."""
   import torch
   if row.page or row.v_dim: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
@@ -132,8 +132,8 @@ def fastest_step(call:CheckedCall, work:Work) -> float:
   return min(seconds() for _ in range(ROUNDS))
 
 def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
-  """Times the table's tile and all other possible tiles, and keeps the fastest. Returns rows of a table, fastest first. Raises ValueError if no
-  kernel of latent attention takes the problem."""
+  """Times the tile of the table and all other possible tiles, and keeps the fastest. Returns rows for printing, fastest first. Raises ValueError if
+  no kernel of latent attention supports the problem."""
   call = call_of(row)
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
@@ -151,8 +151,8 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 
 def decode_steps(words:list[str]) -> list[DecodeStep]:
-  """Returns the decode steps whose name has each word, with the numbers changed that words NAME=NUMBER give. Raises ValueError for a word with an
-  unknown NAME or a wrong NUMBER."""
+  """Returns the decode steps whose name has each word. A word NAME=NUMBER changes this number in each step instead. Raises ValueError for a word with
+  an unknown NAME or a wrong NUMBER."""
   names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
   for word in words:
     name, equals, number = word.partition("=")

@@ -1,4 +1,4 @@
-"""Checks that the machine has what a measurement needs. If not, one sentence tells the user what is missing."""
+"""Checks that the machine has what a measurement needs. If something is missing, one sentence tells the user what it is."""
 from __future__ import annotations
 import importlib.util, os, shutil
 from attn.tinygrad_compat import Device, device_of

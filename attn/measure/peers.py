@@ -27,18 +27,18 @@ ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # how 
                                                                           # 32 in float32
 
 def sweep(dtype:str) -> list[dict[str, Any]]:
-  """Settings of SWEEP=1: a list of shapes for matrix units, in both 16-bit dtypes. With DTYPE=float32 it is a list of shapes for the kernels of
-  float32."""
+  """Returns the settings of SWEEP=1: a list of shapes for matrix units, in both 16-bit dtypes. With DTYPE=float32 it is a list of shapes for the
+  kernels of float32."""
   shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
   return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
 
 def backends(dtype:str) -> dict[str, Any]:
-  """PyTorch's backends for inputs of this dtype, by name."""
+  """Returns PyTorch's backends for inputs of this dtype, by name."""
   from torch.nn.attention import SDPBackend
   return {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION} if dtype == "float32" else {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 
 def random_inputs(p:Problem, seed:int, *shapes:tuple[int, int]) -> list[Any]:
-  """PyTorch tensors (B, H, S, D) of normally distributed numbers, one for each (H, S)."""
+  """Returns PyTorch tensors (B, H, S, D) of normally distributed numbers, one for each (H, S)."""
   import torch
   generator, kind = torch.Generator("cuda").manual_seed(seed), getattr(torch, p.dtype)
   return [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
@@ -51,8 +51,8 @@ def on_the_host(x:Any) -> np.ndarray:
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """Functions that compute attention with PyTorch, and their outputs, by the name of PyTorch's backend. A backend that refuses the problem is left
-  out."""
+  """Returns functions that compute attention with PyTorch, and their outputs, by the name of PyTorch's backend. A backend that refuses the problem is
+  left out."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:
@@ -67,7 +67,7 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
   return found
 
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
-  """Timer of one call of `attention`, measured on a graph of the calls that fill a round."""
+  """Returns a timer of one call of `attention`, measured on a graph of the calls that fill a round."""
   import torch
   def seconds(run:Callable[[], None]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,5 +1,5 @@
-"""Compares short and crossed sequences with their peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.short [WORD ...]` prints the rows
-whose name has each WORD.
+"""Compares attention over short sequences, and over sequences with different numbers of queries and keys, with its peers on the same NVIDIA GPU:
+`DEV=CUDA python -m attn.measure.short [WORD ...]` prints the rows whose name has each WORD.
 
 Times are device times of one launch in bfloat16, and all peers get equal inputs. Each time is a median over rounds; in a round every peer runs in
 turn. Our kernels are timed by events around the graph of a TinyJit that has captured 100 launches. The peers, PyTorch's SDPA with the
@@ -34,7 +34,7 @@ SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128,
               ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
 
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tuple[Callable[[], float], Tensor]:
-  """Timer of one launch, measured on a TinyJit of many launches that all write the same output. Also returns this output."""
+  """Returns a timer of one launch, measured on a TinyJit of many launches that all write the same output. Also returns this output."""
   out = Tensor.empty(*q.shape, dtype=q.dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:

@@ -1,5 +1,5 @@
-"""Times every tile that a kernel may have, and keeps the fastest for dispatch in the user's cache directory: TUNE=1 of bench.py. The caller says
-how long a kernel takes with a tile, so tests need no GPU."""
+"""Times every tile that a kernel may have, and keeps the fastest one in the user's cache directory, where dispatch finds it. bench.py does this with
+TUNE=1. The caller passes a function that times a kernel with a tile, so tests need no GPU."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence

@@ -1,4 +1,5 @@
-"""Instructions of AMD's chips that tinygrad has no UOp for: HIP text and numpy meaning side by side. Operations of all vendors are in common.py."""
+"""Instructions of AMD's chips that tinygrad has no UOp for: for each, the HIP text that is printed and the meaning in numpy that the emulator runs.
+Operations of all vendors are in common.py."""
 from __future__ import annotations
 from typing import Any
 import functools
@@ -13,7 +14,7 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Meaning of a statement that has no effect on numbers."""
+  """Meaning, in the emulator, of a statement that has no effect on numbers."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
@@ -78,8 +79,8 @@ def share_halves(x:UOp, low:UOp) -> UOp:
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
-  """Text of `low_lanes`. Inline assembly hides the number from clang, so that clang can't reuse an earlier result. (The text calls the intrinsic by
-  its LLVM name: clang 19 has no builtin for it.)"""
+  """Returns the HIP text of `low_lanes`. Inline assembly hides the number from clang, so that clang can't reuse an earlier result. (The text calls
+  the intrinsic by its LLVM name: clang 19 has no builtin for it.)"""
   return Body('__attribute__((device)) bool lanes_of(unsigned) __asm("llvm.amdgcn.inverse.ballot.i32");\n'
               'unsigned bits = 0xffffu;\nasm("" : "+s"(bits) : "v"(x[0]));\nreturn lanes_of(bits);', "x")
 
@@ -93,14 +94,14 @@ def low_lanes(x:UOp) -> UOp:
 # ***** order *****
 
 def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
-  """C++ text of CDNA's s_waitcnt: waits until at most `vmcnt` loads from memory and `lgkmcnt` accesses to LDS of this wave are under way. (The
-  encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
+  """Returns the C++ text of CDNA's s_waitcnt: it waits until at most `vmcnt` loads from memory and `lgkmcnt` accesses to LDS of this wave are not
+  complete. (The encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
 def _in_order(*statements:str) -> str:
-  """C++ text of statements across which neither clang's passes nor its scheduler move accesses to memory. The fences have the scope of one wave and
-  cost nothing. A release fence with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for only
-  some."""
+  """Returns the C++ text of statements across which neither clang's passes nor its scheduler move accesses to memory. The fences have the scope of
+  one wave and cost nothing. A release fence with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for
+  only some."""
   fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
@@ -124,7 +125,7 @@ def barrier_of(waves:UOp, *done:UOp) -> UOp:
   """Barrier that only the waves with a nonzero `waves` execute: from then on the other waves are one barrier behind. Returns a statement."""
   return statement("barrier_of", integer(waves), *done)
 def wait_loads(n:int, *done:UOp) -> UOp:
-  """Waits until at most `n` of this wave's loads to LDS are under way (s_waitcnt vmcnt). Returns a statement."""
+  """Waits until at most `n` of this wave's loads to LDS are not complete (s_waitcnt vmcnt). Returns a statement."""
   return statement("wait_loads", *done, n=n)
 def priority(level:int, *done:UOp) -> UOp:
   """Sets this wave's priority among the waves of its SIMD, 0 to 3, from here on (s_setprio). Returns a statement."""
@@ -138,15 +139,15 @@ def sched_barrier(*done:UOp) -> UOp:
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """Returns the integer x and hides its value from the compiler. A load from an address that depends on the result is repeated for every new value of
-  `trip`, instead of being kept in registers."""
+  `trip` (the number of a loop's iteration), instead of being kept in registers."""
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """Makes the compiler compute the vectors `values` here. Otherwise the compiler may move their computation into a later branch, beyond a barrier.
-  Returns a statement."""
+  """Makes the compiler compute the vectors `values` at this point. Otherwise the compiler may move their computation behind a barrier, into a later
+  branch. Returns a statement."""
   return statement("made_here", *values, n=len(values))
 
 # ***** memory *****
@@ -159,7 +160,7 @@ def _load_to_lds(lanes:Any, pointer:Any, records:Array, offset:Array, lds:Any, *
   return lanes.commit_stores()    # s_waitcnt counts each load by itself
 
 def _load_to_lds_text(printer:Any, out:str) -> Body:
-  """Text of `load_to_lds`. It calls the instruction by its LLVM name, because clang 20 has no builtin for the instruction."""
+  """Returns the HIP text of `load_to_lds`. It calls the instruction by its LLVM name, because clang 20 has no builtin for the instruction."""
   shared = "__attribute__((address_space(3))) void*"
   return Body(f"__attribute__((device)) void load(__amdgpu_buffer_rsrc_t, {shared}, unsigned, int, int, int, int)\n"
               '    __asm("llvm.amdgcn.raw.ptr.buffer.load.lds");\n'
@@ -197,8 +198,8 @@ def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
   column of a tile that is stored by rows (ds_read_u16)."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
-  """Loads 16 bytes as `buffer_load` does, but directly to LDS: lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The load is under way until
-  `wait_loads`. Returns a statement."""
+  """Loads 16 bytes as `buffer_load` does, but directly to LDS: lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The load is not complete
+  until `wait_loads` has waited for it. Returns a statement."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
   """Loads a transposed 4 x 16 matrix of 16-bit elements for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive
@@ -208,7 +209,8 @@ def load_transposed(lds:UOp) -> UOp:
 # ***** matrix unit *****
 
 def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
-  """Text of a matrix instruction. A C cast between vectors of the same size keeps the bits; a vector becomes a number only by __builtin_bit_cast."""
+  """Returns the HIP text of a matrix instruction. A C cast between vectors of the same size keeps the bits; a vector becomes a number only by
+  __builtin_bit_cast."""
   if matrix.operand_type == "long": a, b = (f"__builtin_bit_cast(long, {{{i}}})" for i in range(2))
   else: a, b = (f"({matrix.operand_type}{matrix.operand}){{{i}}}" for i in range(2))
   return str(matrix.call(a, b, "{2}"))

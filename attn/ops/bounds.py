@@ -1,10 +1,10 @@
-"""Uniform integers clamped between two bounds, which clang would otherwise compute in vector registers.
+"""Finds uniform integers that are clamped between two bounds. Without help clang would compute them in vector registers.
 
 If clang knows 0 and n, it makes one vector instruction of min(max(x, 0), n), v_med3_i32, even if x is equal in all lanes; a scalar med3 does not
 exist. Every number computed from the result then lies in a vector register too. If the address or the size of a load is such a number, the load reads
 it lane by lane, in a loop. If clang does not know a bound, it makes a scalar maximum or minimum. attn hides the second bound. If clang knows x, as in
-a loop of one trip, applying the first bound takes no instruction. If the first bound were hidden instead, clang would know x and the second bound,
-which are then two known bounds of the hidden number.
+a loop of one iteration, applying the first bound takes no instruction. If the first bound were hidden instead, clang would know x and the second
+bound, which are then two known bounds of the hidden number.
 """
 from __future__ import annotations
 from attn.ops.operation import Call
@@ -21,7 +21,7 @@ UNIFORM = ("uniform", "opaque_uniform")                # operations whose result
 OF_LANES = (Ops.LOAD, Ops.CUSTOM, Ops.CUSTOMI)         # UOps whose result may differ between lanes even if the operands are equal
 
 def uniform_numbers(uops:list[UOp]) -> set[UOp]:
-  """Numbers that are equal in all threads of a workgroup, as far as their operands show it."""
+  """Returns the numbers that are equal in all threads of a workgroup, as far as their operands show it."""
   found = set[UOp]()
   for u in uops:
     if u.op is Ops.SPECIAL: same = u.arg.startswith("g")
@@ -44,7 +44,7 @@ def is_minimum(u:UOp) -> bool:
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Nodes that apply the second of two bounds to a uniform number; each has the form of a maximum."""
+  """Returns the UOps that apply the second of two bounds to a uniform number. Each has the form of a maximum."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

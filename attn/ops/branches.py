@@ -16,18 +16,18 @@ ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:
-  """Operands that a value depends on. A loaded value depends on the array that it is loaded from. (Of all arrays, `from_all_lanes` only follows
-  register arrays.)"""
+  """Returns the operands that a value depends on. A loaded value depends on the array that it is loaded from. (Of all arrays, `from_all_lanes` only
+  follows register arrays.)"""
   if u.op in (Ops.LOAD, Ops.INDEX, Ops.AFTER): return u.src[:1]
   return () if isinstance(u.arg, Call) and u.arg.name in FROM_MEMORY else u.src
 
 def _written(u:UOp) -> Iterator[UOp]:
-  """Register arrays that a store writes, or that an operation may write. An operation may write every array among its operands."""
+  """Returns the register arrays that a store writes, or that an operation may write. An operation may write every array among its operands."""
   for s in u.src[:1] if u.op is Ops.STORE else u.src if isinstance(u.arg, Call) else ():
     if s.op is Ops.INDEX and s.addrspace is AddrSpace.REG: yield s.buf_uop
 
 def from_all_lanes(uops:list[UOp]) -> set[UOp]:
-  """Values and register arrays of a program that depend on an operation across lanes."""
+  """Returns the values and register arrays of a program that depend on an operation across lanes."""
   found, before = set[UOp](), -1
   while len(found) > before:      # registers carry values from one trip of a loop to the next
     before = len(found)

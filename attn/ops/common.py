@@ -16,7 +16,7 @@ def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float3
 def u32(n:int) -> DType: return dtypes.uint if n == 1 else vector_dtype("uint32", n)
 def length(x:UOp) -> int: return VECTORS[x.dtype][1] if x.dtype in VECTORS else 1
 def resized(x:UOp, n:int) -> DType:
-  """Type of a vector of n elements that have the type of x's elements."""
+  """Returns the type of a vector of n elements that have the type of x's elements."""
   return (u32 if x.dtype == dtypes.uint or VECTORS.get(x.dtype, ("",))[0] == "uint32" else f32)(n)
 
 # ***** vectors *****
@@ -33,13 +33,13 @@ def _slice(c:Any, x:Value, *, start:int, n:int) -> Value: return c.part(x, start
 def _concat(c:Any, x:Value, y:Value) -> Value: return c.join(x, y)
 
 def splat(x:float|UOp, n:int) -> UOp:
-  """Vector of n copies of one number."""
+  """Makes a vector of n copies of one number."""
   number = x if isinstance(x, UOp) else UOp.const(x, dtypes.float)
   return number if n == 1 else emit("splat", f32(n), number, n=n)
 def build(*xs:UOp) -> UOp: return emit("build", resized(xs[0], len(xs)), *xs)
 def extract(x:UOp, i:int) -> UOp: return emit("extract", resized(x, 1), x, i=i) if length(x) > 1 else x
 def slice_(x:UOp, start:int, n:int) -> UOp:
-  """Vector of the n elements of x from element `start` on."""
+  """Returns the vector of the n elements of x from element `start` on."""
   if n == length(x): return x
   return extract(x, start) if n == 1 else emit("slice", resized(x, n), x, start=start, n=n)
 def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + length(y)), x, y)
@@ -148,29 +148,28 @@ def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Val
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets the elements whose offset is above the limit to -inf."""
+  """Sets elements of x to -inf if their number in `offsets` is above the limit."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets the elements whose offset is outside `first` to `last` (both included) to -inf."""
+  """Sets elements of x to -inf if their number in `offsets` is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
-  """Sets the scores whose offset is "above" or "below" the limit of their row to -inf, as one statement. `scores` is a placeholder of registers. Each
-  of its vectors holds the elements of one row, then the elements of the next row. The elements of a row in vector i have the offsets `offsets` +
-  i*apart."""
+  """Sets scores to -inf, as one statement, if their number in `offsets` is "above" or "below" (`side`) the limit of their row. `scores` is a
+  placeholder of registers. Each of its vectors holds the elements of one row, then the elements of the next row. The elements of a row in vector i
+  have the numbers `offsets` + i*apart."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets the elements whose offset is above the limit to 0, even if they are NaN or infinite."""
+  """Sets elements of x to 0, even if they are NaN or infinite, if their number in `offsets` is above the limit."""
   return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets the elements whose offset is outside `first` to `last` (both included) to 0, even if they are NaN or infinite."""
+  """Sets elements of x to 0, even if they are NaN or infinite, if their number in `offsets` is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Returns the distance of each offset from the first offset. Most vectors have equal distances, so one printed function is enough for all of
-  them."""
+  """Subtracts the first offset from each offset. Most vectors have equal differences, so one printed function is enough for all of them."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
-  """P = exp2(scores*scale + addend). The vector of scores holds its rows one after another; `addend` has one number for each row."""
+  """Computes P = exp2(scores*scale + addend). The vector of scores holds its rows one after another; `addend` has one number for each row."""
   return emit("weights", scores.dtype, scores, addend, rows=length(addend), scale=scale)
 
 # ***** memory *****
@@ -191,7 +190,7 @@ def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int)
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
-  """C++ expression for a buffer descriptor of the `records` bytes from `base` on."""
+  """Returns a C++ expression for a buffer descriptor of the `records` bytes from `base` on."""
   return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:
@@ -242,8 +241,8 @@ def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   """Returns an entry of a block table, used only in lanes where `there` is true. The emulator stops if such an entry is not in 0..count-1."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns the number of a page. If `gate` is true, this lane writes to the slot `slot`, which lies in this page. The emulator stops if another lane
-  of the grid writes to the same slot."""
+  """Returns the number of a page, and declares that this lane writes to the slot `slot` of this page if `gate` is true. The emulator stops if another
+  lane of the grid writes to the same slot."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know about an integer *****

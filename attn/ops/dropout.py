@@ -6,7 +6,7 @@ batch) and a key, which is the seed. One call serves an octet, which is eight ne
 i is the 16-bit number for key 2*i + h of the octet. The key's element is kept if this number is at least p * 2^16. So p has steps of 2^-16.
 
 A lane needs the bits of the scores in its registers. Lanes that share a query, or eight lanes whose keys form an octet, divide the calls among
-themselves and exchange the results. The bits of 32 rows that a kernel walks over form one dword: row 8*j + 2*i + h is bit 4*j + i + 16*h. So two
+themselves and exchange the results. The bits of 32 neighbouring rows of a tile form one dword: row 8*j + 2*i + h is bit 4*j + i + 16*h. So two
 neighbouring rows have the same bit in both halves, as a mask for two packed numbers needs it.
 """
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUMPS = (0x9e3779b9, 0xbb67ae85)       # added to the key from round to round: t
 PHILOX_ROUNDS = 10
 
 def threshold(p:float) -> int:
-  """Smallest 16-bit number for which an element is kept."""
+  """Returns the smallest 16-bit random number with which an element is kept."""
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
@@ -51,7 +51,7 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """Dword in which bit i + 16*h tells whether key 2*i + h of an octet is kept."""
+  """Returns a dword in which bit i + 16*h tells whether key 2*i + h of an octet (eight neighbouring keys) is kept."""
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
 
@@ -64,7 +64,7 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Joins the bits of several lanes in one dword that all of them get; the bits of this lane begin at bit `place`."""
+  """Joins the bits of several lanes into one dword, which all these lanes get. The bits of this lane begin at bit `place`."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits exchanged with the bits `distance` higher}
@@ -93,8 +93,8 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """Returns the bits of a lane's own rows. Bit `place` of x is the bit of the first row. With `alternate`, two consecutive rows of the lane have
-  neighbouring bits in x: the bit of the second row is moved to the upper half."""
+  """Returns the bits of the rows whose scores a lane holds. Bit `place` of x is the bit of the first of these rows. With `alternate`, two consecutive
+  rows of the lane have neighbouring bits in x: the bit of the second row is moved to the upper half."""
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
 # ***** dropping elements *****
@@ -132,8 +132,8 @@ class TensorWords:
     return product.cast(dtypes.uint), (product >> 32).cast(dtypes.uint)
 
 def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:
-  """Tensor of bool that tells which elements of P are kept. `batch`, `head`, `query` and `key` are index tensors that broadcast; `seed` is uint32
-  (2,)."""
+  """Returns a tensor of bool that tells which elements of P are kept. `batch`, `head`, `query` and `key` are index tensors that broadcast; `seed` is
+  uint32 (2,)."""
   if not threshold(p): return Tensor.full((batch + head + query + key).shape, True, device=seed.device)
   batch, head, query, key = (x.cast(dtypes.uint) for x in (batch, head, query, key))
   words = philox(TensorWords, (query, key >> 3, head, batch), (seed[0], seed[1]))

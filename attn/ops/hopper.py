@@ -1,4 +1,4 @@
-"""Instructions of Hopper's warpgroup kernels: CUDA text and numpy meaning side by side.
+"""Instructions of Hopper's warpgroup kernels: for each, the CUDA text that is printed and the meaning in numpy that the emulator runs.
 
 Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together: it multiplies 64 rows of A, from
 registers or shared memory, by up to 256 columns of B, from shared memory. For each 8 columns a thread holds the elements of the result that it holds
@@ -71,22 +71,22 @@ def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, 
 # ***** the text *****
 
 def accumulators(n:int) -> str:
-  """Registers of n C fragments, as inline assembly names them."""
+  """Returns the names that inline assembly uses for the registers of n C fragments."""
   return ", ".join(f"%{i}" for i in range(4*n))
 
 def both_ways(n:int) -> str:
-  """Registers of n C fragments, as operands of inline assembly that are read and written."""
+  """Returns the registers of n C fragments as operands of inline assembly that are read and written."""
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
-  """Statement that makes a matrix descriptor (9.7.15.5.1.2) of the address, the distance of panels for a transposed B, the distance of 8 rows, and
-  the 128-byte swizzle."""
+  """Returns a statement that makes a matrix descriptor (9.7.15.5.1.2) of the address, the distance of panels for a transposed B, the distance of 8
+  rows, and the 128-byte swizzle."""
   rest = apart >> 4 << 16 | ATOM >> 4 << 32 | 1 << 62
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Inline assembly of one group of instructions, with the registers and predicates that they need. A thread skips the group if operand number
-  `there` is 0. (The branch is inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
+  """Returns inline assembly of one group of instructions, with the registers and predicates that they need. A thread skips the group if operand
+  number `there` is 0. (The branch is inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "wgmma.commit_group.sync.aligned; over: }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
@@ -159,5 +159,5 @@ def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   """Waits for all products that were started, except the last `but` products. After that `acc` may be used. Returns a statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
-  """Number of this thread's warpgroup. The compiler is told that it is uniform in the warp."""
+  """Returns the number of this thread's warpgroup. The compiler is told that it is uniform in the warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -100,8 +100,8 @@ class Hip(Printer):
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
     """Prints the rounding of P to 16 bits. On a chip without a conversion instruction for bf16, it subtracts x*2^16 - x, which is rounded to 24 bits,
-    from x*2^16: the difference is x rounded to nearest even with 8 bits. The rounding takes two operations. CDNA executes each operation for two
-    elements at a time, and RDNA issues two operations together. x*2^16 has to be finite."""
+    from x*2^16: the difference is x rounded to nearest even with 8 bits. The rounding takes two operations. CDNA executes each of them for two
+    elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
     if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
@@ -172,12 +172,12 @@ class Hip(Printer):
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # controls of v_mov_b32_dpp, by the bit in which the lane numbers differ, within four lanes
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """Text that reads the dword of the lane whose number differs from this lane's number in the bit `step` (1, 2 or 4): v_mov_b32_dpp, or
-  ds_swizzle_b32 in its mask mode."""
+  """Returns the text that reads the dword of a neighbouring lane: the lane whose number differs from this lane's number in the bit `step` (1, 2 or
+  4). The instruction is v_mov_b32_dpp, or ds_swizzle_b32 in its mask mode."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """Text that reads the dword of the lane whose number differs by 16 from this lane's number (v_permlanex16_b32). The text permits reads of inactive
-  lanes. No lane is inactive here, but with this permission clang needs no copy of the register that the result replaces."""
+  """Returns the text that reads the dword of the lane whose number differs by 16 from this lane's number (v_permlanex16_b32). The text permits reads
+  of inactive lanes. No lane is inactive here, but with this permission clang needs no copy of the register that the result replaces."""
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

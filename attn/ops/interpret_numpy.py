@@ -8,7 +8,8 @@ from attn.ops.numerics import TWO_ONES, Array
 from attn.ops.operation import Lanes, Value, Variable
 
 class Numbers:
-  """Runs a definition on numpy arrays: a scalar is (T,), a vector (n, T), a register array any pointer that the emulator's `load_register` takes."""
+  """Runs the definition of an operation on numpy arrays: a scalar is (T,), a vector (n, T), a register array any pointer that the emulator's
+  `load_register` takes."""
   inf, nan = np.float32(np.inf), np.float32(np.nan)
   def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active
 
@@ -30,11 +31,11 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Replaces the elements of x whose offset is above (">") or below ("<") the limit by `instead`."""
+    """Replaces elements of x by `instead` if their number in `offsets` is above (">") or below ("<") the limit."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Replaces the elements of x whose offset is outside `first` to `last` (both included) by `instead`."""
+    """Replaces elements of x by `instead` if their number in `offsets` is not in `first`..`last`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors

@@ -1,4 +1,4 @@
-"""Interpreter that turns a definition into UOps: a value is the tuple of its elements' UOps."""
+"""Interpreter that turns the definition of an operation into UOps. A value is the tuple of its elements' UOps."""
 from __future__ import annotations
 import math, operator
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from attn.values import FLOATS
 
 @dataclass(frozen=True)
 class Elements:
-  """Scalar or vector, as the UOps of its elements. An operation of a vector and a scalar applies the scalar to every element."""
+  """A scalar or a vector, as a tuple of the UOps of its elements. An operation of a vector and a scalar applies the scalar to every element."""
   each: tuple[UOp, ...]
   def with_(self, operation:Callable[[Any, Any], Any], other:Any) -> Elements: return elementwise(operation, self, other)
   def __add__(self, y:Any) -> Elements: return self.with_(operator.add, y)

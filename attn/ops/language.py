@@ -31,7 +31,8 @@ class KernelText:
   def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """C++ expression for a call. `types` are the operands' C types (a pointer type ends in *), `sources` their texts, `out` the result's C type."""
+    """Returns the C++ expression for a call. `types` are the operands' C types (a pointer type ends in *), `sources` their texts, `out` the result's
+    C type."""
     operation, printer = call.operation, self.printer()
     if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
     if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
@@ -42,7 +43,7 @@ class KernelText:
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """C++ expression that calls a compound operation's function. The function is printed once for all calls with these types."""
+    """Returns the C++ expression that calls a compound operation's function. The function is printed once for all calls with these types."""
     names = operands_of(definition)
     types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)
@@ -61,7 +62,7 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
 def operands_of(definition:Callable[..., Any]) -> list[str]:
-  """Names of a definition's operands."""
+  """Returns the names of a definition's operands."""
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
 def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:Sequence[str], sources:Sequence[str]) -> str:

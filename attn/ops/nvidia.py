@@ -1,4 +1,5 @@
-"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: CUDA text and numpy meaning side by side.
+"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: for each, the CUDA text that is printed and the meaning in numpy that the
+emulator runs.
 
 Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. A number per row, such as the row's maximum, is a
 float2: one element for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
@@ -22,7 +23,7 @@ ROWS = 2                             # rows of C (and of A) of which a lane has 
 ROW_LANES = RowLanes(ROWS, (1, 2))   # four neighbouring lanes share these rows
 
 def shared(name:str) -> str:
-  """Address of a pointer to shared memory, as an operand of inline assembly."""
+  """Returns the address of a pointer to shared memory, as an operand of inline assembly."""
   return f'"r"((unsigned)__cvta_generic_to_shared({name}))'
 
 # ***** asynchronous copies: 9.7.9.25.3 *****
@@ -70,9 +71,9 @@ instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, g
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
   """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true; the rest of the 16 bytes becomes zero.
-  `source` and `to` are INDEXes. `step` holds two numbers of bytes, one to add to `to` and one to add to `source`. So many addresses need only one
-  register, as in `ldmatrix`. With `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`.
-  Returns a statement."""
+  `source` and `to` are INDEXes. `step` holds two constants in bytes, one to add to `to` and one to add to `source`, so that many addresses need only
+  one register. With `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`. Returns a
+  statement."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
   """Copies 4 bytes from `source` to `to`, both INDEXes, asynchronously, if `gate` is true. If `there` is false, it writes 0 instead. Returns a
@@ -93,7 +94,8 @@ def wait_copies(order:UOp, but:int) -> UOp:
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Meaning of ldmatrix: lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each matrix."""
+  """Meaning of ldmatrix in the emulator: lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each
+  matrix."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
@@ -138,7 +140,7 @@ def _clear(c:Any, acc:Value, *, count:int) -> Value:
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(order:UOp) -> UOp:
-  """C fragment of zeros, made after `order`."""
+  """Makes a C fragment of zeros, after `order`."""
   return emit("zero", F4, order)
 def clear(acc:UOp, *done:UOp) -> UOp:
   """Sets all C fragments of a placeholder of registers to zero. Returns a statement."""

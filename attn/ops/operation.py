@@ -24,7 +24,7 @@ Array = NDArray[Any]
 Value = Any            # value in a definition: an array, a Term of the printed text, or Elements (UOps)
 
 class Variable:
-  """Variable of a definition, which a branch may assign to."""
+  """Variable in the definition of an operation. A branch of the definition may assign to it."""
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
@@ -32,7 +32,7 @@ class Lanes(Protocol):
   zeros (T,)."""
   wave: int                 # lanes of a wave
   @property
-  def active(self) -> Array: """Threads that execute this operation: bool (T,)."""
+  def active(self) -> Array: """Which threads execute this operation: bool (T,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
     """Loads uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread. Checks bounds where `gate` is true; returns zeros where `gate` is
     false."""
@@ -67,8 +67,8 @@ class Lanes(Protocol):
     """Converts the A fragments of a warpgroup's wgmma, uint32 (registers, T), to a matrix of bits (warpgroups, 64, k)."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on; with `more` the product is added to the fragments. `a` and `b`
-    are functions that read the operands, as bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for it, no
-    thread may access the fragments or write what the product reads."""
+    are functions that read the operands, as bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for the product,
+    no thread may access the fragments or write the operands."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
@@ -82,7 +82,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Body:
-  """Body of a C++ function: its statements, one per line. The last statement is a return."""
+  """The body of a C++ function: its statements, one per line. The last statement is a return."""
   statements: str
   parameters: str                            # names of the parameters, separated by spaces
   template: tuple[tuple[str, int], ...] = () # template parameters (name, value): numbers that must be compile-time constants
@@ -92,7 +92,7 @@ Text = str|Body             # text of an operation: an expression with {0}, {1} 
 
 @dataclass(frozen=True)
 class Call:
-  """Argument of a CUSTOM: the name of an operation and its static parameters."""
+  """The argument of a CUSTOM UOp: the name of an operation and its static parameters."""
   name: str
   static: tuple[tuple[str, Any], ...]
   @functools.cached_property
@@ -103,7 +103,7 @@ class Call:
   @property
   def parameters(self) -> dict[str, Any]: return dict(self.static)
   def meaning(self, lanes:Lanes, *sources:Any) -> Any:
-    """Computes the operation in numpy on these sources: (T,) for a scalar, (n, T) for a vector."""
+    """Computes the operation in numpy on the values of its sources: (T,) for a scalar, (n, T) for a vector."""
     with np.errstate(all="ignore"): return self.operation.meaning(lanes, *sources, **self.parameters)
   def format(self, *sources:str) -> str:
     raise NotImplementedError(f"this device's renderer can't print {self.name}, an operation of attn: import attn before the device is opened")

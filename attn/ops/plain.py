@@ -17,7 +17,7 @@ from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes
 # ***** instructions *****
 
 def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
-  """Plain form of `buffer_load`: dwords of the buffer's elements that follow the INDEX `base`, zero beyond `records` bytes."""
+  """Makes plain UOps for `buffer_load`: dwords of the buffer's elements that follow the INDEX `base`, zero beyond `records` bytes."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
   further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
@@ -28,7 +28,7 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
-  """Plain form of `load_where`: dwords of the 32-bit numbers that follow the INDEX `at`, zero if `gate` is false."""
+  """Makes plain UOps for `load_where`: dwords of the 32-bit numbers that follow the INDEX `at`, zero if `gate` is false."""
   buffer, first = at.src
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 

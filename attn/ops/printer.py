@@ -13,7 +13,7 @@ PRINTED_WIDTH = 120            # columns of a printed line, if it can be broken
 # ***** layout of the text *****
 
 def float_literal(x:float) -> str:
-  """C++ text of an fp32 constant."""
+  """Returns the C++ text of an fp32 constant."""
   if math.isinf(x) or math.isnan(x): raise ValueError(f"{x}: a definition must use c.inf or c.nan for it")
   return f"{float(x)!r}f"
 
@@ -42,7 +42,7 @@ def returned(expression:str) -> str: return wrapped(f"  return {expression};", "
 
 @functools.cache
 def length_of(ctype:str) -> int:
-  """Number of elements in a value of this C type."""
+  """Returns the number of elements in a value of this C type."""
   return int(found[1]) if (found := re.fullmatch(r"[a-z]+(\d+)", ctype)) is not None else 1
 
 def element_of(ctype:str) -> str: return {"uint": "unsigned"}.get(name := ctype.rstrip("0123456789"), name)
@@ -50,7 +50,7 @@ def vector_of(element:str, n:int) -> str: return element if n == 1 else f"{'uint
 
 @dataclass(frozen=True)
 class Term:
-  """C++ expression with its type. A vector that was built from single elements keeps their texts in `elements`."""
+  """A C++ expression with its type. A vector that was built from single elements keeps their texts in `elements`."""
   printer: Printer
   text: str
   type: str
@@ -77,7 +77,7 @@ class Term:
 
 @dataclass
 class RegisterArray:
-  """Operand that is an array of registers, with a record of the elements that a definition reads (`used`) and writes (`stored`)."""
+  """An operand that is an array of registers. It records which elements a definition reads (`used`) and writes (`stored`)."""
   text: str
   type: str      # type of an element
   used: set[int] = field(default_factory=set)
@@ -88,14 +88,14 @@ class RegisterArray:
 
 @dataclass(frozen=True)
 class Signature:
-  """Signature of a printed function with register arrays: how the function gets them and returns them."""
+  """How a printed function gets and returns its register arrays: its parameters, its result and its calls."""
   parameters: Sequence[str]
   declaration: str = ""  # declaration of a struct that the function takes and returns
   type: str = ""         # type of the result, if not the operation's own
   result: str = ""       # expression that is returned, if not the operation's value
 
 class Printer:
-  """Runs a definition to get the statements of a C++ function, and the functions that it calls."""
+  """Runs the definition of an operation to get the statements of a C++ function, and the functions that it calls."""
   header: str           # first words of every function's declaration
   functions_of_numbers: ClassVar[dict[str, str]]      # the language's expressions for functions of scalars, with {0} and {1} for the operands
   infinity: ClassVar[str]
@@ -195,6 +195,6 @@ class Printer:
     registers.stored.add(i)
     self.say(f"{registers.text}[{i}] = {bare(self.term(x).text)};")
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
-    """Signature of a function that takes register arrays as pointers."""
+    """Returns the `Signature` of a function that gets register arrays as pointers."""
     return Signature([f"{x.type}* {x.text}" for x in registers])
   def registers_call(self, name:str, sources:dict[str, str], operands:list[Any]) -> str: return f"{name}({', '.join(sources.values())})"

@@ -33,7 +33,7 @@ POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}
 C_NAMES = {dtypes.uint: "unsigned", dtypes.int: "int", dtypes.float: "float", dtypes.bool: "bool"}
 
 def readable(line:str) -> str:
-  """Breaks a line of the source that is longer than LONGEST."""
+  """Breaks a line of the source into several lines if it is longer than LONGEST."""
   return wrapped(line, line[:len(line) - len(line.lstrip())] + " "*6) if len(line) > LONGEST else line
 
 def vector_types(text:str, before:list[str]) -> list[str]:
@@ -44,7 +44,7 @@ def vector_types(text:str, before:list[str]) -> list[str]:
           for name, element, n in sorted(names, key=lambda x: (x[1], int(x[2]))) if name not in declared]
 
 def c_type(u:UOp) -> str:
-  """C type of an operand. A pointer to registers has the type of the element there; a pointer to other memory is a void pointer."""
+  """Returns the C type of an operand. A pointer to registers has the type of the element there; a pointer to other memory is a void pointer."""
   name = C_NAMES.get(u.dtype, u.dtype.name)
   return POINTERS.get(u.addrspace, f"{name}*" if u.addrspace is AddrSpace.REG and u.op is Ops.INDEX else name)
 
@@ -64,10 +64,11 @@ class OperationsPrinter(CStyleLanguage):
     """Declares an operator between vectors: tinygrad prints the operator as it is and expects the language to define it on vectors."""
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Declarations that the source needs and that tinygrad prints only if a kernel computes with the type."""
+    """Returns declarations that the source needs and that tinygrad prints only if a kernel computes with the type."""
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """Source of a kernel. The source of one of attn's kernels (see `is_ours`) begins with MARK; the source of another kernel is tinygrad's."""
+    """Returns the source of a kernel. The source of one of attn's kernels (see `is_ours`) begins with MARK; the source of another kernel is what
+    tinygrad prints."""
     if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
@@ -96,15 +97,17 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Text of a maximum whose bound is hidden from clang. If the maximum is max(~x, ~n), the form of a minimum, the text is ~ of min(x, n)."""
+    """Returns the text of a maximum whose bound is hidden from clang. If the maximum is max(~x, ~n), the form of a minimum, the text is ~ of min(x,
+    n)."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
     self.operations.functions.setdefault(name, HELD[name])
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Text of a branch's first line. Before it stand assembly texts that read the values which must be computed before the branch. clang treats an
-    assembly text in HIP as an operation across lanes. So clang moves neither the assembly text nor the computation of its operand into the branch."""
+    """Returns the text of a branch's first line. Lines of inline assembly before it read the values that must be computed before the branch. clang
+    treats an assembly text in HIP as an operation across lanes. So clang moves neither the assembly text nor the computation of its operand into the
+    branch."""
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     text = super().render_kernel(function_name, kernel, bufs, uops, prefix)
@@ -160,7 +163,7 @@ def machine_code(compiler:Any, arch:str) -> Any:
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:
-  """Renderer that prints kernels for `arch`, as HIP (gfx...) or CUDA (sm_...)."""
+  """Returns the renderer that prints kernels for `arch`, as HIP (gfx...) or CUDA (sm_...)."""
   if arch.startswith("sm_"): return OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   return OperationsHIPTextRenderer(Target("AMD", "HIPCC", arch))
 

@@ -1,14 +1,15 @@
 """Correction of the online softmax: the rare branch that raises the reference values of a wave's rows, written once for all matrix units.
 
 Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in the
-sum exceeds 2^above: the row keeps its reference, and no maximum is computed. If a sum is larger, inf or NaN in any lane of the wave, then the
-reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to it, and P and its sums are computed again.
+sum exceeds 2^above: the row keeps its reference, and no maximum is computed. If a sum is larger, inf or NaN in any lane of the wave, then the branch
+is taken: the reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to it, and P and its sums are computed
+again.
 
 If |addend| exceeded LARGE, the rounding error of the addend would show in the result of S*scale + addend. Such a row has a NaN as its addend. Its
-sums are then NaN, so every trip takes the branch, and the branch subtracts the reference from the score before it multiplies by the scale. Every trip
-with a score that is NaN or +inf takes the branch too: correct, but slow. A row that has seen no key has the reference LOWEST: P of every finite score
-then overflows to inf, and P of the score -inf is 0. Wide scores (kernels/parts/weights/scores.py) are kept as natural logarithms and not in base 2,
-so not all of them would overflow: for them the addend of such a row is NaN.
+sums are then NaN, so every loop iteration takes the branch, and the branch subtracts the reference from the score before it multiplies by the scale.
+Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow. A row that has seen no key has the reference LOWEST: P of
+every finite score then overflows to inf, and P of the score -inf is 0. Wide scores (kernels/parts/weights/scores.py) are kept as natural logarithms
+and not in base 2, so not all of them would overflow: for them the addend of such a row is NaN.
 """
 from __future__ import annotations
 import functools, operator
@@ -26,14 +27,13 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 
 @dataclass(frozen=True)
 class RowLanes:
-  """Layout of rows in a vector of scores: `rows` rows one after another. Several lanes share a row; they exchange values over the distances
-  `steps`."""
+  """How rows lie in a vector of scores: `rows` rows one after another. Several lanes share a row; they exchange values over the distances `steps`."""
   rows: int
   steps: tuple[int, ...]
   exchange: str = "shuffle"
 
 def first_addend(scale:float) -> float:
-  """First addend of a row, before it has seen a key: exp2(s*scale + addend) is inf for a finite score s and 0 for -inf."""
+  """Returns the first addend of a row, before the row has seen a key: exp2(s*scale + addend) is inf for a finite score s and 0 for -inf."""
   return -LOWEST*min(scale, 1.0)
 
 def parts(c:Any, x:Value, rows:int) -> list[Value]:
@@ -42,7 +42,7 @@ def parts(c:Any, x:Value, rows:int) -> list[Value]:
   return [c.part(x, r*n, n) for r in range(rows)]
 
 def highest(c:Any, start:Value, scores:list[Value]) -> Value:
-  """Maximum of a number and of all elements of `scores`. (Pairs of maxima become clang's maximum of three.)"""
+  """Returns the maximum of a number and of all elements of `scores`. (clang turns pairs of maxima into its maximum of three.)"""
   top = c.variable("top", start)
   for x in scores:
     for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
@@ -145,7 +145,7 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
              rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
              scale:float, above:float) -> Value:
   def grown(t:int) -> Value:
-    """Tells whether a reference of tile t must be raised."""
+    """Tells whether the reference of a row in tile t must be raised."""
     total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
@@ -165,8 +165,8 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
-  """Computes P of one trip and its sums from the rows' references, as one statement. If no row of the wave has seen a key yet, there is no reference:
-  the sums are then inf, and `correct` computes P. `correct` describes the operands."""
+  """Computes P of one loop iteration, and the sums of P, from the rows' references, as one statement. If no row of the wave has seen a key yet, there
+  is no reference: the sums are then inf, and `correct` computes P. The operands are described at `correct`."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
@@ -174,12 +174,13 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
-  """Corrects P of one trip if a reference must be raised. This is one statement, because tinygrad has no branch around stores to registers.
+  """Corrects P of one loop iteration if the reference of a row must be raised. This is one statement, because tinygrad has no branch around stores to
+  registers.
 
   All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `addend` of the rows, `l` the
-  running sums, `acc` the accumulators of O, `p` the trip's P, packed to `dtype`, `scores` the trip's scores, and `part` the trip's sums, one kind of
-  `sums` after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the reference,
-  and the reference is raised to every larger maximum."""
+  running sums, `acc` the accumulators of O, `p` the iteration's P, packed to `dtype`, `scores` its scores, and `part` its sums, one kind of `sums`
+  after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the reference, and the
+  reference is raised to every larger maximum."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
@@ -208,12 +209,12 @@ def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) 
   return c.number(0.0)
 
 def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
-  """New references of rows whose largest scores so far are `top`. A reference becomes `top` if exp2((top - reference)*scale) exceeds 2^above or if
-  the row has seen no key before; otherwise it stays."""
+  """Returns the new references of rows whose largest scores so far are `top`. A reference becomes `top` if exp2((top - reference)*scale) exceeds
+  2^above or if the row has seen no key before; otherwise it stays."""
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """P = exp2((scores - reference)*scale) of the rows, which lie one after another in the vector. The difference is taken first, so that large scores
-  lose no accuracy."""
+  """Computes P = exp2((scores - reference)*scale) of the rows, which lie one after another in the vector. The difference is taken first, so that
+  large scores lose no accuracy."""
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
   """Multiplies the accumulators of each tile by the factors of its rows, if any factor in the wave is not 1. Both operands are placeholders of
@@ -242,8 +243,8 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Sums of rounded P, computed from packed P, one number per row. `zero` is the initial value of the sums, if it must have a place in the order of
-  statements."""
+  """Returns the sums of rounded P, computed from packed P, one number per row. `zero` is the initial value of the sums, if it must have a place in
+  the order of statements."""
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
   total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)

@@ -39,7 +39,7 @@ Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tens
 
 @dataclass(frozen=True)
 class SharedRows:
-  """Problem whose rows are divided among devices. `problem` is the whole problem, without the padding that the devices hold."""
+  """A problem whose rows are divided among devices. `problem` is the whole problem, without the padding that the devices hold."""
   problem: Problem
   arch: Chip
   at: Placement
@@ -73,10 +73,10 @@ class SharedRows:
     return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
   def told(self) -> str:
-    """Text of `explain` about the division of rows among devices."""
+    """Returns what `explain` says about the division of rows among devices."""
     return self.shards.told(self.problem, len(self.gathering(0)) if self.gathers else 0)
   def there(self, device:int) -> tuple[RowRange, ...]:
-    """Returns which rows of a device are not padding."""
+    """Returns which rows that a device holds are not padding."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
 
 # ***** division of a problem *****
@@ -148,20 +148,20 @@ def in_buffers(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def shards_of(u:UOp) -> list[UOp]:
-  """Shards of a tensor that lies in buffers, one for each device."""
+  """Returns the shards of a tensor that lies in buffers, one for each device."""
   if isinstance(u.device, str): return [u]
   if u.op is Ops.UNSHARD: u = u.src[0]
   elif u.op is Ops.AFTER and u.src[0].op is Ops.UNSHARD: u = u.replace(src=(u.src[0].src[0], *u.src[1:]))
   return [u.mselect(i) for i in range(len(u.device or ()))]
 
 def of_device(u:UOp, i:int) -> UOp:
-  """Part of a buffer that lies on the i-th device; `u` itself if it is on one device."""
+  """Returns the shard of `u` on the i-th device, or `u` itself if it is on one device."""
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
   """Yields {tensor name: shard} for each owner in turn, on device number `device`, whose name is `name`. The device's own shards are not copied. The
-  shards of other owners are copied to the device, into SLOTS buffers of each tensor, used in turn. Each copy is `remembered`, because the buffers end
-  up with the shards of the last owners: a later computation must copy the other shards again."""
+  shards of other owners are copied to the device, into SLOTS buffers of each tensor, used in turn. Each copy is recorded (`remembered`), because at
+  the end the buffers hold the shards of the last owners: a later computation must copy the other shards again."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -198,8 +198,8 @@ def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """Cuts the parts that a launch needs from the terms' tensors that have an axis of queries or of keys. The keys of such a tensor are in the order of
-  the sequence. Its rows are in this order, too, unless they are divided like those of q."""
+  """Returns the tensors that a launch needs: of a term's tensor that has an axis of queries or of keys, only the rows and keys of this launch. The
+  keys of such a tensor are in the order of the sequence. Its rows are in this order, too, unless they are divided like those of q."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -218,7 +218,7 @@ def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:Piece
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Position of the first key in the buffer, and the strides between keys."""
+    """Returns the position of the first key in the buffer, and the strides between keys."""
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
   return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p
@@ -226,7 +226,7 @@ def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:Piece
 # ***** gathering: all keys of some heads *****
 
 def region_of(u:UOp, first:int, count:int) -> UOp:
-  """Region of `count` elements of a buffer, from element `first` on; the buffer may be on several devices."""
+  """Returns a region of `count` elements of a buffer, from element `first` on. The buffer may be on several devices."""
   return u.flatten().shrink(((first, first + count),)).contiguous()
 
 def bare_buffer(u:UOp) -> UOp:
@@ -236,9 +236,9 @@ def bare_buffer(u:UOp) -> UOp:
 
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """Kernel with arguments (gathered, shard) that copies a device's own k or v, with `held` rows per head, to the device's gathering buffer. It copies
-  the key/value heads (first, count) over all batches. Rows in the buffer are in the order of the sequence, from row `first` of the sequence on. Equal
-  arguments return the identical object, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernel with arguments (gathered, shard) that copies a device's own k or v, with `held` rows per head, to the buffer in which the
+  device gathers all keys. It copies the key/value heads (first, count) over all batches. Rows in the buffer are in the order of the sequence, from
+  row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -264,7 +264,7 @@ class GatheringDevice:
     slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Region of some rows of k or v in the buffer that the n-th launch uses."""
+    """Returns the region of some rows of k or v in the buffer that the n-th launch uses."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
@@ -279,7 +279,7 @@ class GatheringDevice:
       self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0].src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """Regions of the buffers that `order_own` fills for the n-th launch."""
+    """Returns the regions of the buffers that `order_own` fills for the n-th launch."""
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in self.c.shards.keys_held(self.c.problem, self.number)]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
@@ -338,12 +338,13 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
 # ***** parts: o and lse (with its rest for wide scores) of some rows over some keys, in one buffer *****
 
 def packed(o:Tensor, *log_sums:Tensor) -> UOp:
-  """Joins results that lie in separate buffers to one part in a single buffer."""
+  """Joins results that lie in separate buffers into one partial result (a part) in a single buffer."""
   return o.flatten().cat(*[x.flatten() for x in log_sums]).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Makes a part that holds the results of `p`. The function `write` writes the results: it gets the regions of p.outputs and the whole buffer, and
-  returns a CALL. The whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in use."""
+  """Makes a part, a single buffer that holds the results of `p`. The function `write` writes the results: it gets the regions of p.outputs and the
+  whole buffer, and returns a CALL. The whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in
+  use."""
   shapes = [p.shapes[name][0] for name in p.outputs]
   ends = [0, *itertools.accumulate(map(math.prod, shapes))]
   buffer = UOp.empty((part_size(p, p.Sq),), dtype=dtypes.float, device=device)
@@ -354,7 +355,7 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(*[Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """Runs a launch on the tensors that its device holds, given by name. Returns the part that the launch computes."""
+  """Runs a launch on the tensors that its device holds, given by name. Returns the partial result that the launch computes."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -367,7 +368,8 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
-  """Kernel that `merge_call` calls. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernel that `merge_call` calls. Equal arguments return the identical object, because tinygrad's schedule cache compares by
+  identity."""
   program = merge(p, arch, parts, there)
   takes = len(p.outputs) + len(parts) + p.sinks
   def kernel(*placeholders:UOp) -> CheckedKernel:
@@ -378,13 +380,14 @@ def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[R
 
 @dataclass(frozen=True)
 class ContextPart:
-  """Part of the results of a device: `found` has o and lse of the rows `rows`, over some keys."""
+  """A partial result of a device: `found` has o and lse of the rows `rows`, computed over some of the keys."""
   rows: RowRange
   found: UOp
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                there:tuple[RowRange, ...]=()) -> UOp:
-  """Makes a CALL that merges parts for rows of `p` into the `outputs` of `p`. Additional buffers among the `outputs` are only sources of the CALL."""
+  """Makes a CALL that merges partial results for rows of `p` into the `outputs` of `p`. Additional buffers among the `outputs` are only sources of
+  the CALL."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), there, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
@@ -392,7 +395,7 @@ def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[U
   return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
 
 def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
-  """Merges several parts of a device to one part that covers all rows of the device."""
+  """Merges several partial results of a device into one that covers all rows of the device."""
   p, rows = replace(c.own, out_dtype="float32"), RowRange(0, c.own.Sq)
   if len(parts) == 1 and parts[0].rows == rows: return parts[0]
   return ContextPart(rows, written_part(p, c.devices[device], lambda *into: merge_call(c, p, parts, into)))
@@ -400,7 +403,7 @@ def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPar
 # ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """Runs the launches of a device. Merges their results, so that at most PARTS_KEPT parts are in memory, and returns these parts."""
+  """Runs the launches of a device. Merges their results, so that at most PARTS_KEPT partial results are in memory, and returns these."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
@@ -412,7 +415,7 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Fills the `outputs` on each device by merging the parts that launches over some keys have computed. Returns the last CALL."""
+  """Fills the `outputs` on each device by merging the partial results of launches over some keys. Returns the last CALL."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
@@ -438,8 +441,8 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   return outputs, {f"merged_{name}": u.after(call) for name, u in buffers.items()} | inputs
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """Copies the merged result of each device once to every other device. A device that has seen no key has no result. Returns the parts that each
-  device then has."""
+  """Copies the merged result of each device once to every other device. A device whose queries see no key has no result. Returns the partial results
+  that each device then has."""
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
           for to, name in enumerate(c.devices)]

@@ -28,7 +28,7 @@ def by_kernels(c:SharedRows) -> bool:
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
-  """Number of the axis of rows. `name` is q, k, v, o, lse, the rest of lse, or the gradient of any of these."""
+  """Returns the number of the axis of rows. `name` is q, k, v, o, lse, the rest of lse, or the gradient of any of these."""
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
@@ -44,13 +44,13 @@ def lying_as(g:UOp, out:UOp) -> UOp:
 
 @dataclass(frozen=True)
 class RowGradient:
-  """Gradient in float32 for some of the rows that a device holds."""
+  """The gradient in float32 of some of the rows that a device holds."""
   run: PieceRun
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds up gradients of some rows each, in order, to the gradient of all rows of a tensor on a device. The additions run one after another, so that
-  at most two of the gradients are in memory at a time."""
+  """Adds up gradients, each of some rows, in order. The result is the gradient of all rows of a tensor on a device. The additions run one after
+  another, so that at most two of the gradients are in memory at a time."""
   total = None
   for part in parts:
     rows = (part.run.first, shape[axis] - part.run.first - part.run.count)
@@ -111,7 +111,7 @@ def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp],
   return result
 
 def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
-  """Gradient of the sinks: -exp(sink - lse) * delta, summed over the rows of all devices."""
+  """Computes the gradient of the sinks: -exp(sink - lse) * delta, summed over the rows of all devices."""
   p, each = c.problem, []
   for i in range(len(c.devices)):
     of = {name: Tensor(shards[i]) for name, shards in held.items()}

@@ -14,7 +14,7 @@ def check_axis(x:Tensor, axis:object) -> int:
   return values.whole_number("axis", axis, -x.ndim, x.ndim - 1, supported) % x.ndim
 
 def dealt(count:int, order:str) -> list[int]:
-  """Numbers of all pieces of a sequence, in the order in which the devices hold the pieces."""
+  """Returns the numbers of all pieces of a sequence, in the order in which the devices hold the pieces."""
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 
 def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
@@ -36,10 +36,13 @@ def shard_sequence(x:Tensor, devices:str|Sequence[str], axis:int, order:str="zig
   """Shards the rows of x along `axis` over `devices`, for `attention(..., sequence_order=order, sequence_lengths=...)`. A single device gets all of
   x.
 
-  x: a tensor of any shape and dtype, on one device order: "contiguous": each device holds one piece; or "zigzag": device i of n holds pieces i and 2n
-  - 1 - i of 2n, so that all devices have equal work under a causal mask x is padded with zeros behind its last row to a multiple of the number of
-  pieces, because tinygrad only makes equal shards. Pass the numbers of rows without padding as sequence_lengths. Gradients flow back to x. Raises
-  ValueError for a tensor on several devices, an axis that x does not have, devices that don't exist or are given twice, and an unknown order.
+    x      a tensor of any shape and dtype, on one device
+    order  "contiguous": each device holds one piece; or "zigzag": device i of n holds pieces i and 2n - 1 - i of 2n, so that all devices have equal
+           work under a causal mask
+
+  x is padded with zeros behind its last row to a multiple of the number of pieces, because tinygrad only makes equal shards. Pass the numbers of rows
+  without padding as sequence_lengths. Gradients flow back to x. Raises ValueError for a tensor on several devices, an axis that x does not have,
+  devices that don't exist or are given twice, and an unknown order.
   """
   x, names, order = values.tensor("x", x), device_names("devices", devices), check_order("order", order)
   if isinstance(x.device, tuple): raise ValueError(f"x is on {x.device}: must be on one device, as attn.unshard_sequence returns it")

@@ -5,7 +5,7 @@ from pathlib import Path
 from attn.pictures import key_ranges, matrices, shared_memory, zigzag
 
 def pictures() -> dict[str, str]:
-  """File name -> text of the picture."""
+  """Returns the text of each picture, by file name."""
   found = {**matrices.of_instructions(), **key_ranges.of_key_ranges(), **shared_memory.of_shared_memory(), **zigzag.of_zigzag()}
   return {f"{name}.svg": drawing.svg() for name, drawing in found.items()}
 

@@ -1,4 +1,4 @@
-"""Draws which key tiles a block of queries walks over, as `blocks_seen` says, beside the keys that its queries see."""
+"""Draws which key tiles a block of queries loops over, as `blocks_seen` computes them, and which keys its queries see."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """Range of key tiles `begin`..`end` that a block of queries walks over. No mask hides a key of the tiles `full_begin`..`full_end`. (The fields are
+  """Range of key tiles `begin`..`end` that a block of queries loops over. No mask hides a key of the tiles `full_begin`..`full_end`. (The fields are
   those of `Blocks`, as numbers.)"""
   begin: int
   full_begin: int

@@ -27,14 +27,14 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> its holders: o
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Maps each index along the contraction to the (instruction, element) in which lane group h holds it. The indices are those of the instructions
-  that are needed to use each unit of every lane group once."""
+  """Maps each index of the dimension over which the product sums to the (instruction, element) in which lane group h holds it. The indices are those
+  of the instructions that are needed to use each unit of every lane group once."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
 def operand_cells(mat:Matrix) -> Cells:
-  """Holders of A[row][index along the contraction], an operand that comes from K. The picture of the operand B, which comes from Q^T, is the mirror
-  image."""
+  """Returns the holders of A[row][k], an operand that comes from K; the product sums over k. The picture of the operand B, which comes from Q^T, is
+  the mirror image."""
   cells: Cells = {}
   for h in range(mat.groups):
     for d, (step, element) in steps_of(mat, h).items():
@@ -42,7 +42,7 @@ def operand_cells(mat:Matrix) -> Cells:
   return cells
 
 def accumulator_cells(mat:Matrix) -> Cells:
-  """Holders of C[row][column], the accumulator of S^T: a row is a key, a column is a query."""
+  """Returns the holders of C[row][column], the accumulator of S^T: a row is a key, a column is a query."""
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
@@ -59,7 +59,7 @@ def loaded(addresses:list[tuple[int, int]]) -> Cells:
 
 def mma_a(mat:Mma) -> Cells: return loaded([mat.a_address(lane) for lane in range(mat.wave)])
 def mma_b(mat:Mma) -> Cells:
-  """Holders of B[index along the contraction][key]. One ldmatrix reads two tiles; these are the holders for the first tile."""
+  """Returns the holders of B[k][key]; the product sums over k. One ldmatrix reads two tiles; these are the holders for the first tile."""
   cells = loaded([mat.b_address(lane) for lane in range(mat.wave)])
   return {(d, key): holders for (key, d), holders in cells.items() if key < mat.N}
 def mma_c(mat:Mma) -> Cells:
@@ -72,8 +72,7 @@ def mirrored(cells:Cells) -> Cells: return {(column, row): holders for (row, col
 
 def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int],
                 number_lanes:bool=False) -> None:
-  """Draws a matrix of cells. In cells of the lanes `outlined` stands the element's number. With `number_lanes`, the lane's number stands in the other
-  cells."""
+  """Draws a matrix of cells. Cells of the lanes `outlined` show the element's number. With `number_lanes`, the other cells show the lane's number."""
   d.cells((x + (column + i/len(holders))*size, y + row*size, size/len(holders), size, TINTS[colour(holder.lane)])
           for (row, column), holders in sorted(cells.items()) for i, holder in enumerate(holders))
   for (row, column), holders in sorted(cells.items()):

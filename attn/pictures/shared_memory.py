@@ -1,4 +1,5 @@
-"""Draws where the pieces of a tile lie in LDS (shared memory), and in which banks, from the kernels' own layouts."""
+"""Draws where the parts of a tile lie in LDS (shared memory), and in which banks, from the kernels' own layouts. A cell of a picture is one such
+part: 16 or 8 bytes of a row."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,14 +22,15 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """Access to LDS: the pieces that some lanes of a wave read or write in one phase. These pieces must lie in different banks."""
+  """An access to LDS: the pieces (cells of the picture) that some lanes of a wave read or write in one phase. These pieces must lie in different
+  banks."""
   words: str
   pieces: list[Piece]
 
 @dataclass(frozen=True)
 class Panel:
-  """Drawing of a part of a tile: `rows` rows of `columns` pieces. `place` gives a piece's number in LDS. `groups` neighbouring pieces fill all banks
-  once."""
+  """The drawing of a part of a tile: `rows` rows of `columns` pieces, one cell for each piece. `place` gives a piece's number in LDS. `groups`
+  neighbouring pieces fill all banks once."""
   title: str
   words: tuple[str, ...]
   rows: int
@@ -77,8 +79,8 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """Panel of V for a load that transposes. Of 16 lanes, each four lanes read a row for one key, 4 elements per lane. After the load, the lanes that
-  read one row of V hold rows of V^T that are four apart."""
+  """Makes the panel of V for a load that transposes. A phase has 16 lanes: four lanes read a row for one key, 4 elements each. After the load, the
+  lanes that read one row of V hold rows of V^T that are four apart."""
   def piece(lane:int) -> Piece:
     m = lane//16%2*16 + lane%4*4
     d = next(d for d in range(mat.M) if mat.row_of(d) == m)

@@ -50,7 +50,7 @@ def draw_order(d:Drawing, x:float, y:float, order:str) -> None:
     d.text(x + 18, y + side + 34 + 19*device, words)
 
 def runs_of(row:Array) -> list[tuple[int, int]]:
-  """(first, end) of each run of equal neighbours."""
+  """Returns (first, end) of each run of equal neighbours in a row."""
   ends = [0, *(int(n) + 1 for n in np.flatnonzero(np.diff(row))), len(row)]
   return list(itertools.pairwise(ends))
 

@@ -33,7 +33,8 @@ class RankedBackwardTile:
   bound: Bound
 
 def backward_held(tile:BackwardTile, d:int) -> int:
-  """Least number of vector registers of a lane that a tile needs: for accumulators, S and dP, own rows, and tiles that are being loaded."""
+  """Returns the smallest number of vector registers that a lane needs with a tile: for accumulators, S and dP, the workgroup's own rows, and tiles
+  that are being loaded."""
   mat = tile.matrix
   row = row_registers(mat, d)
   accumulators = (2 if tile.keys and tile.passes == 1 else 1)*round_up(d, mat.M)//mat.groups
@@ -41,9 +42,9 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
-  """Table rows for the usable shapes of BACKWARD_SPACE. A usable shape has whole tiles of the matrix instruction, fits into LDS and registers,
-  and is read without bank conflicts. Shapes that save registers (the workgroup's own rows in LDS, `sparing`, two passes) are tried only if most
-  registers would be used otherwise."""
+  """Returns table rows for the usable shapes of BACKWARD_SPACE. A usable shape has whole tiles of the matrix instruction, fits into LDS and
+  registers, and is read without bank conflicts. Shapes that save registers (the workgroup's own rows in LDS, `sparing`, two passes) are tried only if
+  most registers would be used otherwise."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
@@ -58,7 +59,7 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]
   return found
 
 def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Bound of one tile for one variant of the kernel "dq" or "dkdv". None if the kernel doesn't compile, or spills registers."""
+  """Returns the bound of one tile for one variant of the kernel "dq" or "dkdv". None if the kernel doesn't compile, or spills registers."""
   spec = Spec(arch, row.up_to, dtype, mask, kernel)
   tile = backward_tile(problem_of_spec(spec), get_chip(arch), row, kernel == "dkdv")
   source = kernel_source(spec, tile)
@@ -70,7 +71,8 @@ def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARI
   return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
-  """Backward tiles for head dimensions up to `d` that spill registers in no variant. They are sorted by the worst of their bounds, greatest first."""
+  """Returns backward tiles for head dimensions up to `d` with which no variant of the kernel spills registers. They are sorted by the worst of their
+  bounds, greatest first."""
   found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
   worst: dict[UpTo[BackwardShape], Bound] = {}
   for dtype, mask in VARIANTS:

@@ -53,7 +53,7 @@ Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
   """Figures by which tiles are ranked, greatest first. The uses of the matrix unit are rounded to half percents, because smaller differences are
-  chance in the compiler's output."""
+  accidents of the compiler's output."""
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
   enough: int     # waves per SIMD, but no more than ENOUGH
   ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no other figure covers waiting for memory
@@ -72,24 +72,25 @@ class RankedTile:
 # ***** the space *****
 
 def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
-  """Least number of vector registers of a lane that a tile needs: for accumulators and scores, for Q, and for the tiles of K and V that are being
-  loaded."""
+  """Returns the smallest number of vector registers that a lane needs with a tile: for accumulators and scores, for Q, and for the tiles of K and V
+  that are being loaded."""
   mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
   of_q = 0 if c.q_in_lds else row_registers(mat, d)
   on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Whether lanes of a wave access the same bank of LDS when they read their units of matrix operands: lane group h reads unit h of row n. For CDNA's
-  16x16 instructions this happens, because one phase of a read serves rows of one lane group and the neighbouring rows of another lane group."""
+  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction: lane group h reads the h-th 16-byte
+  unit of row n. For CDNA's 16x16 instructions this happens, because one phase of a read serves rows of one lane group and the neighbouring rows of
+  another lane group."""
   banks, groups = phases(family, mat.wave, True, 16)
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
-  """Rows for those shapes of SPACE that consist of whole tiles of the matrix instruction, that fit into LDS and registers, and that are read without
-  bank conflicts. Q lies in LDS only if the tile would need more than half of the wave's registers with Q in registers. Otherwise Q stays in
-  registers, because every trip has to read Q from LDS again."""
+  """Returns table rows for the usable shapes of SPACE. A usable shape has whole tiles of the matrix instruction, fits into LDS and registers, and is
+  read without bank conflicts. Q lies in LDS only if the tile would need more than half of the wave's registers with Q in registers. Otherwise Q stays
+  in registers, because every iteration has to read Q from LDS again."""
   found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
@@ -105,7 +106,7 @@ def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
 # ***** the bound of one tile *****
 
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
-  """Number of waves on a SIMD, counting only whole workgroups."""
+  """Returns the number of waves on a SIMD, counting only whole workgroups."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
@@ -137,7 +138,7 @@ def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
   return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
 def why_none(arch:str, d:int) -> str:
-  """Reason why no tile was found for a class of head dimensions: clang's message for the first tile, if that tile does not compile."""
+  """Returns the reason why no tile was found for a class of head dimensions: clang's message for the first tile, if that tile does not compile."""
   chip = get_chip(arch)
   if not (space := candidates(chip, d)): return "none of those looked at fits"
   spec = Spec(arch, d)
@@ -161,8 +162,8 @@ def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """The tile whose worst `Bound` over all variants is the greatest. `ranked` is sorted by the `Bound` of one variant, greatest first. A tile's worst
-  `Bound` is never greater than the `Bound` of this variant, so the search can stop early."""
+  """Returns the tile whose worst `Bound` over all variants is the greatest. `ranked` is sorted by the `Bound` of one variant, greatest first. A
+  tile's worst `Bound` is never greater than the `Bound` of this variant, so the search can stop early."""
   found: RankedTile|None = None
   for x in ranked:
     if found is not None and x.bound <= found.bound: break
@@ -172,8 +173,8 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """Table rows for a class of head dimensions: the best tile and, if this tile has more than SMALL_TILE queries, also the best tile with at most
-  SMALL_TILE queries."""
+  """Returns the table rows for a class of head dimensions: the best tile and, if this tile has more than SMALL_TILE queries, also the best tile with
+  at most SMALL_TILE queries."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []
@@ -222,7 +223,7 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 ALONGSIDE = 78     # the column of a row's figures
 
 def row_of(x:RankedTile, llvm:int=EVERY) -> str:
-  """A line of the table: a tile's row, for releases of LLVM up to `llvm`, with the tile's figures in a comment."""
+  """Returns a line of the table: a tile's row, for releases of LLVM up to `llvm`, with the tile's figures in a comment."""
   row, shape = replace(x.row, llvm=llvm), x.row.shape
   def named(of:Any) -> list[str]:
     return [f"{f.name}={value}" for f in fields(of) if f.default is not MISSING and (value := getattr(of, f.name)) != f.default]
@@ -241,7 +242,7 @@ def file_of(family:str) -> Path:
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """Lines of the tile table in the text of a family's file. Raises ValueError if the text contains no such table."""
+  """Returns the lines of the tile table in the text of a family's file. Raises ValueError if the text contains no such table."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -254,12 +255,12 @@ def all_tables() -> TableRows:
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
-  """The tiles in some lines of a table, without their figures and LLVM releases."""
+  """Returns the tiles in some lines of a table, without their figures and LLVM releases."""
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """Lines of the tables after a search with the release `llvm` of LLVM. Rows for a release older than the tables' own are kept only if their tiles
-  differ from the tiles of the next newer release."""
+  """Returns the lines of the tables after a search with the release `llvm` of LLVM. The new lines replace the old ones of this release. Rows for an
+  older release are kept only if their tiles differ from the tiles of the next newer release."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:
@@ -271,12 +272,12 @@ def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
   return rows
 
 def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
-  """Text of a family's file, with these rows in its tile table."""
+  """Returns the text of a family's file, with these rows in its tile table."""
   lines = "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """Lines that say which tiles differ between the tables `old` and `new`. Figures are not compared."""
+  """Returns lines that say which tiles differ between the tables `old` and `new`. Figures are not compared."""
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []

@@ -17,12 +17,12 @@ DEPTHS_OF_TILED = (16, 32, 64)
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
 def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
-  """Tiles to time for workgroups of one thread."""
+  """Returns the tiles to time for workgroups of one thread."""
   return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
-  """Tiles to time for the forward kernel `tiled`."""
+  """Returns the tiles to time for the forward kernel `tiled`."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
   for (down, across), (walked, own), depth, ahead in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (True, False)):
@@ -34,8 +34,8 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """Tiles to time for a backward kernel that owns queries, or with `keys` for a backward kernel that owns keys. A thread holds S, dP and its part of
-  each gradient in registers."""
+  """Returns the tiles to time for a backward kernel. The kernel owns queries, or with `keys` it owns keys. A thread holds S, dP and its part of each
+  gradient in registers."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):
