@@ -136,7 +136,7 @@ def find_device() -> str:
 # ***** tensors *****
 
 def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
-  """Shapes of q, k, v, o and lse."""
+  """Returns the shapes of q, k, v, o and lse."""
   four = [(B, H, N, D), (B, HKV, SK, D), (B, HKV, SK, DV), (B, H, N, DV)]
   return [arrange(np.empty(x, np.bool_), layout).shape for x in four] + [(B*H, N) if layout == "nsd" else (B, H, N)]
 
@@ -201,12 +201,12 @@ def bench(s:Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Backward:
-  """Inputs of the backward kernels of a problem, and the launches of these kernels."""
+  """The inputs of a problem's backward kernels, and the launches of these kernels."""
   arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
   tensors: dict[str, Tensor]     # the inputs, o and lse
   launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
-    """Tensors that kernel `name` writes, not computed yet. A gradient that the kernel writes in parts is the sum of its parts."""
+    """Returns the tensors that the kernel `name` writes, not computed yet. A gradient that the kernel writes in parts is the sum of its parts."""
     shapes = self.launches[name].shapes
     given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
              for n, (shape, dtype) in shapes.items()]
@@ -318,7 +318,7 @@ def show_bounds(s:Settings) -> None:
 # ***** tuning by time *****
 
 def device_timer(s:Settings) -> Seconds:
-  """Timer of a kernel on the device: the time of its fastest run."""
+  """Returns a function that times a kernel on the device: the time of its fastest run."""
   _, tensors, outs = operands(s)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
@@ -326,8 +326,8 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """Timer of a backward kernel on the device: the time of its fastest run. Gradients are not written in parts, because the number of parts would
-  differ from tile to tile."""
+  """Returns a function that times a backward kernel on the device: the time of its fastest run. Gradients are not written in parts, because the
+  number of parts would differ from tile to tile."""
   call = backward_of(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:
@@ -371,7 +371,7 @@ def show_figures() -> None:
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
 def compare_all(x:Task) -> list[dict[str, Any]]:
-  """Rows of the table for COMPARE=1."""
+  """Returns the rows of the table for COMPARE=1."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA only")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
@@ -394,7 +394,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   return rows
 
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
-  """Rows of the table for COMPARE=1 with BWD=1."""
+  """Returns the rows of the table for COMPARE=1 with BWD=1."""
   from attn.measure import backward, peers
   if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:

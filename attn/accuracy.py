@@ -137,18 +137,19 @@ def _finite(x:Array) -> Array:
   return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
 
 def _in_dtype(x:Array, dtype:str) -> Array:
-  """Returns x, with inf of the right sign where a number is too large for `dtype`."""
+  """Returns x as `dtype` can hold it: a number that is too large for `dtype` becomes inf of the same sign."""
   return np.where(np.abs(x) >= OVERFLOWS[dtype], np.copysign(np.inf, x), x)
 
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
-  """Largest error of rounding x to `dtype`: the roundoff times |x|, or times the smallest normal number if |x| is smaller."""
+  """Returns the largest error of rounding x to `dtype`: the roundoff times |x|, or times the smallest normal number if |x| is smaller."""
   return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
 
 @dataclass(frozen=True)
 class _Moments:
-  """Variance and slack of a result before it is stored. `alike` marks elements whose errors come from roundings of equal numbers."""
+  """The variance of the rounding errors of a result, and the slack (the limit of its other errors), before the result is stored. `alike` marks
+  elements whose errors come from roundings of equal numbers."""
   variance: Array
   slack: Array
   alike: Array
@@ -160,8 +161,8 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """Returns the law of a result stored as `dtype`. Elements below the normal numbers are marked `alike`: the root mean square of their error/sigma
-  may reach 1, while that of normal numbers is 0.73."""
+  """Returns the law of a result stored as `dtype`. Elements below the normal numbers of `dtype` are marked `alike`, to leave them out of root mean
+  squares: the root mean square of their error/sigma may reach 1, while that of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
@@ -183,7 +184,7 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """Sum over j of (r_j (factor_j x_j - centre))^2, for each row of r."""
+  """Computes the sum over j of (r_j (factor_j x_j - centre))^2, for each row of r."""
   found, of_x = r*r, r*r if factor is None else r*r*factor
   total = (of_x if factor is None else of_x*factor) @ (x*x)
   if centre is not None: total += centre*(centre*found.sum(-1, keepdims=True) - 2*(of_x @ x))
@@ -218,7 +219,7 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Sum over groups of keys with equal `values` of (the group's sum of r_j (factor_j x_j - centre))^2. The group is added before it is squared
+  """Adds up (the group's sum of r_j (factor_j x_j - centre))^2 over groups of keys with equal `values`. A group is added before it is squared,
   because the roundings of equal values are equal. Also returns which rows have such groups."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
@@ -230,8 +231,9 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """Largest sizes that two sums over j reach while they are added up: the sum of w_j factor_j x_j, and the sum of w_j (factor_j x_j - centre). The
-  size of a partial sum is exact at the ends of blocks of j. Within a block it is estimated by a random walk, as the root of the sum of squares."""
+  """Returns the largest sizes that two sums over j reach while they are added up: the sum of w_j factor_j x_j, and the sum of w_j (factor_j x_j -
+  centre). The size of a partial sum is exact at the ends of blocks of j. Within a block it is estimated by a random walk, as the root of the sum of
+  squares."""
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
   largest = np.sqrt(_squares(w, x, factor))
@@ -247,17 +249,18 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Limit of the error of an fp32 sum of terms with factors w, in roundoffs of the largest partial sum. A matrix instruction adds STEP terms at a
-  time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
+  """Returns a limit of the error of an fp32 sum of terms with factors w. Its unit is the roundoff of the largest partial sum. A matrix instruction
+  adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Limit of the error of an fp32 sum of products with factors w. `largest` is the largest partial sum."""
+  """Returns a limit of the error of an fp32 sum of products with factors w. `largest` is the largest partial sum."""
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """Standard deviation of the error of a dot product of n terms in fp32. `size` is the dot product, `squares` the sum of the squares of its terms."""
+  """Returns the standard deviation of the error of a dot product of n terms in fp32. `size` is the dot product, `squares` the sum of the squares of
+  its terms."""
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 # ***** the pairs of queries and keys *****
@@ -358,9 +361,9 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
     for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Slack of o. It is the sum of four errors: the fp32 error of each score, of which one part is equal for all keys with equal products and another
-  part for all keys with equal weights; the error of adding up; the error of rescaling the keys before a new reference, but not the keys after it; and
-  the loss of small weights."""
+  """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors: the fp32 error of each
+  score, of which one part is equal for all keys with equal products and another part for all keys with equal weights; the error of adding up; the
+  error of rescaling, which only the keys before a new reference have; and the loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0] + _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)[0])
@@ -442,8 +445,8 @@ class _Gradients:
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, common:Array|float=0.0) -> _Moments:
-    """Moments of w @ x. Each element of w has an error with variance `off` of its own, and an error with variance `common` that other elements have,
-    too. After that, w is rounded, because it is a factor."""
+    """Returns the moments (variance and slack) of w @ x. Each element of w has an error with variance `off` of its own, and an error with variance
+    `common` that other elements have, too. After that, w is rounded, because it is a factor."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + common))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
@@ -465,8 +468,8 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Moments of fp32 sums of weights (Sq, Sk) times dS. Each sum runs over the elements that were broadcast from one element of `shape` to (B, H,
-    Sq, Sk)."""
+    """Returns the moments (variance and slack) of fp32 sums of weights (Sq, Sk) times dS. Each sum runs over the elements that were broadcast from
+    one element of `shape` to (B, H, Sq, Sk)."""
     mass = weights*self.t.p
     if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
     def total(a:Array) -> Array: return summed_to(a, shape)

@@ -1,4 +1,4 @@
-"""Problem: one attention problem, validated. Every property that a kernel specialises on is a field of it."""
+"""The class Problem: one validated attention problem. Everything on which a kernel is specialised is a field of it."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
@@ -272,12 +272,12 @@ class Problem:
     return 1 - self.dropout_p
   @property
   def alibi_batched(self) -> bool:
-    """Whether each batch has slopes of its own."""
+    """Whether alibi_slopes has different slopes for each batch."""
     return self.alibi is not None and len(self.alibi) > 1
   @property
   def wide_scores(self) -> bool:
-    """Whether a score may be as large as fp32 allows. This is so if the bias has a dtype with the range of fp32. Added to such a score, the logarithm
-    of the number of keys would be lost in the rounding of lse."""
+    """Whether a score may be as large as fp32 allows. This is so if the bias has a dtype with the range of fp32. Then lse is kept in two numbers:
+    added to such a score, the logarithm of the number of keys would be lost in the rounding of lse."""
     return self.bias is not None and self.bias_dtype != "float16"
   @property
   def writes_lse(self) -> bool:
@@ -360,7 +360,7 @@ class Problem:
     """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Sum, over all queries, of the number of keys that lie before the key `further` places after the diagonal key."""
+      """Returns the sum, over all queries, of the number of keys that lie before the key `further` places after the diagonal key."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
@@ -378,7 +378,7 @@ EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "
           "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
-  """Sum over the whole numbers below `end`, each clamped to 0..`most`."""
+  """Returns the sum over the whole numbers below `end`, each clamped to 0..`most`."""
   rising, more = max(0, min(end, most + 1)), max(0, end - most - 1)
   return rising*(rising - 1)//2 + more*most
 
@@ -480,7 +480,7 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
                lse:Sequence[int]|None=None, causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None,
                layout:str="bhsd", extras:GivenExtras|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
                views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False, **others:Any) -> Problem:
-  """Returns the Problem that the shapes of o, q, k, v (and lse) pose.
+  """Makes the Problem from the shapes of o, q, k, v (and lse).
 
     dtypes        dtype names of (o, q, k, v[, lse])
     extras        (shape, dtype name) of each optional tensor that is given, by its name in `EXTRAS`

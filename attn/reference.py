@@ -69,7 +69,7 @@ def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1)
   return rounded(o, out_dtype), lse
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
-  """Returns the options of batch b, which has `keys` keys."""
+  """Returns the options for batch b alone, which has `keys` keys."""
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
   if bias is not None and bias.shape[-1] > 1: bias = bias[..., :keys]
@@ -109,7 +109,7 @@ def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
 
 def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
-  """Computes weights @ rows. A pair that a mask hides (not `seen`) adds exactly 0, even if its weight or row is NaN."""
+  """Computes weights @ rows. A pair of query and key that a mask hides (not `seen`) adds exactly 0, even if its weight or row is NaN."""
   nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
   odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
   total = np.asarray(weights @ np.where(odd, nothing, rows))
@@ -155,7 +155,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Slope of all terms together, or of those that come after the term named `after`, at each score."""
+  """Returns the slope, at each score, of all terms together, or of the terms that come after the term named `after`."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -171,7 +171,7 @@ def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> t
   return np.where(visible(Sq, Sk, window, offset), steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
-  """Returns (P before division by its sum, the weight of the sink, the number subtracted in the exponent) for scores."""
+  """Returns, given the scores: (P before division by its sum, the weight of the sink, the number that was subtracted before the exponential)."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)

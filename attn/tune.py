@@ -36,7 +36,7 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   return table
 
 def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Table:
-  """Table of a backward kernel's best tiles, or of all of them; a star marks the tile in use."""
+  """Makes a table of a backward kernel's best tiles, or of all tiles. A star marks the tile in use."""
   chip, p = get_chip(arch), problem_of_spec(Spec(arch, d))
   in_use = amd_backward_tile(p, chip, kernel == "dkdv")
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)

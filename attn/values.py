@@ -23,7 +23,8 @@ def option(default:Any, check:Check, meaning:str) -> Any:
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
 def shown(x:Any) -> str:
-  """Text of a value for an error message. A tensor, an array or a graph is shortened to its type, shape and dtype, or to its first characters."""
+  """Returns the text of a value for an error message. A tensor, an array or a graph is shortened to its type, shape and dtype, or to its first
+  characters."""
   if isinstance(x, (Tensor, np.ndarray)): return f"{type(x).__name__} of shape {shown_shape(x.shape)} and dtype {x.dtype}"
   if isinstance(x, UOp): return f"UOp {x.render()[:SHOWN_MOST]}"
   text = repr(x)
@@ -35,7 +36,7 @@ def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
                             "kv_lengths")
 
 def shown_shape(shape:Iterable[Any]) -> str:
-  """Text of a shape for an error message; a symbolic size is shown by its name."""
+  """Returns the text of a shape for an error message. A symbolic size is shown by its name."""
   sizes = [s.render() if isinstance(s, UOp) else str(s) for s in shape]
   return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
@@ -85,12 +86,12 @@ def tensor_or_none(name:str, x:Any) -> Tensor|None:
   raise wrong(name, x, "a Tensor or None")
 
 def dtype_text(dtype:Any) -> str:
-  """Name of a dtype: numpy's name if numpy has this dtype, else tinygrad's."""
+  """Returns the name of a dtype: numpy's name if numpy has this dtype, else tinygrad's."""
   return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("dtypes."))
 
 def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
-  """Name of a tensor's dtype, which must be one of `supported`. Raises NotImplementedError for another dtype, or ValueError if only one is
-  supported."""
+  """Returns the name of a tensor's dtype, which must be one of `supported`. Raises NotImplementedError for another dtype, or ValueError if only one
+  is supported."""
   if (found := dtype_text(strong_dtype(dtype))) in (supported := tuple(supported)): return found
   several = len(supported) > 1
   raise (NotImplementedError if several else ValueError)(f"{name} has dtype {found}: must be {'one of ' if several else ''}{', '.join(supported)}")

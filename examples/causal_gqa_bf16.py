@@ -1,4 +1,5 @@
-"""Runs causal attention in bfloat16, with eight query heads on two key/value heads, more keys than queries, and lse. Checks all of it with numpy."""
+"""Runs causal attention in bfloat16: eight query heads share two key/value heads, and there are more keys than queries. Checks o and lse with
+numpy."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np

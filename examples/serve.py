@@ -66,7 +66,7 @@ class Layer:
     self.up, self.down = weight(WIDTH, 2*WIDTH), weight(2*WIDTH, WIDTH)
     self.cache = attn.empty_paged_cache(pages, PAGE, HKV, D)
   def __call__(self, x:Tensor, filled:Tensor, table:Tensor) -> Tensor:
-    """The layer on x (B, S, WIDTH). Its keys and values go to the cache from row `filled` (B) on."""
+    """Computes the layer on x (B, S, WIDTH). Its keys and values go to the cache from row `filled` (B) on."""
     qkv = (x.layernorm().cast(x.dtype) @ self.qkv).reshape(*x.shape[:2], H + 2*HKV, D)
     q, k, v = qkv.split([H, HKV, HKV], dim=2)
     o = attn.attention_with_kv_cache(q, k, v, *self.cache, filled, layout="bshd", block_table=table, batch_invariant=True)
@@ -82,7 +82,7 @@ class Server:
     self.steps = {n: TinyJit(self.forward) for n in (1, CHUNK)}
 
   def forward(self, tokens:Tensor, filled:Tensor, table:Tensor) -> Tensor:
-    """The next token after each of `tokens` (B, S)."""
+    """Computes the next token after each of `tokens` (B, S)."""
     at = (filled.reshape(-1, 1) + Tensor.arange(tokens.shape[1], dtype=dtypes.int)).minimum(CAPACITY - 1)
     x = (self.embedding[tokens] + self.places[at]).realize()
     for layer in self.layers: x = layer(x, filled, table)

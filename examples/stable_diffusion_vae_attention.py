@@ -31,7 +31,7 @@ def watched(self:Buffer, *args:Any, **kwargs:Any) -> Buffer:
 Buffer.allocate = watched   # type: ignore[method-assign]
 
 def called(attention:Attention, q:Tensor, k:Tensor, v:Tensor) -> tuple[np.ndarray, float, int]:
-  """Returns (result, milliseconds of the kernels on the devices, bytes used besides inputs and output) of a call of `attention`."""
+  """Calls `attention`. Returns (result, milliseconds of the kernels on the devices, bytes used besides inputs and output)."""
   global most
   before = most = GlobalCounters.mem_used
   out = attention(q, k, v).realize()

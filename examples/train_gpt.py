@@ -30,7 +30,7 @@ class Layer:
     return x + times(times(x.layernorm(), self.up).relu(), self.down)
 
 def batches() -> list[np.ndarray]:
-  """Batches of sequences that repeat their first PERIOD tokens, drawn from the first KINDS of the vocabulary."""
+  """Yields batches of sequences that repeat their first PERIOD tokens, drawn from the first KINDS of the vocabulary."""
   rng = np.random.default_rng(1)
   return [np.tile(rng.integers(0, KINDS, (BATCH, PERIOD)), LENGTH//PERIOD).astype(np.int32) for _ in range(STEPS)]
 

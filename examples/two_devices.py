@@ -1,5 +1,5 @@
-"""Runs attention on two devices. Sharded along batch or heads, the devices exchange nothing; sharded along keys, their results are merged by
-logsumexp."""
+"""Runs attention on two devices. With tensors sharded along batch or heads, the devices exchange nothing. With k and v sharded along keys, the
+devices' results are merged by logsumexp."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np

@@ -10,22 +10,22 @@ from attn.tinygrad_compat import Tensor, UOp
 
 @dataclass(frozen=True)
 class Walk:
-  """A workgroup's walk: over keys if it owns queries, or over queries if it owns keys. The workgroup owns `own` rows, and walks over `count` columns:
-  rows are queries and columns are keys, or the reverse. The place of a key is its number. The place of a query is its number plus the offset of the
-  problem. A query and a key with the same place meet on the diagonal."""
+  """The rows and columns of a workgroup's loop. The workgroup owns `own` rows, and loops over `count` columns: rows are queries and columns are keys,
+  or the reverse. The place of a key is its number. The place of a query is its number plus the offset of the problem. A query and a key with the same
+  place meet on the diagonal."""
   p: Problem
   over: str            # "keys" or "queries"
   offset: int|UOp      # from the number of a row to the column where the diagonal meets it
   count: int|UOp
   own: int|UOp
   def place(self, row:Any) -> Any:
-    """Place of a row."""
+    """Returns the place of a row."""
     return row + self.offset if self.over == "keys" else row
   def column(self, place:Any) -> Any:
-    """Column at a place."""
+    """Returns the column at a place."""
     return place if self.over == "keys" else place + self.offset
   def diagonal(self, row:UOp) -> UOp:
-    """Column where the diagonal meets a row."""
+    """Returns the column where the diagonal meets a row."""
     return row + self.offset
 
 class Interval(NamedTuple):
@@ -53,11 +53,11 @@ def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
 class Mask:
   """One row of the table of masks. All code that computes with masks reads it.
 
-    seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel walks over, which of these tiles need no mask,
-      and which columns of a fragment are hidden
-    plain: the mask in tensor operations
-    moves: whether the mask hides the same pairs if queries and keys are both counted from another row. Devices that share a sequence count rows from
-      their own first one"""
+  seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel loops over, which of these tiles need no mask,
+    and which columns of a fragment are hidden
+  plain: the mask in tensor operations
+  moves: whether the mask hides the same pairs if queries and keys are both counted from another row. Devices that share a sequence count rows from
+    their own first one"""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns
   plain: PlainMask

@@ -13,24 +13,24 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """Interval of columns that each mask leaves to a row."""
+  """Returns the interval of columns that each mask leaves to a row."""
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
 
 def first_seen(walk:Walk, row:UOp) -> UOp|None:
-  """First column that a row sees. None if all rows see the first one."""
+  """Returns the first column that a row sees, or None if all rows see the first column of all."""
   found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """Last column that each mask leaves to a row. The list is never empty, because the mask COUNT always has a last column."""
+  """Returns the last column that each mask leaves to a row. The list is never empty, because the mask COUNT always has a last column."""
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
 
 def seen_up_to(walk:Walk, row:UOp) -> UOp:
-  """Number of columns up to and including the last one that a row sees."""
+  """Returns the number of columns up to and including the last one that a row sees."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def hides_some(walk:Walk, columns:int) -> bool:
@@ -50,7 +50,7 @@ def hiding(p:Problem) -> Hiding:
   return Hiding(tuple(mask for mask, x in found.items() if x.first is not None), tuple(mask for mask, x in found.items() if isinstance(x.last, UOp)))
 
 def told(p:Problem, masks:tuple[Mask, ...]) -> str:
-  """Text with the fields of a problem that the given masks read, and the values of these fields."""
+  """Returns a text with the fields of a problem that the given masks read, and the values of these fields."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def check_moves(p:Problem) -> None:

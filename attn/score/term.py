@@ -28,7 +28,7 @@ class Unit:
   base2: float
   @property
   def of_natural(self) -> float:
-    """Score in this unit that equals a score of 1 in natural logarithms."""
+    """The score in this unit that equals a score of 1 in natural logarithms."""
     return LOG2E/self.base2
 
 BASE2, NATURAL = Unit(LN2, 1.0), Unit(1.0, LOG2E)
@@ -59,7 +59,7 @@ class Fragment:
   unit: Unit                          # unit of the scores after a term: BASE2 or NATURAL
   @property
   def begin(self) -> UOp:
-    """Column of the lane's first score."""
+    """The column to which the lane's first score belongs."""
     return self.tile*self.size + self.group*self.block
 
 # ***** scores in tensor operations *****
@@ -78,7 +78,7 @@ class Positions:
 # ***** terms *****
 
 class TermRegisters(IntEnum):
-  """Amount of registers that a term takes besides the scores, in ascending order."""
+  """How many registers a term takes besides the scores, in ascending order."""
   FEW = 0        # one or two numbers
   COLUMNS = 1    # a number for each column
   SCORES = 2     # a number for each score

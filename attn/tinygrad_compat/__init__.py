@@ -1,4 +1,4 @@
-"""Only package of attn that imports tinygrad. tinygrad's kernel API is alpha, so attn requires one version of it, and
+"""The only package of attn that imports tinygrad. tinygrad's kernel API is alpha, so attn requires one version of it, and
 test/tinygrad_compat/test_compat.py checks every name and signature used here: another version fails with one clear sentence and not somewhere later.
 
 The rest of attn imports tinygrad's names from here, some of them wrapped by these modules: uops.py constructs UOps, lowering.py lowers kernels,

@@ -11,7 +11,7 @@ from attn.tinygrad_compat.uops import new_uop
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
   """Drops the oldest kernels whose names begin with `prefix` from tinygrad's caches if there are more than `most`, until half as many are left.
-  Otherwise tinygrad would keep every kernel for ever. A TinyJit or another object that has captured a kernel keeps it."""
+  Otherwise tinygrad would keep every kernel for ever. A kernel that a TinyJit or another object has captured stays in use there."""
   if len(codegen.to_program_cache) <= most: return
   ours = [key for key, program in codegen.to_program_cache.items() if program.src[0].arg.name.startswith(prefix)]
   if len(ours) <= most: return
@@ -24,13 +24,13 @@ def forget_oldest_kernels(prefix:str, most:int) -> None:
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]
 
 def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
-  """Key of a PROGRAM that is also valid in other processes. It contains everything that tinygrad's own key of the PROGRAM contains."""
+  """Returns a key of a PROGRAM that is also valid in other processes. It contains everything that tinygrad's own key of the PROGRAM contains."""
   key, kind, *rest = to_program_key(ast, renderer)
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 
 def launch_of(program:UOp) -> dict[str, Any]|None:
-  """Describes a PROGRAM, except its UOps and machine code, by plain numbers and texts. Returns None if a part of the description is not plain, such
-  as a Variable."""
+  """Describes a PROGRAM by plain numbers and texts, without its UOps and its machine code. Returns None if a part of the description is not plain,
+  such as a Variable."""
   info, own = program.arg, program.src[0].arg
   estimates, sizes = own.estimates, (info.global_size, info.local_size)
   numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)

@@ -19,11 +19,11 @@ from attn.tinygrad_compat.patches import input_of, resolved
 STATIC_SHARED = 49152
 
 def dynamic_shared_name(name:str, nbytes:int) -> str:
-  """Name of a kernel that has `nbytes` of shared memory in one buffer. The name of a kernel with dynamic shared memory contains `nbytes`."""
+  """Returns the name of a kernel that has `nbytes` of shared memory in one buffer. If the shared memory is dynamic, the name contains `nbytes`."""
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
-  """Declaration of a buffer, changed to dynamic shared memory if it is too large for static shared memory."""
+  """Returns the declaration of a buffer, changed to dynamic shared memory if the buffer is too large for static shared memory."""
   if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
   return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle depends on the address
 
@@ -34,9 +34,9 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
 
 # **** graphs under TinyJit ****
 def copied_anew(graph:Any, moved:list[int]) -> None:
-  """Gives the copy nodes `moved` of a CUDA graph their current parameters. The graph is instantiated again, because a copy that is changed in an
-  instance no longer runs on the copy engine but on multiprocessors, and waits until a kernel leaves some multiprocessors free (measured on H200s,
-  driver 580)."""
+  """Gives the copy nodes `moved` of a CUDA graph their current parameters. For this the whole graph is instantiated again, because a copy that is
+  changed in an instance no longer runs on the copy engine but on multiprocessors, and waits until a kernel leaves some multiprocessors free (measured
+  on H200s, driver 580)."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
   for node, params, _, _ in (graph.nodes[i] for i in moved): check(cuda.cuGraphMemcpyNodeSetParams(node, ctypes.byref(params)))
@@ -65,9 +65,9 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
       self.copied = {(node, i): address_of(self.calls[node][2][i]) for node, i, *_ in self.selected if self.nodes[node][3]}
       self.lay = [list[Any]() for _ in input_uops]      # addresses of the inputs in the call before, on each device
     def _access_resources(self, bufs:list[Buffer], write:list[int], new_dependency:Any) -> Any:
-      """Dependencies of a graph node, computed from the regions of buffers that it uses. tinygrad itself computes them from whole allocations, and
-      looks at only two buffers of a copy. The arguments of a node may include the whole buffer of a region that it writes, so that the memory planner
-      treats the buffer as used. The node does not read it."""
+      """Returns the dependencies of a graph node, computed from the regions of buffers that it uses. tinygrad's own method computes them from whole
+      allocations, and looks at only two buffers of a copy. The arguments of a node may include the whole buffer of a region that it writes, so that
+      the memory planner treats the buffer as used. The node does not read it."""
       call = self.calls[len(self.nodes)]
       regions = [(i, b) for i, b in enumerate(call[2]) if i in write or not any(holds(b, call[2][n]) for n in write)]
       return super()._access_resources([b for _, b in regions], [n for n, (i, _) in enumerate(regions) if i in write], new_dependency)
@@ -96,11 +96,11 @@ def holds(whole:Buffer, part:Buffer) -> bool:
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
 def address_of(buffer:Any) -> Any:
-  """Address of a buffer, or another value that changes when the buffer moves."""
+  """Returns the address of a buffer, or another value that changes when the buffer moves."""
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:
-  """Addresses of a buffer on each of its devices, as `address_of` gives them."""
+  """Returns the address of a buffer on each of its devices (see `address_of`)."""
   return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
 # **** installation of both changes ****

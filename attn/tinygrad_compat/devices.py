@@ -19,19 +19,19 @@ def device_of(name:str) -> Compiled:
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def opened_devices(name:str) -> list[Compiled]:
-  """Devices of kind `name` that this process has opened."""
+  """Returns the devices of kind `name` that this process has opened."""
   return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
 
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class Means:
-  """Resources of a device for kernels of plain UOps: the bytes of local memory that a workgroup may use, and whether the device is `serial`, without
+  """What a device offers to kernels of plain UOps: the bytes of local memory that a workgroup may use, and whether the device is `serial`, without
   workgroups. The bytes are 0 if threads are faster without local memory."""
   local_memory: int
   serial: bool = False
 
 def workgroups_of(device:str) -> Means|None:
-  """Resources (`Means`) of a device for which tinygrad renders C or LLVM; None for another device."""
+  """Returns what a device offers to kernels of plain UOps (`Means`), if tinygrad renders C or LLVM for it. Returns None for another device."""
   opened = Device[device]
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return Means(0, serial=True)
@@ -78,12 +78,12 @@ def without_comgr() -> Iterator[None]:
   finally: del sys.modules[name]
 
 def comgr_compiler(arch:str) -> Any:
-  """tinygrad's compiler that uses ROCm's comgr. Raises AssertionError if that library can't be loaded."""
+  """Returns tinygrad's compiler that uses ROCm's comgr. Raises AssertionError if that library can't be loaded."""
   from tinygrad.runtime.support.compiler_amd import HIPCompiler
   return HIPCompiler(arch)
 
 def comgr_version() -> tuple[int, int]:
-  """Version of the loaded comgr's interface, such as (3, 0)."""
+  """Returns the version of the loaded comgr's interface, such as (3, 0)."""
   from tinygrad.runtime.autogen import comgr
   major, minor = ctypes.c_uint64(), ctypes.c_uint64()
   comgr.amd_comgr_get_version(ctypes.byref(major), ctypes.byref(minor))

@@ -48,7 +48,8 @@ def method_of_tinygrad(name:str) -> FunctionType|None:
 INSIDE = (str(Path(__file__).parents[1]), str(Path(helpers.__file__).parent))     # folders of attn and of tinygrad
 
 def levels_to_caller() -> int:
-  """Number of frames from the caller to the first frame outside attn and tinygrad: the `stacklevel` with which a warning names the user's line."""
+  """Returns the number of frames from the caller to the first frame outside attn and tinygrad. It is the `stacklevel` with which a warning names the
+  user's line."""
   frame, level = sys._getframe(1), 1
   while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE): frame, level = frame.f_back, level + 1
   return level
@@ -66,8 +67,8 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Number of the TinyJit input that an argument of a call is taken from: the whole input, a region of it, or one device's part. None for other
-  arguments."""
+  """Returns the number of the TinyJit input that an argument of a call is taken from. The argument may be the whole input, a region of it, or one
+  device's part. Returns None for other arguments."""
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 

@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop
 
 def compiled(*outputs:Tensor) -> UOp:
-  """Schedule that computes `outputs` from realized tensors, lowered and compiled."""
+  """Returns the schedule that computes `outputs` from realized tensors, lowered and compiled."""
   return compile_linear(outputs[0].schedule_linear(*outputs[1:]))
 
 def make_current(device:str) -> None:
@@ -32,7 +32,7 @@ def run_alone(call:UOp) -> None:
   run_linear(new_uop(Ops.LINEAR, (call,)), jit=True)
 
 def cuda_seconds(schedule:UOp, count:int) -> float:
-  """Seconds of one launch of a compiled schedule's only kernel on a CUDA device, measured by events around `count` launches."""
+  """Returns the seconds of one launch of a compiled schedule's only kernel on a CUDA device, measured by events around `count` launches."""
   from tinygrad.runtime.ops_cuda import cu_time_execution
   call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
   info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]

@@ -1,4 +1,4 @@
-"""Construction of UOps (here only), values of vector types, buffers and their views, and the parameters of a kernel."""
+"""Construction of UOps (no other module constructs them), values of vector types, buffers and their views, and the parameters of a kernel."""
 from __future__ import annotations
 import functools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None)
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows
 # with the number of UOps. A dtype's name is printed unchanged, so the name is the C type; every pass sees a scalar of an unknown dtype.
 class VectorDType(DType):
-  """dtype of a register vector. It is a separate class, so that a compile worker that unpickles one imports this module."""
+  """The dtype of a register vector. It is a separate class, so that a compile worker that unpickles one imports this module."""
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
   def __reduce__(self) -> Any: return vector_dtype, VECTORS[self]     # a worker that unpickles a dtype adds it to VECTORS too
 
@@ -28,7 +28,8 @@ _ELEMENT = {"float32": "float", "uint32": "uint"}
 
 @functools.cache
 def vector_dtype(element:str, n:int) -> DType:
-  """dtype of a register vector of `n` elements ("float32" or "uint32"), with the name that it has in both HIP and CUDA, such as float4."""
+  """Returns the dtype of a register vector of `n` elements ("float32" or "uint32"), with the name that it has in both HIP and CUDA, such as
+  float4."""
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
   promo_lattice[dtype] = []     # compatible only with itself: with SPEC=2 tinygrad asks for the type of a sum when it prints one
@@ -39,7 +40,7 @@ spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtyp
 
 # **** buffers and their views (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
-  """Buffer that `u` is, or is a view of, including writes that are still to be done; None for a computed value."""
+  """Returns the buffer that `u` is, or is a view of, including writes that are still to be done. Returns None for a computed value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
   inner = u
   while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
@@ -56,8 +57,8 @@ def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   return other
 
 def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[UOp, UOp]|None:
-  """Buffer under a view, and the position of an element of the view in that buffer, as an expression of the indices. None if `u` is not a view of a
-  buffer. `instead` maps Variables in the view to UOps that replace them."""
+  """Returns the buffer under a view, and the position of an element of the view in that buffer, as an expression of the indices. Returns None if `u`
+  is not a view of a buffer. `instead` maps Variables in the view to UOps that replace them."""
   if (base := buffer_under(u)) is None: return None
   stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite would take u's own base apart
   view = on_top(u, base, stand_in)
@@ -66,16 +67,16 @@ def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[
   return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """CALL that copies one buffer, or a region of one, to another on any device. The buffers `held`, such as those of the regions, are only sources of
-  the CALL, so that they stay in use."""
+  """Returns a CALL that copies one buffer, or a region of one, to another on any device. The buffers `held`, such as those of the regions, are only
+  sources of the CALL, so that they stay in use."""
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def also_after(u:UOp, *calls:UOp) -> UOp:
-  """Orders a buffer after these CALLs and after the CALLs that it already follows, by a single AFTER. For nested AFTERs tinygrad 0.14.0 waits only
-  for the CALLs of the outermost AFTER. If those CALLs don't read what the inner CALLs have written, nothing waits for the inner CALLs."""
+  """Orders a buffer after some CALLs and after the CALLs that it already follows, by a single AFTER. With nested AFTERs tinygrad 0.14.0 would wait
+  only for the CALLs of the outermost AFTER. If those CALLs don't read what the inner CALLs have written, nothing would wait for the inner CALLs."""
   return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
 
 def remembered(u:UOp) -> UOp:
@@ -86,7 +87,7 @@ def remembered(u:UOp) -> UOp:
 
 # **** the parameters of a kernel ****
 def output_params(sink:UOp) -> tuple[UOp, ...]:
-  """PARAMs that a kernel's AST stores to, in the order of their slots."""
+  """Returns the PARAMs that a kernel's AST stores to, in the order of their slots."""
   found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
@@ -95,7 +96,8 @@ def with_outputs(sink:UOp) -> UOp:
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def begins_at(u:UOp) -> int:
-  """Byte at which a kernel's argument begins in the buffer on each of its devices. tinygrad passes a slice without gaps in place, without a copy."""
+  """Returns the byte at which a kernel's argument begins in the buffer on each of its devices. tinygrad passes a slice without gaps in place, without
+  a copy."""
   while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
   under = u.base
   while under.op in (Ops.BITCAST, Ops.UNSHARD): under = under.src[0].base
