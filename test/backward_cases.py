@@ -37,12 +37,13 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
   return o, lse
 
 def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
-  """Options that the reference needs for the whole problem, or for one packed sequence: (its index, its number of queries, its number of keys)."""
+  """Returns the options that the reference needs: for the whole problem, or for one packed sequence, given as (its index, its number of queries, its
+  number of keys)."""
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
-  """Accuracy laws of dq, dk and dv, and of dbias if the problem has a bias. Rows that belong to no sequence have gradient 0."""
+  """Returns the accuracy laws of dq, dk and dv, and of dbias if the problem has a bias. Rows that belong to no sequence have gradient 0."""
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],

@@ -43,9 +43,9 @@ on_the_emulator = on_two("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
-  """Parametrizes a test over pairs (case, chip). Case i runs on one chip of `on`, case i + 1 on the next chip, and so on; all other pairs get the
-  mark `thorough`. Every case also runs on the chips in `always`. By default one of `among` pairs runs (0 means the length of `on`), and `turn`
-  selects which one. Cases in `besides` also run on the last chip of `on`."""
+  """Parametrizes a test over all pairs (case, chip). By default only one chip runs each case: case i runs on one chip of `on`, case i + 1 on the next
+  chip, and so on. All other pairs get the mark `thorough`. Every case also runs on the chips in `always`. One of `among` pairs runs by default (0
+  means the length of `on`), and `turn` selects which one. Cases in `besides` also run on the last chip of `on`."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
@@ -131,7 +131,7 @@ def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> Non
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
 def chip(arch:str) -> Chip:
-  """Chip that the emulator simulates, or the GPU of this machine if `arch` is "CUDA"."""
+  """Returns the chip that the emulator simulates, or the GPU of this machine if `arch` is "CUDA"."""
   if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
@@ -185,7 +185,7 @@ def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:i
   return (word >> (j % 2*16).astype(np.uint64) & 0xffff) >= round(p*65536)
 
 def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
-  """Dropout options of the reference, for the whole problem or for one packed sequence."""
+  """Returns the dropout options of the reference, for the whole problem or for one packed sequence."""
   if not p.dropout_p: return {}
   batch, head = map(int, extras.get("dropout_start", (0, 0)))
   B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
@@ -194,7 +194,7 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
 def numbers_of_rows(p:Problem) -> dict[str, float]:
-  """Options of the score and of the masks that are plain numbers, under the names that the reference uses for them."""
+  """Returns the options of the score and of the masks that are plain numbers, under the names that the reference uses for them."""
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
@@ -204,7 +204,7 @@ def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, Law]:
-  """Accuracy laws of o and lse. Packed sequences are computed one at a time. Rows of no sequence have o 0 and lse -inf."""
+  """Returns the accuracy laws of o and lse. Packed sequences are computed one at a time. Rows of no sequence have o 0 and lse -inf."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
@@ -219,15 +219,15 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, La
   return found
 
 def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
-  """Row ranges of each sequence in q and in k."""
+  """Returns the row ranges of each sequence in q and in k."""
   if not p.varlen: return [(slice(None), slice(None))]
   q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
-  """Accuracy laws of the gradients of q, k and v, and of bias, sinks and slopes if the problem has them. The arguments include the gradients of o and
-  lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed sequences are computed one at a time; rows of no sequence
-  get gradient 0."""
+  """Returns the accuracy laws of the gradients of q, k and v, and of bias, sinks and slopes if the problem has them. `do` and `dlse` are the
+  gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed sequences are computed one at a time;
+  rows of no sequence get gradient 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)

@@ -18,7 +18,7 @@ def pytest_sessionfinish() -> None: gc.freeze()
 
 @pytest.fixture(scope="session", autouse=True)
 def offsets_of_our_kernels() -> Iterator[None]:
-  """Fails if a test emulates a kernel of attn in which a part of an offset may be negative according to the lowered program
+  """Fails a test that emulates a kernel of attn if, according to the lowered program, a term of an offset in the kernel may be negative
   (attn/emulator/offsets.py). The emulator does not check this while a kernel runs."""
   own = plan.Plan.__init__
   def made(self:plan.Plan, *args:object, **named:object) -> None:
@@ -30,8 +30,8 @@ def offsets_of_our_kernels() -> Iterator[None]:
 
 @pytest.fixture
 def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:
-  """Lowers tinygrad's own kernels, which run around and beside attn's kernels, without unrolling. Unrolling takes most of the time of a test with
-  many kernels. On a real device tinygrad optimizes them."""
+  """Makes tinygrad lower its own kernels, which run before, after and beside attn's kernels, without unrolling. Unrolling takes most of the time of a
+  test with many kernels. On a real device tinygrad optimizes them."""
   on_a_gpu = request.node.get_closest_marker("gpu") is not None
   with Context(NOOPT=NOOPT.value if on_a_gpu else 1): yield
 

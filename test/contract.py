@@ -1,4 +1,5 @@
-"""Samples the accuracy law: for each kind of input and each unit, how far the kernels' outputs are from exact, in units of their own rounding.
+"""Measures the kernels by the accuracy law: for each kind of input and each matrix unit, how far outputs are from exact, in units of their own
+rounding error.
 
     python test/contract.py --write docs/contract.csv [--draws 100] [--jobs 2] [--units gfx942 tiled] [--missing] [--seconds 400]
     python test/contract.py --write docs/contract.csv --device CUDA --units sm_80 sm_90
@@ -7,8 +8,8 @@ The first command uses the emulator, the second a Hopper GPU; on that GPU the un
 run writes one line for each output of a case as soon as the case is done, and the table of docs/contract.md from all lines. Lines of units not in
 --units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an output breaks the law.
 
-One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. The bias
-is one row of keys for each draw. The sinks are shared by the draws that run together. `tiled` has no bias.
+One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. The bias is
+one row of keys for each draw. The sinks are shared by the draws that run together. `tiled` has no bias.
 """
 from __future__ import annotations
 import argparse, csv, math, os, sys, time
@@ -92,9 +93,9 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """Result for one output over a number of draws. `limit` is the largest error as a fraction of the law's limit; it must be at most 1. `sigmas` is
-  the largest error/sigma, and `rms` is the root mean square of error/sigma. These two numbers count the elements whose error fp32 does not dominate,
-  and are 0 if such elements are too few. `resolved` is the percentage of these elements. `device` computed the output."""
+  """A line of the file: the result for one output over a number of draws. `limit` is the largest error as a fraction of the law's limit; it must be
+  at most 1. `sigmas` is the largest error/sigma, and `rms` is the root mean square of error/sigma. These two numbers count the elements whose error
+  fp32 does not dominate, and are 0 if such elements are too few. `resolved` is the percentage of these elements. `device` computed the output."""
   output: str
   draws: int
   limit: float
@@ -152,7 +153,7 @@ def worst_of(lines:list[Line]) -> str:
   return f"{max(line.limit for line in lines):.2f}" + (f", {max(of_many):.2f}" if of_many else "")
 
 def table(lines:Lines) -> str:
-  """Table of the worst results over all shapes and types, by kind and by unit."""
+  """Makes the table of the worst results over all shapes and types, by kind of input and by matrix unit."""
   def rows(names:Iterable[str], field:str) -> Iterator[str]:
     for name in names:
       every = [line for case, of in lines.items() if getattr(case, field) == name for line in of]
@@ -168,7 +169,7 @@ def with_table(page:str, lines:Lines) -> str:
 # ***** many cases *****
 
 def lines_until(case:Case, draws:int, device:str, until:float) -> list[Line]|None:
-  """Lines of a case, or None if the time `until` passes before the case begins."""
+  """Returns the lines of a case, or None if the time `until` passes before the case begins."""
   return None if time.time() > until else lines_of(case, draws, device)
 
 def computed(cases:Iterable[Case], draws:int, device:str, jobs:int, seconds:float) -> Iterable[tuple[Case, list[Line]]]:

@@ -14,13 +14,13 @@ SIDES = ("end", "begin")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 def closed(address:int) -> None:
-  """Protects this page: any access to it kills the process."""
+  """Protects a memory page: any access to it kills the process."""
   if LIBC.mprotect(ctypes.c_void_p(address), PAGE, 0): raise OSError(ctypes.get_errno(), "mprotect")
 
 @contextlib.contextmanager
 def guarded(side:str) -> Iterator[None]:
-  """Context in which every CPU buffer has its own memory between two protected pages. For side "end", the buffer ends as close to the second page as
-  ALIGNED allows. For side "begin", it begins directly after the first page. Memory that no kernel has written is NaN in every float type."""
+  """Context manager in which every CPU buffer has its own memory between two protected pages. For side "end", the buffer ends as close to the second
+  page as ALIGNED allows. For side "begin", it begins directly after the first page. Memory that no kernel has written is NaN in every float type."""
   own = CPUAllocator._alloc
   def alloc(self:Any, size:int, options:BufferSpec) -> HCQBuffer:
     if options.external_ptr is not None: return own(self, size, options)

@@ -37,7 +37,7 @@ CALLS_OF_A_WORKER = 60      # then a new process takes over, because memory that
 
 @dataclass(frozen=True)
 class Outcome:
-  """Outcome of a call: its state "right", "refused" or "failed" and the reason. `seconds` is the process time that the call used."""
+  """The outcome of a random call: its state "right", "refused" or "failed", and the reason. `seconds` is the process time that the call used."""
   seed: int
   state: str
   why: str = ""
@@ -138,12 +138,12 @@ def night(calls:list[Call], jobs:int, limit:float, until:float) -> Iterator[tupl
   with ThreadPoolExecutor(jobs) as pool: yield from pool.map(one, calls)
 
 def reason(why:str) -> str:
-  """Reason of a refusal, with # instead of numbers. If several kernels refused the call, it is the reason of `tiled`, the last kernel, which supports
-  the most problems."""
+  """Returns the reason of a refusal, with # in place of numbers. If several kernels refused the call, it is the reason of `tiled`, the last kernel,
+  which supports the most problems."""
   return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "#", why[max(why.find("tiled: "), 0):])[:170]
 
 def table(done:list[tuple[Call, Outcome]]) -> str:
-  """Table of the calls that ran, were refused and failed, by chip and by kind."""
+  """Makes the table of the calls that ran, were refused and failed, by chip and by kind of call."""
   lines = []
   for title, of in (("chip", lambda c: c.on), ("kind", lambda c: f"{c.kind} {c.direction}")):
     lines.append(f"{title:24}{'run':>8}{'right':>8}{'refused':>8}{'failed':>8}{'seconds':>9}")

@@ -16,7 +16,7 @@ LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 65, 70, 100, 127, 128, 129
 WORK = {"tiled": 2e6, "": 1.2e7}                                          # products of a call, at most: without and with a matrix unit
 
 def longest(ends:list[int]) -> int:
-  """Number of rows of the longest packed sequence; at least 1."""
+  """Returns the number of rows of the longest packed sequence, at least 1."""
   return max(1, *(after - before for before, after in itertools.pairwise(ends)))
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Call:
 
 @dataclass
 class Posed:
-  """Call during the draw. `arrays` holds the code of the inputs by name, in shape (B, H, S, D). `outside` holds the code of the tensors that are made
-  from the inputs. `inside` holds the code of the step, beginning with views of these tensors. `restored` holds the code that brings a result back to
-  the oracle's shape."""
+  """A random call while it is being drawn. `arrays` holds the code of the inputs by name, in shape (B, H, S, D). `outside` holds the code of the
+  tensors that are made from the inputs. `inside` holds the code of the step, beginning with views of these tensors. `restored` holds the code that
+  brings a result back to the oracle's shape."""
   rng: random.Random
   on: str
   backward: bool
@@ -101,7 +101,7 @@ class Posed:
   # ***** inputs *****
 
   def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
-    """Adds an input of this kind. Each step of a TinyJit gets other numbers."""
+    """Adds an input of the given kind. Each step of a TinyJit gets other numbers."""
     seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
     self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
 
@@ -125,8 +125,8 @@ class Posed:
     if same is not None: self.settings["same"] = same
 
   def far_reaching(self) -> dict[str, str]:
-    """Kinds of inputs with a row of NaN or inf that spreads to other rows. In v it spreads to all rows that see the row. In a gradient it spreads
-    from any input."""
+    """Returns kinds of inputs with a row of NaN or inf that spreads to other rows. In v it spreads to all rows that see the row. In a gradient it
+    spreads from any input."""
     return {self.one("q", "k", "v"): "nan"} if self.backward else {"v": self.one("nan", "inf", "-inf")}
 
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
@@ -178,7 +178,7 @@ class Posed:
       self.inside.append(f"{name} = view({name}, {steps})")
 
   def tensor(self, text:str) -> str:
-    """Code of a tensor of the problem's type, realized in memory."""
+    """Returns the code of a tensor of the problem's type, realized in memory."""
     return f"tensor({text}, {self.dtype!r}, {self.device!r}).realize()"
 
   def three(self, views:bool=True) -> None:
@@ -286,7 +286,7 @@ class Posed:
   def of_shards(self, name:str) -> str: return self.settings.get("shards", {}).get(name, "")
 
   def attention(self, more:str="") -> str:
-    """Code of a call of attn.attention with all drawn options."""
+    """Returns the code of a call of attn.attention with all drawn options."""
     options = "".join(f", {name}={value}" for name, value in self.options.items())
     return f"attn.attention(q, k, {'None' if self.facts.get('v_dim') else 'v'}{options}{more})"
 

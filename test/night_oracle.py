@@ -40,8 +40,8 @@ class Sequence:
   def offset(self, f:Facts) -> int: return 0 if f.top_left else self.counts[1] - self.counts[0]
 
 def sequences(x:Arrays) -> Iterator[Sequence]:
-  """Sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D). With cu_seqlens these are the packed sequences; otherwise each batch is one sequence, with
-  its keys from kv_starts to kv_lengths."""
+  """Returns the sequences of q (B, H, Sq, D) and k (B, Hkv, Sk, D). With cu_seqlens these are the packed sequences; otherwise each batch is one
+  sequence, with its keys from kv_starts to kv_lengths."""
   if "cu_seqlens_q" in x:
     ends = x["cu_seqlens_q"], x["cu_seqlens_k"]
     for i in range(len(ends[0]) - 1):
@@ -56,7 +56,7 @@ def sequences(x:Arrays) -> Iterator[Sequence]:
 def four(bias:np.ndarray) -> np.ndarray: return bias.reshape((1,)*(4 - bias.ndim) + bias.shape)
 
 def where_of_bias(bias:np.ndarray, s:Sequence) -> tuple[Any, ...]:
-  """Index that selects the part of a 4-dimensional bias for one sequence."""
+  """Returns the index that selects the part of a 4-dimensional bias for one sequence."""
   return slice(s.batch, s.batch + 1) if len(bias) > 1 else slice(None), slice(None), slice(None), s.keys if bias.shape[3] > 1 else slice(None)
 
 def bias_of(bias:np.ndarray, s:Sequence) -> np.ndarray: return four(bias)[where_of_bias(four(bias), s)]
@@ -72,7 +72,7 @@ def part(x:Arrays, s:Sequence) -> tuple[np.ndarray, ...]:
   return x["q"][one, :, s.rows], x["k"][one, :, s.keys], x["v"][one, :, s.keys]
 
 def forward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Laws of o and lse. Rows of no sequence have o 0 and lse -inf."""
+  """Returns the accuracy laws of o and lse. Rows of no sequence have o 0 and lse -inf."""
   shape = x["q"].shape[:3]
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
@@ -82,7 +82,7 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   return total
 
 def backward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Laws of the wanted gradients of sum(o*do) + sum(lse*dlse), where the second sum is over rows that see a key."""
+  """Returns the accuracy laws of the wanted gradients of sum(o*do) + sum(lse*dlse), where the second sum is over rows that see a key."""
   total = {name: without_error(x[name].shape) for name in f.wanted}
   for s in sequences(x):
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)

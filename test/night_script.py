@@ -28,7 +28,7 @@ def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None
 # ***** inputs *****
 
 def lowest(dtype:str) -> float:
-  """Lowest finite number of a type, which models write into masks instead of -inf."""
+  """Returns the lowest finite number of a type, which models write into masks instead of -inf."""
   return {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": -3.4028234663852886e38}[dtype]
 
 def values(kind:str, shape:Sequence[int], dtype:str, seed:int, same:int|None=None) -> np.ndarray:
@@ -123,7 +123,7 @@ def paged(a:np.ndarray, table:np.ndarray, size:int, pages:int) -> np.ndarray:
   return found
 
 def entries(table:np.ndarray, lengths:Sequence[int], size:int) -> np.ndarray:
-  """Copy of a block table with invalid page numbers beyond each length."""
+  """Returns a copy of a block table with invalid page numbers beyond each length."""
   found = table.copy()
   for b, n in enumerate(lengths): found[b, -(-n//size):] = 10**9
   return found
@@ -139,15 +139,15 @@ def rows_of_steps(a:np.ndarray, start:Sequence[int], count:int) -> np.ndarray:
   return np.stack([a[b, :, at:at + count] for b, at in enumerate(start)])
 
 def indexed(a:np.ndarray, batches:np.ndarray, count:int) -> np.ndarray:
-  """Cache of `count` batches. The batches at the indices `batches` contain `a`, and the other batches contain NaN."""
+  """Makes a cache of `count` batches. The batches at the indices `batches` contain `a`, and the other batches contain NaN."""
   found = np.full((count, *a.shape[1:]), np.nan, np.float32)
   found[batches] = a
   return found
 
 def turned_back(a:np.ndarray, quarters:np.ndarray, at:Sequence[int], interleaved:bool, moving:bool) -> np.ndarray:
-  """Rows (B, H, S, D) from which a rotary embedding computes `a`. The embedding rotates pair i of row j of batch b by quarters[at[b] + j, i] quarters
-  of a circle, or by quarters[at[b], i] if rows are not `moving`. A pair is two neighbouring columns if `interleaved`; otherwise its two columns are
-  half of the rotated width apart."""
+  """Returns the rows (B, H, S, D) from which a rotary embedding computes `a`. The embedding rotates pair i of row j of batch b by quarters[at[b] + j,
+  i] quarters of a circle, or by quarters[at[b], i] if rows are not `moving`. A pair is two neighbouring columns if `interleaved`; otherwise its two
+  columns are half of the rotated width apart."""
   found, half = a.copy(), quarters.shape[1]
   first, second = (slice(0, 2*half, 2), slice(1, 2*half, 2)) if interleaved else (slice(0, half), slice(half, 2*half))
   for b, start in enumerate(at):

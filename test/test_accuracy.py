@@ -57,7 +57,7 @@ def test_flash_attention_2_keeps_the_law_with_options(name:str, dtype:str) -> No
   check(p, KINDS["normal"](p, 0), gradient_of_o(p, 3), options, floats(3, 4, 50, seed=5))
 
 def test_errors_that_scores_share() -> None:
-  """Equal keys have one common rounding error in all of their scores. Beside a sink with most of P, this error does not cancel."""
+  """If all keys are equal, all scores of a row have the same rounding error. Beside a sink that has most of P, this error does not cancel."""
   p = problem(B=50, H=1, Sq=4, Sk=18, D=118, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 4, 118), 0.3, np.float32), k=np.full((50, 1, 18, 118), -2.0, np.float32))
   dot = np.zeros((), np.float32)
@@ -104,7 +104,7 @@ def test_gradients_below_the_normal_numbers() -> None:
   assert judge(stored, law).ok and not judge(stored + np.float32(2.0**-21), law).ok
 
 def test_scores_far_below_a_sink() -> None:
-  """Every limit is a finite number for scores of -10000 beside a sink of 0."""
+  """Every limit of an error is a finite number for scores of -10000 beside a sink of 0."""
   p = problem(B=1, H=1, Sq=3, Sk=3, D=8)
   options = Options(bias=np.full((1, 1, 1, 3), -10000.0), sinks=np.zeros(1))
   laws = law_of_gradients(*vars(normal(p)).values(), gradient_of_o(p, 3), None, 1.0, options=options, dtype="float16", out_dtype="float16")
@@ -271,9 +271,9 @@ def test_faults_break_the_law(fault:str, dtype:str) -> None:
   for name, (got, law) in FAULTS[fault](dtype).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
 def test_errors_that_roundings_hide() -> None:
-  """The law does not find some errors, because they are smaller than the roundings of the types. One is a wrong weight of a split whose key ranges
-  have equal means. Another is a dropped key whose weight is smaller than the rounding errors of the other keys. A truncated P is a third, if the mean
-  of V is 0."""
+  """The accuracy law does not find some errors, because they are smaller than the rounding errors that it allows. One is a wrong weight of a split
+  whose key ranges have equal means. Another is a dropped key whose weight is smaller than the rounding errors of the other keys. A truncated P is a
+  third, if the mean of V is 0."""
   q, k, v = arrays(16, 256, "bfloat16")
   law = law_of(q, k, v, SCALE, dtype="bfloat16", out_dtype="bfloat16")[0]
   parts = [exact(q, k[:, :, at], v[:, :, at], SCALE) for at in (slice(128), slice(128, None))]

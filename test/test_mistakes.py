@@ -166,7 +166,7 @@ def test_a_refused_call_appends_nothing() -> None:
     assert (array(k) == 0).all() and (array(v) == 0).all()
 
 def clang(folder:Path) -> str:
-  """Value of PATH with which the command `clang` runs the clang of the PyPI package ziglang."""
+  """Returns a value of PATH with which the command `clang` runs the clang of the PyPI package ziglang."""
   pytest.importorskip("ziglang")
   (script := folder/"clang").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang clang "$@"\n')
   script.chmod(0o755)
@@ -274,7 +274,7 @@ def test_numbers_of_numpy_and_lists_are_accepted() -> None:
 # ***** error messages *****
 
 def said(call:Callable[[], Any]) -> str:
-  """Message of a refused call. The refused call must launch nothing, and the message must not print a graph of UOps."""
+  """Returns the message of a refused call. The refused call must launch nothing, and the message must not print a graph of UOps."""
   before = GlobalCounters.kernel_count
   with pytest.raises(REFUSALS) as e: call()
   assert GlobalCounters.kernel_count == before and "UOp(" not in str(e.value) and "<UOp" not in str(e.value) and len(str(e.value)) < 500, str(e.value)

@@ -13,7 +13,7 @@ from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
 def emulated_seeds(first:int, count:int) -> list[int]:
-  """First `count` seeds from `first` on whose calls run on emulated chips."""
+  """Returns the first `count` seeds from `first` on whose calls run on emulated chips."""
   return [seed for seed in range(first, first + 3*count) if drawn(seed).on in CHIPS][:count]
 
 CHEAP = (1003, 1004)     # each takes about a second
@@ -49,7 +49,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
-  """Copy of a call whose script has one more line."""
+  """Returns a copy of a call whose script has one more line."""
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:
@@ -76,11 +76,11 @@ def test_a_crash_and_a_call_that_hangs_have_a_seed(does:Any, why:str) -> None:
 # ***** memory that a kernel on a CPU must not touch *****
 
 def of_a_number(o:UOp, x:UOp) -> UOp:
-  """Kernel that reads element x[x[0]]."""
+  """Test kernel that reads element x[x[0]]."""
   return o[0].store(x[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_a_number", opts_to_apply=()))
 
 def of_its_own(o:UOp, x:UOp) -> UOp:
-  """Kernel that copies x into its private array of eight elements and reads element x[0] of this array."""
+  """Test kernel that copies x into its private array of eight elements and reads element x[0] of this array."""
   own, i = UOp.placeholder((8,), dtypes.float, 3, AddrSpace.REG), UOp.range(8, 0, AxisType.LOOP)
   filled = own.after(own[i].store(x[i].load()).end(i))
   return o[0].store(filled[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_its_own", opts_to_apply=()))

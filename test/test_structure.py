@@ -13,7 +13,7 @@ MODULES = sorted((ROOT/"attn").rglob("*.py"))
 ALLOWED = {"main", "Array"}     # the entry of a module that can be run; a type alias for numpy's array
 
 def defined(tree:ast.Module) -> set[str]:
-  """Names that a module defines at module level, except imported and private names."""
+  """Returns the names that a module defines at module level, except imported and private names."""
   names = set()
   for node in tree.body:
     if isinstance(node, ast.FunctionDef|ast.ClassDef): names.add(node.name)
@@ -51,7 +51,7 @@ def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suf
 NAMES = {module_of(path) for path in MODULES}
 
 def imports(path:Path) -> set[str]:
-  """Modules of attn that a file imports anywhere. Imports inside functions and imports for types count, too."""
+  """Returns the modules of attn that a file imports anywhere. Imports inside functions and imports for types count, too."""
   found = set()
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -60,7 +60,7 @@ def imports(path:Path) -> set[str]:
   return found & NAMES
 
 def room_of(module:str) -> str:
-  """Innermost room of ROOMS that holds a module of attn."""
+  """Returns the innermost room of ROOMS that contains a module of attn. A room is a folder or module with its own import rules."""
   if module == "attn": return "__init__"
   return max((room for room in ROOMS if f"{module}.".startswith(f"attn.{room}.")), key=len)
 
@@ -127,12 +127,12 @@ def test_import_loads_no_tools() -> None:
 # ***** knowledge of a family of chips *****
 
 def keys_that_are_chips(tree:ast.AST) -> list[str]:
-  """Keys of dictionaries that are names of chips."""
+  """Returns the keys of dictionaries that are names of chips."""
   keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
   return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in CHIPS]
 
 def family_names_in(tree:ast.AST) -> list[str]:
-  """String constants that are names of chip families."""
+  """Returns the string constants that are names of chip families."""
   return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FAMILIES]
 
 def test_a_family_is_known_in_its_own_file() -> None:

@@ -40,7 +40,8 @@ P = 0.3
 def with_seed(**extras:np.ndarray) -> dict[str, Any]: return dict(dropout_p=P, extras={**extras, "dropout_seed": SEED})
 
 def in_turn_on(archs:tuple[str, ...], cases:dict[str, Any]) -> Any:
-  """Parametrizes a test over pairs (case, chip). Case i runs on one chip and case i + 1 on the next chip; all other pairs get the mark `thorough`."""
+  """Parametrizes a test over all pairs (case, chip). By default only one chip runs each case: case i runs on one chip and case i + 1 on the next
+  chip. All other pairs get the mark `thorough`."""
   return pytest.mark.parametrize("case, arch", [
     pytest.param(case, arch, marks=() if i % len(archs) == k else pytest.mark.thorough, id=f"{case}-{arch}")
     for i, case in enumerate(cases) for k, arch in enumerate(archs)])
@@ -73,7 +74,7 @@ def test_the_mask_in_tensor_operations() -> None:
 
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
   """Yields pairs of equally shaped arrays: the elements of a mask, and the elements at a fixed distance along one axis. The distances reach keys of
-  one octet, of neighbouring octets, and further away."""
+  one octet (eight neighbouring keys), of neighbouring octets, and further away."""
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
       if lag < mask.shape[axis]:
@@ -83,8 +84,8 @@ SIGMAS = 5      # one of these 150 statistics exceeds it by chance for 1 of 10,0
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rate_and_independence(p:float) -> None:
-  """The rate of kept elements is right in the whole mask, in each head, query and key, and at each place of an octet. The mask shows no correlation
-  along any axis, between neighbouring seeds, or between (i, j) and (j, i)."""
+  """The rate of kept elements is right in the whole mask, in each head, query and key, and at each position in an octet (eight neighbouring keys).
+  The mask shows no correlation along any axis, between neighbouring seeds, or between (i, j) and (j, i)."""
   mask = kept_mask(SEED, p, 4, 4, 160, 160)
   q, n = round(p*65536)/65536, mask.size
   def held(name:str, mean:np.ndarray, count:int, variance:float) -> None:
@@ -119,7 +120,7 @@ def showing(p:Problem) -> Inputs:
   return Inputs(np.zeros((p.B, p.H, p.Sq, p.D), np.float32), np.zeros((p.B, p.Hkv, p.Sk, p.D), np.float32), v)
 
 def mask_of(arch:str, tile:Callable[[Any], Any]=lambda x: x, **parameters:Any) -> np.ndarray:
-  """Dropout mask: true for each element of P that the kernels keep."""
+  """Returns the dropout mask of the kernels: true for each element of P that they keep."""
   p = problem(**{**dict(B=2, H=2, Sq=70, Sk=104, D=8, Dv=104, lse=False), **with_seed(), **parameters})
   o, _ = run_kernels(p, showing(p), arch, {"dropout_seed": SEED}, tile(choose_tile(p, get_chip(arch))))
   found = o != 0

@@ -117,7 +117,7 @@ def softcap(function:str) -> None:
   agrees({}, softcap=-1.0)(function)
 
 def longest(function:str) -> None:
-  """Checks that a max_seqlen above the number of rows changes no result."""
+  """Checks that a max_seqlen larger than the number of rows does not change the result."""
   q = function == "flash_attn_varlen_qkvpacked_func"
   agrees({}, **({"max_seqlen": 99} if q else {"max_seqlen_q": 99, "max_seqlen_k": 999}))(function)
 
@@ -169,7 +169,7 @@ def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=N
                                             causal=causal, **more)
 
 def appended(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
-  """Expected contents of the key and value caches after the call."""
+  """Returns the expected contents of the key and value caches after the call."""
   out = []
   for cache, rows in ((K, Q[:, :new, :HKV] if k_new is None else k_new), (V, Q[:, :new, 2:])):
     full = cache.copy()

@@ -28,7 +28,7 @@ def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32
 
 @dataclass(frozen=True)
 class Paged:
-  """Key and value sequences of these lengths, stored in pages of random order. Elements that belong to no sequence are NaN."""
+  """Key and value sequences of the given lengths, stored in pages in random order. Elements that belong to no sequence are NaN."""
   lengths: tuple[int, ...]
   k: np.ndarray
   v: np.ndarray

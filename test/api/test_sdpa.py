@@ -77,7 +77,7 @@ def test_refused():
 # ***** in place of tinygrad's own method *****
 
 class Block:
-  """Layer of a transformer with grouped queries, written as a user of tinygrad would."""
+  """A layer of a transformer with grouped queries, written as a user of tinygrad would write it."""
   def __init__(self, width=64, heads=4, kv_heads=2, dtype=dtypes.half):
     self.heads, self.kv_heads, self.head = heads, kv_heads, width//heads
     draw = lambda out, inp, seed: np.random.default_rng(seed).standard_normal((out, inp), np.float32)/inp**.5
@@ -144,8 +144,8 @@ def test_what_was_bound_before_is_ours_too():
   assert not goes_through_ours(BOUND_EARLY)
 
 def test_another_library_in_its_place(monkeypatch):
-  """attn's function is installed over the function of another library. That function calls the method that it replaced itself. This call reaches
-  tinygrad's own method, and does not reach attn's function a second time."""
+  """attn works after another library has replaced tinygrad's method by its own function, which calls tinygrad's method. With attn installed over that
+  function, its call reaches tinygrad's own method, and does not reach attn's function a second time."""
   calls = []
   def others(*args, **kwargs):
     calls.append(args)

@@ -19,7 +19,7 @@ def causal_mask(T:Any, start:Any, buffer:bool=True) -> Tensor:
   return Tensor.full((1, 1, T, start + T), -math.inf, dtype=dtypes.half, buffer=buffer).triu(start + 1)
 
 class Gpt2:
-  """Cache of examples/gpt2.py and examples/llama.py in tinygrad: (2, B, S, H, D), with heads repeated as in llama.py."""
+  """The cache of examples/gpt2.py and examples/llama.py in tinygrad: (2, B, S, H, D), with heads repeated as in llama.py."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, CAPACITY, HKV, D, dtype=dtype, device=device).contiguous().realize()
   def __call__(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -30,8 +30,8 @@ class Gpt2:
     return q.scaled_dot_product_attention(keys, values, causal_mask(T, start) if T > 1 else None).realize()
 
 class Llm:
-  """Cache of tinygrad/llm/model.py: (2, B, H, S, D) in half, with queries in float32. A Variable gives the length of a prompt's chunks, which run in
-  a precompiled function."""
+  """The cache of tinygrad/llm/model.py: (2, B, H, S, D) in half, with queries in float32. A Variable gives the length of a prompt's chunks, which run
+  in a precompiled function."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, HKV, CAPACITY, D, dtype=dtypes.half, device=device).contiguous().realize()
   def attend(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -96,7 +96,7 @@ def test_the_causal_mask_is_known_and_nothing_else() -> None:
       assert not is_causal_mask(mask, rows, keys), (rows, keys)
 
 def test_where_rows_lie() -> None:
-  """Kernels read slices with constant strides in place. A tensor without constant strides does not count as a cache."""
+  """Kernels read a slice of a cache in place if its strides are constant. A tensor without constant strides does not count as part of a cache."""
   with emulated("gfx942"):
     base, n = Tensor.zeros(3, 2, 16, 2, 8, dtype="half", device="EMU").contiguous().realize(), Variable("n", 1, 15).bind(3)
     def places(x:Tensor, y:Tensor) -> Any:

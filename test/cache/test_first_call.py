@@ -33,7 +33,8 @@ def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("lib", "shown"), ((b"\x7fELF\x02\x80\xff", 4), (b".version 9.0", 5)))
 def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
-  """attn lowers DEBUG while it loads machine code, because tinygrad with DEBUG=5 would decode machine code as text. tinygrad still prints PTX."""
+  """With DEBUG=5 tinygrad would decode CUDA machine code as text, so attn lowers DEBUG while tinygrad loads machine code. tinygrad still prints
+  PTX."""
   from tinygrad.runtime import ops_cuda
   monkeypatch.setattr(ops_cuda, "CUDAProgram", lambda dev, obj, smem: (DEBUG.value, smem))
   with Context(DEBUG=5):
@@ -51,22 +52,22 @@ def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> Non
 # ***** cached programs *****
 
 class Echo(Compiler):
-  """Compiler whose machine code is the source."""
+  """Stand-in for a compiler: its machine code is the source itself."""
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-  """Folder of an empty cache."""
+  """Makes an empty cache, and returns its folder."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   return tmp_path/"attn/compilers"
 
 def kernel(arch:str, **options:Any) -> tuple[UOp, Any]:
-  """AST of a small kernel, and a renderer for `arch` that needs no compiler."""
+  """Returns the AST of a small kernel, and a renderer for `arch` that needs no compiler."""
   p, renderer = problem(H=1, Sq=64, Sk=64, D=64, lse=False, **options), printer_of(arch)
   renderer.compiler = Echo()
   return single_kernel(p, get_chip(arch))[0](*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]), renderer
 
 def lowerings(monkeypatch) -> list[str]:
-  """List of the names of kernels that tinygrad lowers during the test."""
+  """Returns a list to which the names of kernels are added that tinygrad lowers during the test."""
   seen, own = [], codegen.full_rewrite_to_sink
   def lower(ast:UOp, *args:Any, **kwargs:Any) -> UOp:
     seen.append(ast.arg.name)
@@ -150,7 +151,7 @@ def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Three(InOrder):
-  """State of a test kernel: two register arrays and its statements."""
+  """The state of a test kernel: two register arrays and its statements."""
   a: UOp
   b: UOp
   statements: Statements

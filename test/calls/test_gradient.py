@@ -92,13 +92,13 @@ def test_warpgroups() -> None:
 def test_where_no_matrix_kernel_takes_it(dtype:str, D:int) -> None: check_gradients(dtype=dtype, D=D, Sq=4, Sk=6, causal=True)
 
 def hidden_keys(p:Problem, seed:int=0) -> Inputs:
-  """Keys of -inf and values of NaN that no query sees."""
+  """Makes inputs in which some keys are -inf and their values NaN. No query sees these keys."""
   x = normal(p, seed)
   x.k[:, :, :p.Sk - p.Sq], x.v[:, :, :p.Sk - p.Sq] = -np.inf, np.nan
   return x
 
 def keys_of_minus_inf(p:Problem, seed:int=0) -> Inputs:
-  """Keys of which one is -inf. All queries see it, and a softcap makes its score finite."""
+  """Makes inputs in which one key is -inf. All queries see it, and a softcap makes its score finite."""
   x = normal(p, seed)
   x.k[:, :, 1] = -np.inf
   return Inputs(np.abs(x.q), x.k, x.v)
@@ -134,7 +134,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 # ***** ways to call *****
 
 def laws_of_three(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
-  """Accuracy laws of the gradients of sum(o) with respect to q, k and v."""
+  """Returns the accuracy laws of the gradients of sum(o) with respect to q, k and v."""
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
 
@@ -431,8 +431,8 @@ def test_memory(monkeypatch:pytest.MonkeyPatch, parts:tuple[int, ...]) -> None:
   assert sum(found) == outputs + memory_of(p, Parts(*parts))
 
 def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str]) -> None:
-  """Kernels compute partial gradients if a grid would leave compute units idle: with MQA, or with few queries against many keys. A large grid needs
-  no partial gradients."""
+  """Kernels divide their sums and compute partial gradients if the grid would leave compute units idle: with MQA (all query heads share one key
+  head), or with few queries against many keys. A large grid needs no partial gradients."""
   def chosen(B:int, H:int, Hkv:int, Sq:int, Sk:int, arch:str="gfx942") -> Parts:
     return choose_parts(problem(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=128), get_chip(arch))
   for arch in ("gfx942", "gfx950", "gfx1100", "gfx1201"):

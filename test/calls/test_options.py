@@ -16,11 +16,11 @@ NOT_WITH_A_CACHE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q"
                     "sequence_order", "sequence_lengths"}
 
 def keywords(function:Any) -> dict[str, Any]:
-  """Keyword arguments of a function with their defaults."""
+  """Returns the keyword arguments of a function with their defaults."""
   return {name: x.default for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY}
 
 def rows(text:str, header:str) -> dict[str, list[str]]:
-  """Rows of all tables with this header, indexed by their first cell."""
+  """Returns the rows of all tables with this header, by their first cell."""
   found = {}
   for table in re.findall(rf"^\| {re.escape(header)} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
     for line in table.splitlines():
@@ -34,7 +34,7 @@ def test_signatures() -> None:
   assert keywords(attn.attention_with_kv_cache).keys() <= OF_ATTENTION.keys()
 
 def test_annotations() -> None:
-  """An option has equal types in the record of attn/calls/options.py and in the function."""
+  """The type of each option in attn/calls/options.py is the type in the function's signature."""
   for function, record in ((attn.attention, OF_ATTENTION), (attn.flash_attention_fn, OF_KERNELS)):
     for name, f in record.items(): assert inspect.signature(function).parameters[name].annotation == f.type, name
 

@@ -26,7 +26,7 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """View with the elements `of`, which movement operations produce from the tensor `memory`."""
+  """A view with the elements `of`. Movement operations produce it from the tensor `memory`."""
   memory: np.ndarray
   steps: tuple[tuple[str, Any], ...]
   of: np.ndarray
@@ -157,7 +157,7 @@ def cached(**t:Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-  """Function under test, its arguments as arrays by name, and the names of the arguments that it writes."""
+  """A function under test, its arguments as arrays by name, and the names of the arguments that it writes."""
   call: Callable[..., Any]
   takes: Callable[[], Arrays]
   writes: tuple[str, ...] = ()
@@ -270,7 +270,7 @@ def test_many_views(name:str) -> None:
 # ***** slices that begin between two 16-byte units *****
 
 def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
-  """Tensor that begins `first` elements into its buffer."""
+  """Makes a tensor that begins `first` elements after the begin of its buffer."""
   return tensor(np.concatenate([np.full(first, np.nan, np.float32), x.ravel()]), dtype).realize()[first:].reshape(x.shape)
 
 @pytest.mark.parametrize("arch, first", (("gfx942", 1), ("gfx1100", 2), ("sm_80", 1), ("sm_90", 4), ("gfx1030", 3)))

@@ -67,8 +67,8 @@ def build(folder:Path, name:str, script:str, major:int=2) -> str:
 
 VERSION = "AMD clang version {} (roc-test)"
 def compiles(version:str) -> str:
-  """Script that accepts every source. Its "code object" contains the version, the chip and a checksum of the source."""
+  """Returns a script that accepts every source. Its "code object" contains the version, the chip and a checksum of the source."""
   return f'printf "\\177ELF\\000{VERSION.format(version)}\\000for %s: %s" "$1" "$(cksum)"\n'
 def too_old(version:str) -> str:
-  """Script that rejects buffer descriptors, like LLVM 18 and older."""
+  """Returns a script that rejects buffer descriptors, like LLVM 18 and older."""
   return f'if grep -q make_buffer_rsrc; then echo "x.hip:1:2: error: use of undeclared identifier"; exit 1; fi\n{compiles(version)}'

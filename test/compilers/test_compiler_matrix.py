@@ -51,7 +51,7 @@ def compilers() -> dict[int, Toolchain]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
-  """Thread pool that runs clang on every core. The test's own thread lowers the kernels one after another."""
+  """Returns a thread pool that runs clang on every core. The test's own thread lowers the kernels one after another."""
   with ThreadPoolExecutor(os.cpu_count()) as threads: yield threads
 
 # ***** every kernel compiles *****
@@ -104,7 +104,7 @@ def other_text(name:str, arch:str) -> str:
 
 @functools.cache
 def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
-  """Sources of the backward kernels for a problem."""
+  """Returns the sources of the backward kernels for a problem."""
   p, chip = replace(problem(**GRADIENTS[name]), return_lse=True), get_chip(arch)
   dq, dkdv = tiles
   assert isinstance(dq, BackwardTile)
@@ -112,7 +112,7 @@ def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardT
   return texts if p.bias is None else [*texts, text_of(dbias_of(p, chip, dq), dbias_arguments(p), arch)]
 
 def kernel_text(name:str, arch:str, llvm:int) -> str:
-  """Source of a kernel with the tile that dispatch chooses for this LLVM release."""
+  """Returns the source of a kernel with the tile that dispatch chooses for this LLVM release."""
   if name not in OPTIONS: return other_text(name, arch)
   choice = choose(problem(**OPTIONS[name]), replace(get_chip(arch), llvm=llvm))
   assert choice.work.tile is not None and (name not in ("split", "pages") or choice.kernel == "split_kv")
@@ -120,13 +120,14 @@ def kernel_text(name:str, arch:str, llvm:int) -> str:
   return forward_text(name, arch, choice.kernel, choice.work.tile)
 
 def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
-  """Compilers that support the instructions of the chip."""
+  """Returns the compilers that support the instructions of the chip."""
   return {llvm: tools for llvm, tools in compilers.items() if costs.knows(tools, arch)}
 
 Jobs = dict[tuple[Any, ...], Future[str]]
 
 def check_compiled(jobs:Jobs, arch:str, checks:tuple[str, ...]=("waterfall", "across lanes")) -> None:
-  """Checks that clang compiled every job, that no machine code loads lane by lane, and that operations across lanes run in whole waves."""
+  """Checks that clang has compiled every kernel (`jobs`), that no machine code loads lane by lane, and that operations across lanes run with all
+  lanes of a wave active."""
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
   found = {key: [x for x in findings(job.result(), arch) if x.startswith(checks)] for key, job in jobs.items()}
   assert {key: lines for key, lines in found.items() if lines} == {}
@@ -157,7 +158,7 @@ def test_every_backward_kernel_compiles(arch:str, compilers:dict[int, Toolchain]
 
 @functools.cache
 def dbias_text(arch:str, causal:bool) -> str:
-  """Source of backward_dbias for a bias with its own row for each query, and a number of queries that is no multiple of the tile."""
+  """Returns the source of backward_dbias for a bias that has a row for each query. The number of queries is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, causal=causal, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   tile = choose_bias_tile(p, get_chip(arch))
   assert isinstance(tile, BackwardTile)
@@ -188,7 +189,7 @@ def waves(report:Report, tile:AnyTile) -> int:
   return waves_of(report, tile, get_chip(report.arch))
 
 def small_grid(spec:Spec, llvm:int) -> Tile:
-  """Tile for a problem with few heads. It differs from the tile for large grids if the tile for large grids would leave compute units idle."""
+  """Returns the tile for a problem with few heads. It is not the tile for large grids if that tile would leave compute units idle."""
   tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
   assert isinstance(tile, Tile)
   return tile

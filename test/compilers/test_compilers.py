@@ -35,8 +35,8 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory) -> Path:
-  """Folder that stands for a machine: it contains stand-ins for comgr and a `sitecustomize.py`, which hides the packages named in WITHOUT from every
-  Python process."""
+  """Makes a folder that stands for a machine. It contains stand-ins for comgr and a `sitecustomize.py`, which hides the packages named in WITHOUT
+  from every Python process."""
   folder = tmp_path_factory.mktemp("machine")
   (folder/"sitecustomize.py").write_text(WITHOUT)
   (folder/"broken.so").write_text("no library")
@@ -46,7 +46,7 @@ def machine(tmp_path_factory) -> Path:
   return folder
 
 def environment(machine:Path, comgr:str="broken", without:str="", path:str="/bin:/usr/bin", **env:str) -> dict[str, str]:
-  """Environment of a process that uses the stand-in `comgr` and lacks some packages. The stand-in "broken" does not load."""
+  """Returns the environment variables of a process that uses the stand-in `comgr` and lacks some packages. The stand-in "broken" does not load."""
   library = str(machine/f"{comgr}.so")
   keep = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR", "LANG", "VIRTUAL_ENV")}
   settings = {"PATH": path, "PYTHONPATH": f"{machine}:{ROOT}", "COMGR_PATH": library, "COMGR_3_PATH": library, "ROCM_PATH": str(machine/"rocm"),
@@ -290,7 +290,7 @@ def test_the_command_tells_both_compilers(machine):
   assert re.fullmatch(f"reports: {PACKAGED}\nDEV=AMD: {GOOD}\n", done.stdout), done
 
 def sources(renderer) -> str:
-  """Source that `renderer` prints for a kernel of attn."""
+  """Returns the source that `renderer` prints for a kernel of attn."""
   placeholders = (UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4))
   return renderer.render(lower(flash_attention_fn(arch="gfx942")(*placeholders).sink, renderer))
 
@@ -355,7 +355,7 @@ def test_bench_without_a_compiler_for_bounds(machine):
 # ***** the renderers *****
 
 def elementwise(op, dtype, renderer) -> str:
-  """Source that `renderer` prints for out[i] = op(x[i])."""
+  """Returns the source that `renderer` prints for out[i] = op(x[i])."""
   out, x, i = UOp.placeholder((256,), dtype, 0), UOp.placeholder((256,), dtype, 1), UOp.range(256, 0, AxisType.GLOBAL)
   return renderer.render(lower(out[i].store(x[i].load().alu(op)).end(i).sink(arg=KernelInfo("E", opts_to_apply=())), renderer))
 
@@ -431,8 +431,8 @@ from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
 def test_a_chip_knows_the_release_of_its_compiler(say):
-  """The record of a chip stores the LLVM release of the AMD GPU's compiler. On the emulator, and if no compiler is found (a call of a kernel then
-  raises the error), it stores the newest release."""
+  """The record of a chip stores the LLVM release of the AMD GPU's compiler. On the emulator it stores the newest release. It also does so if no
+  compiler is found; a call of a kernel then raises the error."""
   assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
   assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
   assert say(RELEASES, without=EXTRAS) == "22 22 22"

@@ -24,19 +24,19 @@ pytest.importorskip("ziglang")
 OF_LOOPS = ("waterfall", "scratch", "scalar spills")
 
 def found_in_code(program:Callable[..., UOp], names:Shapes, arch:str) -> list[str]:
-  """Faults that the checks of loops find in the machine code of a kernel for these tensors."""
+  """Returns the faults that the checks of loops find in the machine code of a kernel for these tensors."""
   tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(names.values())]
   return [x for x in findings(assembly(render(program(*tensors), arch), arch), arch) if x.startswith(OF_LOOPS)]
 
 def found_in_forward(p:Problem, arch:str) -> list[str]:
-  """Faults in the loops of the forward kernel that dispatch chooses; an empty list if dispatch chooses tensor operations."""
+  """Returns the faults in the loops of the forward kernel that dispatch chooses. Empty if dispatch chooses tensor operations."""
   choice = choose(p, replace(get_chip(arch), llvm=toolchain().llvm))
   if choice.work.tile is None: return []
   p = replace(p, num_splits=choice.work.splits)
   return found_in_code(program_of(choice, p), arguments(p), arch)
 
 def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
-  """Faults in the loops of the kernel of dq, of dk and dv, or of dbias."""
+  """Returns the faults in the loops of the kernel of dq, of dk and dv, or of dbias."""
   chip = replace(get_chip(arch), llvm=toolchain().llvm)
   if kernel == "dbias": return found_in_code(dbias_of(p, chip, choose_bias_tile(p, chip)), dbias_arguments(p), arch)
   tiles = can_differentiate(p, chip)
@@ -105,13 +105,13 @@ OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_se
 def any_width(rng:random.Random) -> int: return rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
 
 def edge_of_a_class(rng:random.Random) -> int:
-  """Draws a head dimension just below the largest one of its row in the table of tiles. The kernel reads rows in pieces for it, and a wave has the
-  fewest free registers."""
+  """Draws a head dimension just below the largest one that its row of the tile table allows. With it a wave has the fewest free registers, and the
+  kernel reads each row in several pieces."""
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Draws a number of queries for this number of heads, at which the grid has between FILLS workgroups and one workgroup for each compute unit of the
-  chip. Each workgroup computes LARGEST_TILE queries. In this range dispatch changes from one tile or kernel to another."""
+  """Draws a number of queries for this number of heads. With it the grid has at least FILLS workgroups, and at most one workgroup for each compute
+  unit of the chip. Each workgroup computes LARGEST_TILE queries. In this range dispatch changes from one tile or kernel to another."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from attn.kernels.tiles.amd import both_ways_layout, v_columns
 from cases import ARCHS, check_kernel, check_kernels, normal, problem, run
 
 def conflicts() -> dict[tuple[str, str], float]:
-  """Bank conflicts of the last kernel: a dictionary from (buffer, read or write) to LDS cycles divided by the cycles without conflicts."""
+  """Returns the bank conflicts of the last kernel: a dictionary from (buffer, read or write) to LDS cycles divided by the cycles without
+  conflicts."""
   launch = last_run()
   assert launch is not None and launch.bank_conflicts
   return {(use.buffer, use.verb): use.cycles/use.phases for use in launch.bank_conflicts}
@@ -64,7 +65,8 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
   fast, groups = v_columns(block_n), block_n//4
   def item(thread:int) -> tuple[int, int]:
-    """Row group and unit of a thread. Threads process the units in pairs whose distance is `fast` units: see Staging.item."""
+    """Returns which group of rows and which 16-byte unit a thread copies. In the order of the threads, two neighbouring units are `fast` steps apart:
+    see Staging.item."""
     near = min(groups, 8)
     group, unit = thread % near + thread//near//units*near, thread//near % units
     return group, unit//(2*fast)*(2*fast) + unit % fast*2 + unit % (2*fast)//fast

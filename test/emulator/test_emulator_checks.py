@@ -155,7 +155,8 @@ def test_untouched_buffer_reads_as_nan():
 # ***** races *****
 
 def rotate(barrier):
-  """Kernel in which each thread reads the value that its neighbour in the next wave stored, with or without a barrier between store and read."""
+  """Returns a kernel in which each thread reads the value that its neighbour in the next wave stored, with or without a barrier between store and
+  read."""
   def kernel(o, x):
     g, t = threads(128)
     tile = lds(128)
@@ -196,8 +197,8 @@ def test_lds_race_of_two_stores():
   with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
 
 def tile_over_tile(waits):
-  """Kernel with the third defect of tinygrad's removed amd_flash_attention.py: it stores V to the LDS that held K. Without a barrier before the
-  store, a wave that has finished with K stores V while a slow wave still reads K."""
+  """Returns a kernel with the third defect of tinygrad's removed amd_flash_attention.py: it stores V to the LDS that held K. Without a barrier before
+  the store, a wave that has finished with K stores V while a slow wave still reads K."""
   def kernel(o, k, v):
     g, t = threads(128)
     tile = lds(128)
@@ -234,7 +235,8 @@ def test_divergent_barrier():
   with says(checks.DivergentBarrier, "barrier_in_loop", "wave 0, lane 0"): run(barrier_in_loop(False), (256,), X)
 
 def matrix_in_loop(uniform):
-  """Kernel with one MFMA in each trip of a loop. If it is not `uniform`, the lanes of a wave leave the loop in different trips."""
+  """Returns a kernel with one MFMA in each iteration of a loop. If it is not `uniform`, the lanes of a wave leave the loop in different
+  iterations."""
   def kernel(o, x):
     g, t = threads(64)
     r = UOp.range(2 if uniform else t % 2 + 1, 2, AxisType.LOOP)
@@ -292,15 +294,15 @@ def test_buffers_that_begin_between_units():
 # ***** parts of offsets *****
 
 def loaded_at(offset):
-  """Kernel that loads a dword of x by a buffer instruction. `offset` computes the byte offset from the thread's number."""
+  """Returns a kernel that loads a dword of x by a buffer instruction. `offset` computes the byte offset from the thread's number."""
   def kernel(o, x):
     g, t = threads(64)
     return sink("loaded_at", o[t].store(buffer_load(x[0], UOp.const(256), offset(t), 4).bitcast(dtypes.float)), ranges=(g, t))
   return run(kernel, (64,), X[:64])
 
 def test_part_of_an_offset_below_zero():
-  """A negative part of an offset is an error even if the sum of the parts is right. The emulator also finds it inside a product or a conditional
-  expression."""
+  """A negative term of a buffer instruction's offset is an error, even if the sum of the terms is right. The emulator also finds it inside a product
+  or a conditional expression."""
   np.testing.assert_array_equal(loaded_at(lambda t: t*4), X[:64])
   np.testing.assert_array_equal(loaded_at(lambda t: (t < 60).where(t*4 + 16, OUT_OF_RANGE)), np.where(X[:64] < 60, X[:64] + 4, 0))
   with says(checks.NegativePart, "is -1:", "lane 1"): loaded_at(lambda t: (63 - t)*(t % 2*4))
@@ -360,8 +362,8 @@ def test_bank_conflicts(monkeypatch):
 # ***** values out of their scope *****
 
 def at_most_once(bound):
-  """Kernel that adds exp2(x) in a loop and once more after it. If tinygrad can prove that `bound` is 0 or 1, its linearizer moves exp2 inside the
-  loop."""
+  """Returns a kernel that adds exp2(x) in a loop and once more after it. If tinygrad can prove that `bound` is 0 or 1, its linearizer moves exp2
+  inside the loop."""
   def kernel(o, x):
     g, t = threads(64, 2)
     total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
@@ -382,7 +384,7 @@ def test_value_used_after_its_loop():
 # ***** unfinished operations *****
 
 def ones():
-  """Vector of eight fp16 ones."""
+  """Makes a vector of eight fp16 ones."""
   return build(*[UOp.const(0x3c003c00, dtypes.uint)]*4)
 
 def multiplied(*steps):
@@ -405,7 +407,7 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Step that stores to memory after `order`."""
+  """Returns a step that stores to memory after `order`."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))
@@ -465,8 +467,8 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
 # ***** integers that overflow their type *****
 
 def far(name, factor):
-  """Kernel that reads an element of x. Its index is a loaded number times `factor`, computed in 32 bits, divided by `factor` and limited to the
-  buffer."""
+  """Returns a kernel that reads an element of x. Its index is a loaded number times `factor`, computed in 32 bits, divided by `factor` and limited to
+  the buffer."""
   def kernel(o, x, idx):
     g, t = threads(32)
     at = idx[t].load()*factor

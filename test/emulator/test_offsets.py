@@ -70,8 +70,8 @@ BACKWARD = ("causal, bias, dropout", "odd widths", "window of packed sequences")
 def placeholders(shapes:Shapes) -> list[UOp]: return [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(shapes.values())]
 
 def forward_kernel(p:Problem, arch:str) -> UOp:
-  """Forward kernel that dispatch chooses. For latent attention this function selects `mla`. Dispatch uses mla for longer rows, but short rows are
-  quick to lower."""
+  """Returns the forward kernel that dispatch chooses. For latent attention returns `mla` instead, although dispatch uses mla only for longer rows:
+  short rows are quick to lower."""
   chip = get_chip(arch)
   choice = choose(p, chip)
   name, tile = ("mla", mla_tile(p, chip)) if p.v_in_k else (choice.kernel, choice.work.tile)
@@ -89,7 +89,7 @@ def backward_kernels(p:Problem, arch:str) -> Iterator[UOp]:
   if p.bias is not None: yield dbias_of(p, chip, choose_bias_tile(p, chip))(*placeholders(dbias_arguments(p)))
 
 def not_shown(kernel:UOp, arch:str) -> list[Part]:
-  """Parts of a kernel's offsets for which the analysis cannot show that they are at least 0."""
+  """Returns the terms of a kernel's offsets for which the analysis cannot show that they are at least 0."""
   uops = lower(kernel, printer_of(arch))
   assert any(isinstance(u.arg, Call) and u.arg.name in ("buffer_load", "load_to_lds") for u in uops)
   ranges = Ranges(uops)
@@ -111,6 +111,7 @@ def test_backward(name:str, arch:str) -> None:
 
 @in_turn("name, arch", ("latent, 64 heads", "24 heads"), ARCHS, turn=1)
 def test_blocks_backwards_are_needed(name:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Blocks must count backwards, which keeps every part of an offset at 0 or more. Without `not_negative` one part may be below 0."""
+  """Kernels number their blocks backwards, which keeps every term of an offset at 0 or more. The test shows that this is needed: without
+  `not_negative` one term may be below 0."""
   monkeypatch.setattr(workgroup.ops, "not_negative", lambda x, most: x)
   assert not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)

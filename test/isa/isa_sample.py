@@ -1,5 +1,5 @@
-"""Small attention loop in HIP for each matrix unit. Tests of the compiler and of the report use it. It has the structure of a real kernel (K and V
-through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch), but does not compute attention."""
+"""Makes a small attention loop in HIP for each matrix unit, for the tests of the compiler and of the report. The loop has the structure of a real
+kernel (K and V through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch), but does not compute attention."""
 from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix
@@ -27,7 +27,7 @@ BARRIER = ('    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");__builtin_
            '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");')
 
 def sample(arch:str, d:int=64, exp:str="__builtin_amdgcn_exp2f", maximum:str="__builtin_fmaxf(x, y)") -> str:
-  """HIP text in tinygrad's form: its typedefs, its declarations of device functions, and its kernel signature."""
+  """Returns the loop as HIP text in tinygrad's form: with its typedefs, its declarations of device functions, and its kernel signature."""
   u = UNITS[arch]
   tiles, steps, parts, key_steps = KEYS//u.m, d//u.k, d//u.m, KEYS//u.k
   step = u.lanes if u.lanes*u.wave == u.m*u.k else 0   # on gfx11 both half-waves hold the same elements

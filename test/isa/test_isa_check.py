@@ -77,7 +77,8 @@ def test_what_needs_all_lanes_is_found_where_some_are_off(arch:str, text:str) ->
 def test_whole_waves_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def branches(depth:int, inside:str, i:int=0) -> str:
-  """Text of nested if-else as clang compiles it. Both branches contain if-else up to this depth, and the innermost branches contain `inside`."""
+  """Returns the text of nested if-else as clang compiles it. Both branches contain if-else up to this depth, and the innermost branches contain
+  `inside`."""
   own, (then, other) = f"s{10 + i}", (branches(depth - 1, inside, i + 1) if depth > 1 else inside for _ in range(2))
   return (f"s_and_saveexec_b32 {own}, s{20 + i}; s_xor_b32 {own}, exec_lo, {own}; {then}; s_and_not1_saveexec_b32 {own}, {own}; {other}; "
           f"s_or_b32 exec_lo, exec_lo, {own}")
@@ -206,7 +207,7 @@ def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text,
 # ***** kernels *****
 
 def dbias_text(arch:str) -> str:
-  """Source of backward_dbias for a bias with its own row for each query, and a number of queries that is no multiple of the tile."""
+  """Returns the source of backward_dbias for a bias that has a row for each query. The number of queries is no multiple of the tile."""
   p = replace(problem(Sq=83, Sk=71, extras=dict(bias=np.zeros((1, 2, 83, 71), np.float32))), return_lse=True)
   chip = get_chip(arch)
   args = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(dbias_arguments(p).values())]

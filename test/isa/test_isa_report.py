@@ -117,12 +117,12 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
 # ***** waits *****
 
 def _counted(report):
-  """Waits for memory accesses, and barriers, of a report. Other waits differ between the assembly text and the code object."""
+  """Returns the waits for memory accesses, and the barriers, of a report. Other waits differ between the assembly text and the code object."""
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):
-  """Tuples (what, accesses, instructions since the last access was issued, matrix instructions among them, pending accesses) for each wait or
-  barrier."""
+  """Returns a tuple for each wait or barrier: (what it is, accesses, instructions since the last access was issued, matrix instructions among them,
+  pending accesses)."""
   trip = parse(f".amdgcn_target \"amdgcn-amd-amdhsa--{arch}\"\nk:\n{text}\n.type k,@function")[0].instructions
   return [(x.what, *([y.accesses, y.instructions, y.matrix] if (y := x.awaited) is not None else [0]), x.under_way)
           for x in waits_of(trip, CHIPS[arch])]
@@ -157,7 +157,7 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """If a load is still pending at the end of a trip, the next trip waits for it."""
+  """If a load is still pending at the end of a loop iteration, the next iteration waits for it."""
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 
@@ -323,8 +323,8 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
-  """A wave of a backward kernel computes, in each trip, its own rows times the rows of the tile that the trip reads. A kernel of two passes computes
-  P twice."""
+  """A wave of a backward kernel multiplies, in each iteration, the rows that it owns by the rows of the tile that the iteration reads. A kernel of
+  two passes computes P twice."""
   spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
   _, tile = source.chosen(spec)
   found = source.kernel_source(spec, replace(tile, passes=passes))

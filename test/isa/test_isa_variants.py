@@ -52,14 +52,14 @@ def test_the_page_has_the_files_figures() -> None:
     assert (useful, int(spilled)) == (dq["useful"], int(dq["spill"]) + int(dkdv["spill"])), name
 
 def wrong_waits(spec:Spec, report:Report) -> list[str]:
-  """Waits and barriers in the hot loop that differ from the waits and barriers of the kernel's design."""
+  """Returns the waits and barriers in the hot loop that differ from the waits and barriers of the kernel's design."""
   name, tile = chosen(spec)
   if name == "staggered": return wrong_in_staggered(report)
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """Wrong waits and barriers in a staggered kernel. The loads of two tiles must be pending during all matrix instructions of a trip and at its two
-  barriers; the first half of the next trip waits for them."""
+  """Returns the wrong waits and barriers in a staggered kernel. The loads of two tiles must be pending during all matrix instructions of a trip and
+  at its two barriers; the first half of the next trip waits for them."""
   assert report.loop is not None
   matrix = report.loop.matrix
   products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without the matrix instructions that sum P
@@ -71,9 +71,9 @@ def wrong_in_staggered(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
-  """Wrong waits and barriers in a dual-wave kernel. A trip handles two tiles in four clusters each, with a barrier after each cluster. After each
-  memory cluster a wait ends the loads that were issued four clusters before; the two products of a tile run during these loads. Loads of two later
-  tiles are always pending."""
+  """Returns the wrong waits and barriers in a dual-wave kernel. An iteration handles two tiles in four clusters each, with a barrier after each
+  cluster. After each memory cluster a wait ends the loads that were issued four clusters before; the two products of a tile run during these loads.
+  Loads of two later tiles are always pending."""
   assert report.loop is not None
   waits = [x for x in report.waits if x.what.startswith("vmcnt")]
   barriers = [x for x in report.waits if x.what in BARRIERS]
@@ -85,9 +85,9 @@ def wrong_in_dual_wave(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
-  """Wrong waits and barriers in a forward kernel. With prefetch, the next tile's loads must be pending from before the first matrix instruction of a
-  trip until after the last one. Without prefetch, a trip waits for its own loads before the first matrix instruction. Barriers separate the waves
-  that read LDS from the waves that write it."""
+  """Returns the wrong waits and barriers in a forward kernel. With prefetch, the next tile's loads must be pending from before the first matrix
+  instruction of a trip until after the last one. Without prefetch, a trip waits for its own loads before the first matrix instruction. Barriers
+  separate the waves that read LDS from the waves that write it."""
   assert report.loop is not None
   matrix = sum(report.loop.matrix.values())
   # At D=256 on CDNA3 and its predecessor the compiler moves loads below the softmax's branch, so they are under way in most of the second product
@@ -147,7 +147,7 @@ def test_lane_groups_meet_by_the_chips_own_instruction(arch:str, matrix:int) -> 
   assert set(found) == EXCHANGES[arch, matrix]
 
 def trip(spec:Spec, **tile:Any) -> list[Instruction]:
-  """Hot loop of the forward kernel. The tile is the one that dispatch chooses, with these fields changed."""
+  """Returns the hot loop of the forward kernel. Its tile is the one that dispatch chooses, with some fields changed."""
   p, arch = problem_of_spec(spec), get_chip(spec.arch)
   kernel = kernel_source(spec, replace(choose_tile(p, arch), **tile))
   found = hot_loop(parse(assembly(kernel.text, spec.arch))[0], get_chip(spec.arch), kernel.d, kernel.dv)
@@ -170,7 +170,8 @@ def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lazy_and_eager(arch:str) -> None:
-  """A kernel that moves the reference to the maximum in every trip executes about half an instruction per score more."""
+  """A kernel that moves the softmax's reference to the maximum in every iteration executes about half an instruction per score more than a kernel
+  that moves it only when needed."""
   def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))
@@ -181,7 +182,7 @@ def test_lazy_and_eager(arch:str) -> None:
 
 @functools.cache
 def both(spec:Spec) -> list[tuple[Report, list[str]]]:
-  """Reports on the two kernels that compute the gradients of a problem, and the slow idioms in these kernels."""
+  """Returns the reports on the two kernels that compute the gradients of a problem, and the slow idioms in these kernels."""
   sources = [kernel_source(x) for x in spec.together]
   texts = [assembly(source.text, spec.arch) for source in sources]
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]

@@ -51,7 +51,7 @@ def test_size(chip:str) -> None: assert len(text_of(Spec(chip, 128))) <= SHORT[c
 # ***** integers between two bounds *****
 
 def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
-  """Source of a kernel that stores an integer computed from a range."""
+  """Returns the source of a kernel that stores an integer computed from a range."""
   store = UOp.placeholder((64,), dtypes.int, 0)[x].store(value(x).cast(dtypes.int))
   return render(store.end(x).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED), "gfx942")
 
@@ -84,8 +84,8 @@ def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], in
     assert names["result"] == known(n)
 
 def test_where_a_number_is_known_the_second_bound_is_not() -> None:
-  """clang can compute the integer in a loop of one trip. The first bound then needs no instruction, and the second bound, which is hidden from clang,
-  needs one."""
+  """In a loop of one iteration clang knows the value of an integer that is clamped between two bounds. Then the first bound needs no instruction, and
+  the second bound, which is hidden from clang, needs one."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
   code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
   assert "s_min_i32" in code and "v_med3" not in code

@@ -29,8 +29,8 @@ def steps(text:str, arch:str, banks:int|None=None) -> list[TripStep]:
   return trip_steps(trip, get_chip(arch), [banks]*len(trip), [False]*len(trip))
 
 def cycles(arch:str, *texts:str, simds:list[int]|None=None, banks:int|None=None, group:bool=False) -> float:
-  """Cycles of one trip when waves run these texts, one text for each wave. All waves run on one SIMD, or on the SIMDs in `simds`. Each wave is its
-  own workgroup; with `group` all waves are one workgroup."""
+  """Returns the cycles of one loop iteration when waves run these texts, one text for each wave. All waves run on one SIMD, or on the SIMDs in
+  `simds`. Each wave is its own workgroup; with `group` all waves are one workgroup."""
   waves = [Wave(0 if group else i, (simds or [0]*len(texts))[i], steps(text, arch, banks)) for i, text in enumerate(texts)]
   return step_waves(waves, CHIPS[arch], 12, 4).cycles
 

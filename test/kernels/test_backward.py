@@ -86,7 +86,7 @@ def peaked(p:Problem) -> Inputs:
   return Inputs(rounded(x.q*8, p.dtype), rounded(x.k*4, p.dtype), x.v)
 
 def deep(p:Problem) -> Inputs:
-  """Inputs with such low scores that every lse is below -100."""
+  """Makes inputs with such low scores that every lse is below -100."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 4), rounded(x.k*0.125 - 12, p.dtype), x.v)
 
@@ -100,7 +100,7 @@ def constants(p:Problem) -> Inputs:
   return Inputs(np.ones_like(x.q), np.ones_like(x.k), x.v)
 
 def level(p:Problem) -> Inputs:
-  """Inputs near 3, for which dP and delta nearly cancel."""
+  """Makes inputs near 3, for which dP and delta nearly cancel."""
   x = normal(p)
   return Inputs(x.q, x.k, rounded(3 + 0.1*x.v, p.dtype))
 
@@ -108,8 +108,8 @@ ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
 @chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
-  """Gradients keep the law on inputs that break a wrong P or delta. The kernels round a float32 dO for its products, and must compute delta from the
-  rounded dO."""
+  """Gradients keep the accuracy law on hard inputs, which show a wrong P or delta. The kernels round a float32 dO for its products, and must compute
+  delta from the rounded dO."""
   wide = dict(size=1000.0, out_dtype="float32") if make is level else {}
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), **wide)
 
@@ -130,8 +130,8 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Mask of the rows that a trip computes together with `row`. Kernels loop over the tiles, and one tile contains `row`. A block computes with this
-  tile if a row of the block sees, or is seen by, a row of the tile."""
+  """Returns which rows an iteration computes together with `row`. Kernels loop over the tiles, and one tile contains `row`. A block computes with
+  this tile if a row of the block sees, or is seen by, a row of the tile."""
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n
@@ -189,8 +189,8 @@ ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (Fal
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
-  """Tiles that save registers give right gradients. In these tiles a trip loads item by item, reads rows in pieces, and reads operands of columns
-  before their fences."""
+  """Tiles with options that save registers give right gradients. With these options an iteration loads one 16-byte item of a thread after another,
+  reads rows in pieces, and reads operands of columns before their fences."""
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
@@ -327,7 +327,7 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
 def blind_row(Sq:int) -> np.ndarray:
-  """Bias that hides all keys from one query. The query lies in tiles that no mask touches."""
+  """Makes a bias that hides all keys from one query. The query lies in tiles of which no mask hides scores."""
   bias = floats(1, 1, Sq, 1)
   bias[0, 0, 7] = -np.inf
   return bias
@@ -378,8 +378,8 @@ def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int,
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
-  """The ring of tiles in the mma.sync kernel needs its barriers and its waits for copies. No other test uses this problem, because its faulty program
-  stays in tinygrad's cache."""
+  """The ring buffer of tiles in the mma.sync kernel needs its barriers and its waits for copies. No other test uses this problem, because its faulty
+  program stays in tinygrad's cache."""
   if fault == "barrier":
     monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
     monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
@@ -388,7 +388,7 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
     check_backward_kernels("sm_80", **{**SMALL, "Sq": 72}, only="dkdv")
 
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
-  """Output of ptxas for a kernel."""
+  """Compiles a kernel with nvcc, and returns the output of ptxas."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   placeholders = [UOp.placeholder(shape, DTYPES[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"

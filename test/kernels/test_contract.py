@@ -1,4 +1,4 @@
-"""Small sample of the cases of test/contract.py: each unit keeps the accuracy law, and each planted fault breaks it."""
+"""Runs a small sample of the cases of test/contract.py: each unit keeps the accuracy law, and each planted fault breaks it."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -167,8 +167,8 @@ def test_fault(fault:str, unit:str, monkeypatch) -> None:
 # ***** the two sums of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
-  """Inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first, little enough for the
-  first reference to stay. The rounding error of P cancels only if O is divided by the sum of the rounded P. All rows of a draw are equal."""
+  """Makes inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first, little enough for
+  the first reference to stay. The rounding error of P cancels only if O is divided by the sum of the rounded P. All rows of a draw are equal."""
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)
   gap = np.random.default_rng(seed).uniform(6, 7.9, p.B)
   q[..., 0], k[..., 1:-1, 0], k[..., -1, 0] = 1, -60/p.softmax_scale, gap[:, None]*np.log(2)/p.softmax_scale

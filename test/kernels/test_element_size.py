@@ -51,7 +51,7 @@ def test_the_emulators_matrix_unit(name:str, M:int, K:int) -> None:
   np.testing.assert_array_equal(got, [[want[row(lane, e), lane%M] for lane in range(64)] for e in range(M*M//64)])
 
 def scores(width:int):
-  """Kernel of one wave that computes S^T = K Q^T for 32 keys and 32 queries with rows of `width` bytes. K goes through LDS."""
+  """Makes a kernel of one wave that computes S^T = K Q^T for 32 keys and 32 queries with rows of `width` bytes. K goes through LDS."""
   depth = contraction(FP8, width)
   def kernel(s:UOp, k:UOp, q:UOp) -> UOp:
     lane, wave = UOp.range(64, 0, AxisType.WARP), UOp.range(1, 1, AxisType.WARP)

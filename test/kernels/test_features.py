@@ -124,7 +124,7 @@ def test_causal_rows_that_see_nothing(arch:str) -> None:
   assert lse is not None and (o[:, :, :3] == 0).all() and np.isneginf(lse[:, :, :3]).all() and np.isfinite(lse[:, :, 3:]).all()
 
 def dirty(p:Problem) -> Inputs:
-  """Inputs with NaN in the cache beyond each length."""
+  """Makes inputs with NaN in the cache beyond each length."""
   x = normal(p)
   for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:] = x.v[b, :, n:] = np.nan
   return x
@@ -144,7 +144,7 @@ def test_lengths_beyond_the_buffer(arch:str) -> None:
   assert (verdict := judge(o, expected(p, x, dict(kv_lengths=ints(40, 40, 0)))[0])).ok, str(verdict)
 
 def even(p:Problem) -> Inputs:
-  """Inputs with equal scores, for which each output is the mean of the values that its query sees."""
+  """Makes inputs with equal scores, for which each output is the mean of the values that its query sees."""
   return replace(normal(p), q=np.zeros((p.B, p.H, p.Sq, p.D), np.float32))
 
 @every_arch
@@ -184,7 +184,7 @@ def test_nan_in_a_masked_bias(arch:str) -> None:
   assert np.isfinite(check_kernels(arch, Sq=40, Sk=150, causal=True, extras=dict(bias=bias))[0]).all()
 
 def low(p:Problem) -> Inputs:
-  """Inputs with scores near -1e5. A finite stand-in for -inf could be above these scores."""
+  """Makes inputs with scores near -1e5. A finite stand-in for -inf could be above these scores."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 112), np.full_like(x.k, -112), x.v)
 
@@ -196,8 +196,8 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Inputs with scores of 1.3e10 that are no powers of two, so their product with the scale is inexact. If the kernel rounds the difference once more
-  than the maximum, the result changes by hundreds of powers of two."""
+  """Makes inputs with scores of 1.3e10 that are no powers of two, so their product with the scale is inexact. If the kernel rounds the difference
+  once more than the maximum, the result changes by hundreds of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
   k[:, :, ::3] = 16256               # the next lower bfloat16
@@ -217,14 +217,14 @@ def uops_of(p:Problem, arch:str, tile:Tile|MmaTile) -> list[UOp]:
   return lower(forward_of(p, get_chip(arch), tile)(*tensors), renderer(Target("EMU", "HIP", arch)))
 
 def sparse(nbytes:int) -> View:
-  """View of device memory full of zeros. A page of it needs physical memory only after a write."""
+  """Returns a view of device memory full of zeros. A page of it needs physical memory only after a write."""
   a = Allocation.__new__(Allocation)
   memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))   # since Python 3.13
   a.data, a.written, a.touched, a.outputs = np.frombuffer(memory, np.uint8), None, True, {}
   return View(a, 0, nbytes)
 
 def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
-  """Runs one workgroup of the kernel; -1 is the last one."""
+  """Runs only workgroup number `number` of the kernel; -1 is the last one."""
   uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
   plan, sizes = Plan(uops, "attn_large", arch), {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")

@@ -77,41 +77,41 @@ def test_grouped_heads(arch:str, ratio:int) -> None:
 # ***** inputs that break a wrong online softmax *****
 
 def falling(p:Problem) -> Inputs:
-  """Inputs whose row maxima fall over the key tiles: the maximum of a tile lies below the running maximum."""
+  """Makes inputs whose row maxima fall from tile to tile: the maximum of each tile of keys lies below the maximum so far."""
   x = normal(p)
   return Inputs(np.abs(x.q), rounded(x.k*np.linspace(3, 0.01, p.Sk, dtype=np.float32)[:, None], p.dtype), x.v)
 
 def rising(p:Problem) -> Inputs:
-  """Inputs whose row maxima rise over the key tiles, by more than the rescale threshold each time."""
+  """Makes inputs whose row maxima rise from tile to tile, by more than the rescale threshold each time."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//16*8).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def creeping(p:Problem) -> Inputs:
-  """Inputs whose row maxima rise by less than the rescale threshold from tile to tile, but far in total."""
+  """Makes inputs whose row maxima rise by less than the rescale threshold from tile to tile, but far in total."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//32).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Inputs whose row maxima rise by more than 2^128 from tile to tile. Relative to the old reference, no weight of the next tile is finite."""
+  """Makes inputs whose row maxima rise by more than 2^128 from tile to tile. Relative to the old reference, no weight of the next tile is finite."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.5), k, x.v)
 
 def deep(p:Problem) -> Inputs:
-  """Inputs with such low scores that exp of any score underflows."""
+  """Makes inputs with such low scores that exp of any score underflows."""
   x = normal(p)
   return Inputs(np.full_like(x.q, 1), rounded(x.k*0.125 - 48, p.dtype), x.v)
 
 def late_key(p:Problem) -> Inputs:
-  """Inputs in which the last key has more weight than all earlier keys, in some rows only."""
+  """Makes inputs in which the last key has more weight than all earlier keys, in some rows only."""
   x = normal(p)
   x.k[..., -1, :] = 64
   return Inputs(np.where(np.arange(p.Sq)[:, None] % 7 == 2, np.abs(x.q), x.q*np.float32(0.125)), x.k, x.v)
 
 def masked_first(p:Problem) -> Inputs:
-  """Inputs whose scores are -inf in the first tiles, for all rows of some waves."""
+  """Makes inputs whose scores are -inf in the first tiles, for all rows of some waves."""
   x = normal(p)
   return Inputs(rounded(np.abs(x.q) + 1, p.dtype), np.where(np.arange(p.Sk)[:, None] < p.Sk*2//3, np.float32(-np.inf), x.k), x.v)
 
@@ -131,7 +131,7 @@ def huge_key(p:Problem) -> Inputs:
   return x
 
 def minus_inf_keys(p:Problem) -> Inputs:
-  """Inputs in which some scores are -inf, and in some rows all scores. Keys of -inf meet rows of positive q there."""
+  """Makes inputs in which some scores are -inf, and in some rows all scores. The cause is keys of -inf, multiplied by rows of positive q."""
   x = normal(p)
   x.q[..., 3, :] = 1
   x.q[..., 5, :] = 1
@@ -149,7 +149,7 @@ def inf_query(p:Problem) -> Inputs:
   return x
 
 def nan_neighbour(p:Problem) -> Inputs:
-  """Inputs with NaN in the keys and values after head 0. A kernel whose tile is too long would read them."""
+  """Makes inputs with NaN in the keys and values after head 0. A kernel whose tile is too long would read them."""
   x = normal(p)
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
   return x
@@ -165,7 +165,8 @@ def test_adversarial(arch:str, make) -> None:
 @pytest.mark.parametrize("above", (0.0, 8.0))
 @amd_in_turn("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)))
 def test_rescale_above(arch:str, above:float, make) -> None:
-  """The two settings of the rescale threshold are right, whichever setting dispatch chooses. With 0 the reference follows every maximum."""
+  """Results are right with both settings of the rescale threshold, whichever dispatch chooses. With 0 the softmax's reference follows every
+  maximum."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
 TRIPS = {   # 1 for each of 8 trips that moves the reference
@@ -175,7 +176,7 @@ TRIPS = {   # 1 for each of 8 trips that moves the reference
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The inputs above reach both sides of the branch around the correction, and the kernel moves the reference as rarely as possible."""
+  """The inputs above reach both sides of the branch that corrects P, and the kernel raises the softmax's reference as rarely as possible."""
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))
@@ -207,7 +208,7 @@ def test_prefetch(arch:str, prefetch:int, case:str) -> None:
 @every_arch
 @pytest.mark.usefixtures("without_places")
 def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
-  """A trip with one LDS buffer instead of two stores to the buffer that it reads. The emulator finds the race with waves that still read."""
+  """If a kernel has one LDS buffer instead of two, each iteration stores to the buffer that waves still read. The emulator finds this race."""
   monkeypatch.setattr(LdsTile, "nth", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 

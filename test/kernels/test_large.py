@@ -26,17 +26,17 @@ MANY = 2**33      # elements
 CHIPS = ("gfx942", "sm_80")
 
 def unproven(sink:UOp, arch:str) -> list[str]:
-  """Integers of a kernel that may exceed the range of their type."""
+  """Returns the integers of a kernel that may exceed the range of their type."""
   return [f"{u.op.name} of {u.dtype.name}: {low}..{high}" for u, (low, high) in Ranges(lower(sink, printer_of(arch))).beyond.items()]
 
 def types_of_indices(uops:Iterable[UOp], slot:int) -> set[str]:
-  """Types of the indices by which a program accesses an argument."""
+  """Returns the types of the indices by which a program accesses an argument."""
   return {u.src[1].dtype.name for u in uops if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].op is Ops.PARAM and u.src[0].arg.slot == slot}
 
 # ***** rows that are appended *****
 
 def tensors_of(a:Append) -> list[UOp]:
-  """Placeholders of (cache, rows, lengths, [block_table])."""
+  """Makes the placeholders (cache, rows, lengths, [block_table])."""
   sizes = [(a.places.size, dtypes.half), (a.B*a.H*a.new*a.width, dtypes.half), (a.B, dtypes.int)]
   if a.pages is not None: sizes.append((a.B*a.pages.most, dtypes.int))
   return [UOp.placeholder((n,), dtype, slot) for slot, (n, dtype) in enumerate(sizes)]
@@ -105,7 +105,7 @@ def posed(**options:Any) -> Problem:
   return Problem(**sizes)
 
 def in_views(rows:int, size:int, apart:int, **options:Any) -> Problem:
-  """Problem whose K and V lie in a buffer of `size` elements. The distance between rows is `apart` elements."""
+  """Makes a problem whose K and V lie in a buffer of `size` elements. The distance between rows is `apart` elements."""
   view = Strided(size, 0, 16, 32, apart)
   return posed(B=2, H=2, Sq=64, Sk=rows, k_view=view, v_view=view, **options)
 

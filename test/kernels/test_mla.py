@@ -83,7 +83,8 @@ def test_further_option(option:str, arch:str) -> None: check_mla(arch, **OPTIONS
 @pytest.mark.thorough
 @pytest.mark.parametrize("heads, arch", [(heads, UNITS[i%len(UNITS)]) for i, heads in enumerate((32, 64, 32, 64, 128, 16))])
 def test_whole_rows(heads:int, arch:str) -> None:
-  """Rows of 576 and 512 columns, as in DeepSeek's models, with two queries for each head: 32 to 256 rows on one key/value head."""
+  """Latent attention is right for rows of 576 and 512 columns, as in DeepSeek's models, with two queries for each head: 32 to 256 rows on one
+  key/value head."""
   check_mla(arch, H=heads, Sq=2, Sk=70, D=576, Dv=512, causal=True, dtype="bfloat16" if heads == 64 else "float16")
 
 @pytest.mark.parametrize("kind, arch", [pytest.param(kind, arch, marks=() if (kind, arch) == ("rising", "gfx950") else pytest.mark.thorough)
@@ -91,7 +92,7 @@ def test_whole_rows(heads:int, arch:str) -> None:
 def test_hard_inputs(kind:str, arch:str) -> None: check_mla(arch, lambda p: KINDS[kind](p, 3), Sq=2, Sk=150)
 
 def not_a_number(p:Problem) -> Inputs:
-  """Inputs in which one query is NaN and one query contains an inf."""
+  """Makes inputs in which one query is NaN and one query contains an inf."""
   x = normal(p)
   x.q[0, 3, 0], x.q[0, 7, 0, 0] = np.nan, np.inf
   return x

@@ -122,8 +122,8 @@ def test_tiles_fit(arch:str) -> None:
     assert mma_tile(p, a).lds_bytes(p) <= a.lds
 
 def test_two_blocks_to_a_multiprocessor() -> None:
-  """Tiles are so small that a multiprocessor holds two blocks, and one block computes while the other waits. The exception is D = 256 with 100 KB of
-  shared memory."""
+  """Tiles are small enough for a multiprocessor to hold two blocks, so that one block computes while the other waits. The exception is D = 256 with
+  100 KB of shared memory."""
   for arch, D in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90"), (64, 96, 128, 192, 256)):
     p, a = problem(H=256, Sq=1024, D=D), get_chip(arch)
     alone = D == 256 and arch in ("sm_86", "sm_89")

@@ -156,7 +156,8 @@ FAULTS_OF_DROPOUT: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("fault", [pytest.param(x, marks=pytest.mark.thorough if i else ()) for i, x in enumerate(FAULTS_OF_DROPOUT)])
 def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Each fault of dropout, planted on purpose, makes o fail the accuracy check. Each uses its own problem, because tinygrad caches programs."""
+  """Faults of dropout are planted on purpose, one at a time. Each makes o fail the accuracy check. Each uses its own problem, because tinygrad caches
+  programs."""
   monkeypatch.setattr(*FAULTS_OF_DROPOUT[fault])
   with pytest.raises(AssertionError, match="o: "): check(tile=SMALL, **{**DROPOUT, "Sq": 10 + list(FAULTS_OF_DROPOUT).index(fault)})
 
@@ -208,7 +209,7 @@ def test_the_kernel_is_plain_uops() -> None:
   assert not {u.dtype for u in program.toposort()} & set(VECTORS)
 
 def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
-  """List of expressions, one for each operation that kernels may use in plain UOps."""
+  """Returns a list of expressions, one for each operation that kernels may use in plain UOps."""
   four = ops.build(x, y, ops.mul(x, 3.0), ops.add(x, y))
   bits = dropout.kept_octet((word, word), place, place, place, word, 0.3)
   return [ops.exp2(x), ops.log2(ops.mul(x, x)), ops.rcp(y), ops.max_(x, y), ops.fma(x, 2.5, y), ops.sub(x, y),

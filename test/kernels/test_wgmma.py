@@ -110,13 +110,14 @@ PLANTED = {
 }
 
 def of_weigh(monkeypatch, change) -> None:
-  """Replaces the meaning of the operation `weigh`."""
+  """Replaces what the emulator computes for the operation `weigh`."""
   definition = OPERATIONS["weigh"].meaning
   changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty version of `weigh`, which computes P of each trip: after the first trip it computes nothing, and P of an earlier trip is used again."""
+  """Faulty version of the operation `weigh`, which computes P in each iteration. After the first iteration it computes nothing, and the old P is used
+  again."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)
@@ -133,7 +134,7 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("without_places")
 def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
-  """Two tiles get a ring with two places, and the kernel does not copy a third tile, which would be all zeros."""
+  """If there are only two tiles, the ring buffer has two places, and the kernel does not copy a third tile, which would be all zeros."""
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]
@@ -144,7 +145,7 @@ def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
   """Warpgroups without queries start no products. `idle` of three warpgroups have no query in the last block; the other warpgroups start two products
-  in each trip."""
+  in each iteration."""
   tile, started = WgmmaTile(3, 64), list[int]()
   start = Frame.start_product
   def counted(frame:Frame, *args) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Tests that an operation's texts and its meaning agree. The texts for HIP and CUDA are compiled for this machine, with stand-ins for the GPU's
-builtins and instructions. The meaning is what the emulator computes in numpy. The tests also cover the interpreters of compound operations.
+"""Tests that the printed texts of an operation and its meaning agree. The texts for HIP and CUDA are compiled for this machine, with stand-ins for
+the GPU's builtins and instructions. The meaning is what the emulator computes in numpy. The tests also cover the interpreters of compound operations.
 
 Each lane has its own operands. A text without an exchange, or with an exchange with the wrong lane, therefore gives wrong results.
 """
@@ -33,7 +33,7 @@ NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32,
 # ***** the cases *****
 
 def value(dtype, slot:int) -> UOp:
-  """Operand that is an element of a register array."""
+  """Makes an operand that is an element of a register array."""
   return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
 
 def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
@@ -41,7 +41,7 @@ def u(n:int=1, slot:int=0) -> UOp: return value(ops.u32(n), slot)
 def i(slot:int=0) -> UOp: return value(dtypes.int, slot)
 
 def array(count:int, n:int, slot:int) -> UOp:
-  """Operand that is an array of `count` vectors."""
+  """Makes an operand that is an array of `count` vectors."""
   return UOp.placeholder((count,), ops.f32(n), slot, AddrSpace.REG)
 
 AMD, RDNA, NATIVE, NVIDIA = "gfx942", "gfx1201", "gfx950", "sm_80"     # NATIVE has an instruction that rounds to bf16
@@ -49,7 +49,7 @@ HIPS, ALL = (AMD, RDNA), (AMD, RDNA, NVIDIA)
 OFFSETS = (0, 1, 2, 3, 8, 9, 10, 11)
 
 def common(n:int) -> dict[str, Callable[[], UOp]]:
-  """Test cases of the operations for all vendors, on vectors of n elements."""
+  """Returns test cases of the operations for all vendors, on vectors of n elements."""
   offsets = OFFSETS[:n]
   return {
     "splat": lambda: ops.splat(1.5, n), "splat of a value": lambda: ops.splat(f(), n), "build": lambda: ops.build(f(1, 0), f(1, 1)),
@@ -83,7 +83,7 @@ def common(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
-  """Test cases of the operations of dropout, on vectors of n elements."""
+  """Returns test cases of the operations of dropout, on vectors of n elements."""
   return {
     "kept_octet": lambda: dropout.kept_octet((u(1, 0), u(1, 1)), *[u(1, slot) for slot in range(2, 6)], 0.3),
     "drop_packed": lambda: dropout.drop_packed(u(n//2, 0), u(2, 1), tuple((j % 2, 3*j) for j in range(n//2)), 0),
@@ -92,20 +92,20 @@ def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
-  """Correction of `tiles` tiles of scores. `shapes` gives, for each operand, the number of vectors in a tile and the number of elements in a
-  vector."""
+  """Makes a test case: the softmax's correction (the operation `correct`) of `tiles` tiles of scores. `shapes` gives, for each operand, the number of
+  vectors in a tile and the number of elements in a vector."""
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
   return correct(*[place(slot, name) for slot, name in enumerate(shapes)], rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
-  """Kind of sum by which an AMD chip adds rounded P, and the matrix instruction for this sum, or None if the chip uses dot products."""
+  """Returns the kind of sum by which an AMD chip adds rounded P, and the matrix instruction for this sum, or None if the chip uses dot products."""
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True) -> UOp:
-  """Correction in the form of AMD's kernels: a lane has elements of one row."""
+  """Makes a test case: the softmax's correction in the form of AMD's kernels, in which a lane has elements of one row."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, LANE)[:1 + lse]
@@ -114,13 +114,14 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
-  """Correction in the form of NVIDIA's kernels: a lane has elements of two rows, and two tiles of scores become one tile of P."""
+  """Makes a test case: the softmax's correction in the form of NVIDIA's kernels, in which a lane has elements of two rows, and two tiles of scores
+  become one tile of P."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
   return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
-  """P of two tiles, computed in the form of the kernel for Hopper."""
+  """Makes a test case: P of two tiles, computed in the form of the kernel for Hopper."""
   shapes = dict(reference=(1, 2), bias=(1, 2), p=(2, 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
                for slot, (name, (count, n)) in enumerate(shapes.items())]
@@ -180,7 +181,7 @@ def parts(x:UOp) -> bool:
   return isinstance(x.arg, Call) or (x.op in (Ops.ADD, Ops.SUB, Ops.MUL) and x.dtype not in (dtypes.int, dtypes.weakint))
 
 def operands(x:UOp) -> Iterator[UOp]:
-  """Operands of an expression, in order."""
+  """Returns the operands of an expression, in order."""
   seen = dict[UOp, None]()
   def visit(y:UOp) -> None:
     if not parts(y): seen[y] = None
@@ -190,13 +191,13 @@ def operands(x:UOp) -> Iterator[UOp]:
   return iter(seen)
 
 def constant(x:UOp) -> float|None:
-  """Value of an operand that is a constant, else None."""
+  """Returns the value of an operand that is a constant, else None."""
   while x.op is Ops.CAST: x = x.src[0]
   return x.arg if x.op is Ops.CONST else None
 
 @dataclass(frozen=True)
 class Registers:
-  """Array of registers from its element `first` on, in the form in which the emulator passes registers to an operation."""
+  """An array of registers from its element `first` on, in the form in which the emulator passes registers to an operation."""
   elements: list[np.ndarray]
   first: int
 
@@ -215,7 +216,8 @@ def size(dtype) -> int: return VECTORS[dtype][1] if dtype in VECTORS else 1
 def numpy_type(dtype) -> np.dtype: return np.dtype(VECTORS[dtype][0] if dtype in VECTORS else NUMPY[dtype])
 
 def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
-  """Random values (threads, elements). Each wave has another magnitude, and later waves also contain the special values that occur in a softmax."""
+  """Draws random values (threads, elements). Each wave has another magnitude, and later waves also contain the special values that occur in a
+  softmax."""
   n, threads = size(dtype), WAVES*wave
   if dtype is dtypes.bool: return rng.integers(0, 2, (threads, 1)).astype(np.bool_)
   if dtype is dtypes.int: return rng.integers(-4, 14, (threads, 1), dtype=np.int32)
@@ -228,7 +230,7 @@ def draw(dtype, wave:int, rng:np.random.Generator) -> np.ndarray:
   return x
 
 def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
-  """Values of an operand for each thread: (threads, elements), or for a register array (threads, count, elements)."""
+  """Returns the values of an operand for each thread: (threads, elements), or for a register array (threads, count, elements)."""
   wave = EMULATED[arch].wave
   if (number := constant(x)) is not None: return np.full((WAVES*wave, 1), number, numpy_type(x.dtype))
   if x.op is not Ops.INDEX: return draw(x.dtype, wave, rng)
@@ -255,7 +257,7 @@ def language(arch:str) -> str: return "cuda" if arch.startswith("sm_") else "hip
 def ctype(dtype) -> str: return C_NAMES.get(dtype, dtype.name)
 
 def function(number:int, arch:str, x:UOp) -> str:
-  """C++ function that runs an expression in every thread. The functions that its text calls are in a namespace of this function."""
+  """Returns a C++ function that runs an expression in every thread. The functions that its text calls are in a namespace of this function."""
   if language(arch) == "cuda": renderer:Any = OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   else: renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", arch))
   renderer.operations, renderer.r = KernelText(language(arch), arch), {}
@@ -356,7 +358,7 @@ RELATIVE = {"correct": 5e-7, "weigh": 5e-7}      # two more roundings: after exp
 ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "rounded_sum": 16*10*2.0**-24}
 
 def aligned(x:np.ndarray) -> np.ndarray:
-  """Copy of an array that is aligned for the widest vector."""
+  """Returns a copy of an array that is aligned for the widest vector."""
   room = np.zeros(x.nbytes + 64, np.uint8)
   start = -room.ctypes.data % 64
   copy = room[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -395,7 +397,8 @@ def test_masks_of_registers(side:str) -> None:
       np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
 def test_turned() -> None:
-  """Eight lanes hold rows of four 8 x 8 bit matrices and get their columns: row j of a lane is 4 bits in each half."""
+  """Eight lanes hold rows of four 8 x 8 matrices of bits. After `turned` each lane has its column: row j of a lane is 4 bits in each half of a
+  dword."""
   rng, threads = np.random.default_rng(0), WAVES*32
   rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # groups of eight lanes: lane, matrix, column
   def words(bits:np.ndarray) -> np.ndarray:

@@ -43,8 +43,8 @@ def shards(p:Problem, count:int, order:str, whole_q:bool=False) -> SequenceShard
   return SequenceShards(count, order, rows_held(p.Sk, count, order), None if whole_q else rows_held(p.Sq, count, order))
 
 def held(s:SequenceShards, rows:int, length:int, device:int) -> np.ndarray:
-  """Positions in the sequence of the rows on a device, -1 for padding. The computation follows the text of docs/sharding.md, and not the functions
-  under test."""
+  """Returns the positions in the sequence of the rows on a device, -1 for padding. Computes them by the text of docs/sharding.md, and not by the
+  functions under test."""
   places = np.arange(rows*s.count)
   pieces = np.split(np.where(places < length, places, -1), s.count if s.order == "contiguous" else 2*s.count)
   return pieces[device] if s.order == "contiguous" else np.concatenate([pieces[device], pieces[-1 - device]])
@@ -155,7 +155,7 @@ def test_keys_are_where_kernels_look_for_them(monkeypatch:pytest.MonkeyPatch) ->
     for p, s in some: check_keys(p, s)
 
 def places_of_blocks(p:Problem, block_m:int) -> list[int]:
-  """Positions in the sequence of the queries of all blocks of `block_m` rows, in order. Fails if a query is in two blocks."""
+  """Returns the positions in the sequence of the queries of all blocks of `block_m` rows, in order. Fails if a query is in two blocks."""
   tile: Any = SimpleNamespace(block_m=block_m, pack_gqa=False)
   places = dict[int, int]()
   for number in range(math.prod(blocks_of_queries(p, tile))):
@@ -504,11 +504,11 @@ class StandInGraph(MultiGraphRunner):
     while len(found) < len(self.waits): found.append(max(n for n, waits in enumerate(self.waits) if n not in found and waits <= {*found}))
     return found
   def launches_on(self, device:str) -> list[int]:
-    """Nodes of a graph that launch attention on a device."""
+    """Returns the nodes of a graph that launch attention on a device."""
     return [n for n, (_, ast, buffers, _) in enumerate(self.calls)
             if ast.op is Ops.PROGRAM and buffers[0].device == device and "in_order" not in ast.arg.name]
   def before(self, node:int) -> set[int]:
-    """Nodes that a node waits for, directly or through other nodes."""
+    """Returns the nodes that a node waits for, directly or through other nodes."""
     return self.waits[node].union(*map(self.before, self.waits[node]))
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
@@ -580,7 +580,7 @@ def test_a_graph_that_forgets_what_is_read_is_seen(monkeypatch:pytest.MonkeyPatc
 # ***** what is copied *****
 
 def copies(o:Tensor) -> list[tuple[str, str, int]]:
-  """Copies between devices that are needed to compute o, each as (from, to, bytes)."""
+  """Returns the copies between devices that are needed to compute o, each as (from, to, bytes)."""
   calls = [u for u in o.schedule_linear().src if u.src[0].op is Ops.COPY and u.src[1].device != u.src[2].device]
   return [(u.src[2].device, u.src[1].device, u.src[1].max_numel()*u.src[1].dtype.itemsize) for u in calls]
 

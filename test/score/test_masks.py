@@ -30,12 +30,12 @@ SEEN: dict[str, dict[str, Any]] = {
 BLOCK, TILE = 8, 4     # rows of a block; columns of a tile
 
 def number(x:UOp|int) -> int:
-  """Value of an expression without variables."""
+  """Returns the value of an expression without variables."""
   return x if isinstance(x, int) else int(x.simplify().arg)
 
 def walks(p:Problem) -> list[tuple[Walk, Array]]:
-  """The two walks over a problem: queries that see keys, and keys that queries see. Each walk comes with the reference's table of visible columns for
-  each row."""
+  """Returns the two views of a problem: queries (rows) that see keys (columns), and keys (rows) that queries (columns) see. Each comes with the
+  reference's table of visible columns for each row."""
   seen, sequence = visible(p.Sq, p.Sk, p.window, p.offset), Extent(p.Sq, p.Sk, 0, 0, p.offset)
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
@@ -47,7 +47,7 @@ def hold_columns(walk:Walk, seen:Array) -> None:
     np.testing.assert_array_equal((j >= (0 if first is None else number(first))) & (j <= number(last)), want)
 
 def hold_tiles(walk:Walk, seen:Array) -> None:
-  """Checks that a block walks over every tile in which one of its rows sees a column. Checks also that it treats a tile as unmasked exactly if all of
+  """Checks that a block loops over every tile in which one of its rows sees a column. Also checks that it treats a tile as unmasked exactly if all of
   its rows see all columns."""
   rows, count = seen.shape
   for begin in range(0, rows, BLOCK):
@@ -86,7 +86,7 @@ def test_which_masks_a_problem_has() -> None:
 # ***** planted faults *****
 
 def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: the first and last columns of a window are moved by these numbers, in kernels that walk over keys and in kernels that walk over
+  """Plants a fault: the first and last columns of a window are moved by these numbers, in kernels that loop over keys and in kernels that loop over
   queries."""
   def seen(walk:Walk, row:Any) -> Interval:
     x = WINDOW_MASK.seen(walk, row)
@@ -96,7 +96,7 @@ def moved(before:int, after:int) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 
 def with_row(row:Mask) -> tuple[Mask, ...]:
-  """All masks, with the given row in place of the row of the same name."""
+  """Returns the table of all masks, with the given row in place of the row of the same name."""
   return tuple(row if mask.name == row.name else mask for mask in SCORE_MASKS)
 
 def uncounted(m:pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ FAULTS = [*ROWS, of_tiles(begin=1), of_tiles(end=-1), of_tiles(full_begin=-1), o
 
 @pytest.mark.parametrize("plant", (*FAULTS, uncounted), ids=lambda x: x.__name__)
 def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
-  """The checks find a wrong row of the table on the walk over keys and on the walk over queries."""
+  """The checks find a wrong row of the table, both for kernels that loop over keys and for kernels that loop over queries."""
   for side in range(2):
     with monkeypatch.context() as m:
       plant(m)

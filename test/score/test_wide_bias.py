@@ -25,7 +25,8 @@ LEAST = float(np.finfo(np.float32).min)
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 def large_bias(shape:tuple[int, ...], dtype:str) -> Array:
-  """Bias with ordinary even rows. Large negative numbers mask the odd rows: in all columns, in some columns, or by sums of two such numbers."""
+  """Makes a bias. Its even rows have ordinary numbers. Large negative numbers mask the odd rows: in all columns, in some columns, or by sums of two
+  such numbers."""
   bias = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
   keys = shape[-1]
   bias[..., 1::16, :], bias[..., 3::16, :], bias[..., 5::16, :], bias[..., 7::16, :], bias[..., 9::16, :] = LEAST, -1e9, LEAST, LEAST, -1e4

@@ -90,7 +90,7 @@ def test_the_space_is_what_fits() -> None:
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
-  """The search computes bank conflicts as the emulator counts them in test_banks.py: the 16x16 instructions of CDNA need two cycles for a read."""
+  """The search and the emulator (test_banks.py) agree on bank conflicts: the 16x16 instructions of CDNA need two cycles for a read."""
   assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
@@ -292,7 +292,7 @@ def settings(monkeypatch:pytest.MonkeyPatch, **values:str) -> bench.Settings:
   finally: bench.getenv.cache_clear()
 
 def clock(s:bench.Settings, fastest:Callable[[Tile], bool]) -> tiles_by_time.Seconds:
-  """Timer that runs the kernels on the emulator, and returns the shortest time for the tiles that `fastest` selects."""
+  """Returns a function that runs a kernel on the emulator and returns an invented time, which is shortest for the tiles that `fastest` selects."""
   run = bench.device_timer(s)
   def seconds(program:Callable[..., UOp], tile:Tile) -> float:
     assert run(program, tile) >= 0
