@@ -48,10 +48,10 @@ class ForwardShape:
   """Shape of a tile of the forward kernels on AMD's matrix units."""
   waves: int         # waves of a workgroup, each with its own queries
   q_tiles: int       # tiles of matrix.N queries of a wave: they share the K and V operands
-  block_n: int       # keys of a trip
-  q_in_lds: bool = False       # Q is read from LDS in every trip instead of being kept in registers
+  block_n: int       # keys of an iteration
+  q_in_lds: bool = False       # Q is read from LDS in every iteration instead of being kept in registers
   fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
-  prefetch: int = 1            # when K and V tiles are loaded. 0: in their own trip; 1: in the trip before; 2: as 1, into a second buffer in LDS
+  prefetch: int = 1            # when K and V tiles are loaded. 0: in the iteration that uses them; 1: one earlier; 2: as 1, to a second LDS buffer
 
 BOTH = (True, True)     # both tensors of own rows are in LDS
 
@@ -59,25 +59,25 @@ BOTH = (True, True)     # both tensors of own rows are in LDS
 class BackwardShape:
   """Shape of a tile of a backward kernel on AMD's matrix units."""
   waves: int         # waves of a workgroup, each with its own rows
-  block_n: int       # rows of a trip
-  own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every trip instead of being kept in registers
+  block_n: int       # rows of an iteration
+  own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every iteration instead of being kept in registers
   fenced: int = 0                                  # work on this many units of a row is done before the next ones are read from LDS; 0: no fences
   prefetch: int = 1        # as in ForwardShape
-  sparing: bool = False    # own rows, and rows that a trip loads for itself, come a few units at a time: fewer registers
+  sparing: bool = False    # own rows, and rows that an iteration loads for itself, come a few units at a time: fewer registers
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
-  by_item: bool = False    # a thread loads one item after another of the rows that a sparing trip loads for itself: still fewer registers
+  by_item: bool = False    # a thread loads one item after another of the rows that a sparing iteration loads for itself: still fewer registers
   read_ahead: int = 0      # in a gradient's products, operands of this many tiles are read during the work on a tile before them, in spite of fences
 
 @dataclass(frozen=True)
 class MlaShape:
   """Shape of a tile of the kernel mla."""
   row_tiles: int               # tiles of matrix.N queries of a workgroup, over all heads that share a key/value head
-  block_n: int                 # keys of a trip
-  key_parts: int               # parts of a trip's keys for the scores: this many waves have the same queries, and each has one part of the keys
-  q_anew: bool = False         # Q is read from memory in every trip instead of being kept in registers
+  block_n: int                 # keys of an iteration
+  key_parts: int               # parts of an iteration's keys for the scores: this many waves have the same queries, and each has one part of the keys
+  q_anew: bool = False         # Q is read from memory in every iteration instead of being kept in registers
   fenced: int = 8              # matrix work on this many units of a row is done before the next ones are read: fewer registers; 0: no fences
-  weight_parts: int = 1        # parts of a trip's keys: P is read from LDS for one part after another
-  prefetch: int = 1            # when K is loaded. 0: in its own trip; 1: in the trip before
+  weight_parts: int = 1        # parts of an iteration's keys: P is read from LDS for one part after another
+  prefetch: int = 1            # when K is loaded. 0: in its own iteration; 1: in the iteration before
 
 # ***** NVIDIA *****
 
@@ -85,16 +85,16 @@ class MlaShape:
 class MmaShape:
   """Shape of a tile of the kernel forward_mma."""
   q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
-  block_n: int                 # keys of a trip
-  q_in_lds: bool = False       # Q is read from shared memory in every trip instead of being kept in registers
-  parts: int = 2               # parts of a trip's keys: P is computed and used for one part after another
+  block_n: int                 # keys of an iteration
+  q_in_lds: bool = False       # Q is read from shared memory in every iteration instead of being kept in registers
+  parts: int = 2               # parts of an iteration's keys: P is computed and used for one part after another
   stages: int = 2              # number of K and V tiles in shared memory
 
 @dataclass(frozen=True)
 class WgmmaShape:
   """Shape of a tile of the kernel forward_wgmma."""
   groups: int                  # warpgroups of a block, each with 64 queries
-  block_n: int                 # keys of a trip
+  block_n: int                 # keys of an iteration
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
@@ -111,15 +111,15 @@ class RatedUpTo(UpTo[WgmmaShape]):
 class MlaMmaShape:
   """Shape of a tile of the kernel mla_mma."""
   row_tiles: int               # tiles of 16 queries of a block, over all heads that share a key/value head
-  block_n: int                 # keys of a trip
-  key_parts: int               # parts of a trip's keys for the scores: this many warps have the same queries, and each has one part of the keys
+  block_n: int                 # keys of an iteration
+  key_parts: int               # parts of an iteration's keys for the scores: this many warps have the same queries, and each has one part of the keys
 
 @dataclass(frozen=True)
 class MmaBackwardShape:
   """Shape of a tile of a backward kernel on mma.sync."""
   row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
-  block_n: int             # rows of a trip
-  part_n: int              # rows of a trip whose P and dS are computed and used at a time
+  block_n: int             # rows of an iteration
+  part_n: int              # rows of an iteration whose P and dS are computed and used at a time
   waves: int = 4           # warps of a block, each with its own rows
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
 
@@ -127,7 +127,7 @@ class MmaBackwardShape:
 class WgmmaBackwardShape:
   """Shape of a tile of a backward kernel on wgmma."""
   groups: int              # warpgroups of a block
-  block_n: int             # rows of a trip
+  block_n: int             # rows of an iteration
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
 
 @dataclass(frozen=True)

@@ -153,14 +153,14 @@ def split_slower(p:Problem, arch:Chip) -> str|None:
 def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
   if arch.llvm < DUAL_WAVE_LLVM: return f"LLVM {arch.llvm} would compile it: clang 21 spills its registers, {DUAL_WAVE_LLVM} does not"
   if p.return_lse and (any(hiding(p)) or p.Sk%dual_wave.TRIP_KEYS):
-    return f"an lse beside a mask, or a last trip of fewer than {dual_wave.TRIP_KEYS} keys: its registers for two sums of P are spilled, " \
+    return f"an lse beside a mask, or a last iteration of fewer than {dual_wave.TRIP_KEYS} keys: its registers for two sums of P are spilled, " \
            "those of forward are not"
   rows = dual_wave_tile(p, arch).block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
     return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
-STAGGERED_FROM = 65     # least head dimension: below it a trip has too little matrix work beside the vector work of the other half of the waves
+STAGGERED_FROM = 65     # least head dimension: below it an iteration has too little matrix work beside the vector work of the other half of the waves
 
 def staggered_slower(p:Problem, arch:Chip) -> str|None:
   if max(p.D, p.Dv) < STAGGERED_FROM: return f"D={p.D}, Dv={p.Dv}: forward is predicted to be faster below {STAGGERED_FROM}"

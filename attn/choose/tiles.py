@@ -31,9 +31,9 @@ class Economy(Flag):
   FENCED = auto()         # the work on one tile is done before the next one is read from LDS
   NO_PREFETCH = auto()    # no tile is being loaded during the work on another tile
   SPARING = auto()        # K and V are loaded one after the other
-  ANEW = auto()           # each trip computes the addresses of pieces of rows, instead of keeping them in registers
+  ANEW = auto()           # each iteration computes the addresses of pieces of rows, instead of keeping them in registers
   FOUR_WAVES = auto()     # workgroups of four waves: one on each SIMD, with all its registers
-  SHORT_TRIPS = auto()    # trips of half as many keys, and so of half as many scores
+  SHORT_TRIPS = auto()    # iterations of half as many keys, and so of half as many scores
 
 CROWDED = Economy.FENCED | Economy.NO_PREFETCH
 IN_PIECES = Economy.SPARING | Economy.ANEW

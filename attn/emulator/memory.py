@@ -65,7 +65,7 @@ class View:
     """Records that a kernel has run and has this buffer as an output. If `stores` is false, lowering has removed all stores to the buffer from the
     kernel."""
     if stores: self.settle()
-    why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no trips"
+    why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no iterations"
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:

@@ -172,7 +172,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
 @click.option("--lines/--no-lines", default=True, help="The lines of Python behind them, of a kernel of ours.")
 @click.option("--svg", type=NewFile(), help="Draw the picture into this file.")
 @click.option("--png", type=NewFile(), help="Draw the picture into this PNG file; needs matplotlib.")
-@click.option("--trips", type=click.IntRange(1), default=1, show_default=True, help="Trips in the picture.")
+@click.option("--trips", type=click.IntRange(1), default=1, show_default=True, help="Loop iterations in the picture.")
 @click.option("--machine", is_flag=True, help="The model's figures of the chip, with their sources.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, dv:int|None,

@@ -55,9 +55,9 @@ class HotLoop:
   overlap: float                    # matrix cycles of the products / cycles of the busiest pipe
   serial: float                     # matrix cycles of the products / cycles if matrix, vector and transcendental work never overlap
   # figures per score, None if the head dimension is not known
-  scores: float|None                # query x key elements per trip
+  scores: float|None                # query x key elements per iteration
   queries: int|None                 # per wave
-  keys: float|None                  # per trip
+  keys: float|None                  # per iteration
   valu_per_score: float|None        # vector instructions per score of a lane's share
   exp_per_score: float|None
   lds_bytes_per_score: float|None
@@ -74,7 +74,7 @@ class Report:
   resources: Resources
   loops: int                        # innermost loops with matrix instructions
   loop: HotLoop|None
-  waits: tuple[Stop, ...] = ()      # waits and barriers of one trip
+  waits: tuple[Stop, ...] = ()      # waits and barriers of one iteration
 
   def json(self) -> dict[str, Any]:
     found = dataclasses.asdict(self)

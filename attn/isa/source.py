@@ -72,7 +72,7 @@ class Source:
   text: str
   d: int         # head dimension of q and k as computed (padded)
   dv: int        # head dimension of v as computed (padded)
-  queries: int   # queries of a wave in one trip
+  queries: int   # queries of a wave in one iteration
   block_m: int   # queries of a workgroup, or its keys if it owns keys
   products: LoopProducts = PRODUCTS
   heads: int = 1       # query heads whose rows a workgroup has

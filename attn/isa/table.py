@@ -31,7 +31,7 @@ LOOP: dict[str, Callable[[HotLoop], Cell]] = {
   "waits": _kind("wait"), "barriers": _kind("barrier"), "nops and hints": _kind("nop", "hint"), "other": _kind("other", "memory_other", "lds_other"),
 }
 BOUNDS: dict[str, Callable[[HotLoop], Cell]] = {
-  "scores per trip": lambda x: x.scores, "  queries": lambda x: x.queries, "  keys": lambda x: x.keys,
+  "scores per iteration": lambda x: x.scores, "  queries": lambda x: x.queries, "  keys": lambda x: x.keys,
   "VALU/elt": lambda x: x.valu_per_score, "exp/elt": lambda x: x.exp_per_score, "LDSB/elt": lambda x: x.lds_bytes_per_score,
   "matrix cycles": _cycles("matrix"), "vector cycles": _cycles("vector"), "transcendental cycles": _cycles("transcendental"),
   "LDS cycles": _cycles("lds"),
@@ -48,7 +48,7 @@ def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Ce
   """Arranges the figures of reports as (heading, [(name of the row, one value per report)])."""
   def of_loop(table:dict[str, Callable[[HotLoop], Cell]]) -> list[tuple[str, list[Cell]]]:
     return [(name, [f(r.loop) if r.loop is not None else None for r in reports]) for name, f in table.items()]
-  return [("resources", [(name, [f(r) for r in reports]) for name, f in RESOURCES.items()]), ("hot loop, one trip of a wave", of_loop(LOOP)),
+  return [("resources", [(name, [f(r) for r in reports]) for name, f in RESOURCES.items()]), ("hot loop, one iteration of a wave", of_loop(LOOP)),
           ("bound, not measured", of_loop(BOUNDS))]
 
 def _change(a:Cell, b:Cell) -> str:
@@ -68,7 +68,7 @@ def full(reports:Sequence[Report], change:bool=False) -> Table:
 def waits(report:Report) -> Table:
   """Lists the waits and barriers of one iteration of the hot loop, one per line."""
   table = Table("at", "after matrix", "wait or barrier", "for", "the last of them", "issued before", "matrix since", "still under way",
-                title=f"{report.name}: waits and barriers of a trip")
+                title=f"{report.name}: waits and barriers of an iteration")
   for x in report.waits:
     y = x.awaited
     awaited = [str(y.accesses), y.last, str(y.instructions), str(y.matrix)] if y is not None else [""]*4

@@ -34,8 +34,8 @@ class Awaited:
 @dataclass(frozen=True)
 class Stop:
   """A wait for one counter, or a barrier, in an iteration of the hot loop."""
-  at: int                       # index among the instructions of the trip
-  matrix: int                   # matrix instructions of the trip before it
+  at: int                       # index among the instructions of the iteration
+  matrix: int                   # matrix instructions of the iteration before it
   what: str                     # "vmcnt(4)", "s_barrier", or the text of a wait for the ALU
   awaited: Awaited|None         # None: a barrier, or a wait for accesses that are done already
   under_way: dict[str, int]     # counter -> accesses that are still under way after it
@@ -73,7 +73,7 @@ def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> lis
     if jumps and b + 1 in loop.body and b + 1 != after: path += way_inside(blocks, loop, b + 1, after)
   return path
 
-TRIPS = 3      # after this many trips the accesses under way at a trip's beginning repeat, if none lasts more than two trips
+TRIPS = 3      # after this many iterations the accesses under way at an iteration's beginning repeat, if none lasts more than two iterations
 
 @dataclass(frozen=True)
 class _Access:

@@ -184,7 +184,7 @@ class DualWave:
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
     return replace(self.group, scores=replace(self.group.scores, at=here)).outputs(row, o, log_sum)
 
-  # ***** the four clusters of tile t, the i-th of its trip *****
+  # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
     """Does step C1: turns the scores S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit."""
     s = s.sync(amd.priority(1, s.done))

@@ -25,7 +25,7 @@ from attn.ops import amd, common as ops
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp, dtypes
 
-TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of a trip, tiles of K and of V in LDS
+TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of an iteration, tiles of K and of V in LDS
 K_READ_AFTER = 1      # K is read from LDS after the product of this matrix tile of O: until then, reads of V use the ports of LDS
 
 def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
@@ -45,7 +45,7 @@ class StaggeredState(ForwardState):
 class Staggered:
   """The kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
   tile: Tile
-  state: StaggeredState      # before the first trip
+  state: StaggeredState      # before the first iteration
   common: AmdForward         # the steps from which the two halves are built
 
   @staticmethod
@@ -83,7 +83,7 @@ class Staggered:
     s, first = self.weigh(s, t, masked)
     return self.multiply(s, t, first, renewed=not masked)
 
-  # ***** the two halves of a trip *****
+  # ***** the two halves of an iteration *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
     """Turns S(t) into P(t), stores the loaded tiles to LDS and starts the next loads. Before the barrier, reads the columns of V(t) for the first
     matrix tile of O from LDS."""

@@ -29,7 +29,7 @@ def _written(u:UOp) -> Iterator[UOp]:
 def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   """Returns the values and register arrays of a program that depend on an operation across lanes."""
   found, before = set[UOp](), -1
-  while len(found) > before:      # registers carry values from one trip of a loop to the next
+  while len(found) > before:      # registers carry values from one iteration of a loop to the next
     before = len(found)
     for u in uops:
       across = isinstance(u.arg, Call) and u.arg.name in ACROSS_LANES

@@ -61,9 +61,9 @@ def of_key_ranges() -> dict[str, Drawing]:
   d.text(20, 24, "The key tiles of a block of queries", 16, bold=True)
   words = f"A row is a block of {QUERY_BLOCK} queries, a column a tile of {KEY_TILE} keys. Inside the line is what the queries see."
   d.text(20, 45, words, 12, fill=FAINT)
-  for n, (fill, words) in enumerate(((UNMASKED, "a trip without a mask"), (MASKED, "a trip with the mask"), (EMPTY, "no trip"))):
+  for n, (fill, words) in enumerate(((UNMASKED, "iteration without a mask"), (MASKED, "iteration with the mask"), (EMPTY, "no iteration"))):
     d.box(20 + n*190, 62, 12, 12, fill)
     d.text(38 + n*190, 68, words)
-  d.text(38 + 3*190 - 40, 68, "At the right: trips without + with", fill=FAINT)
+  d.text(38 + 3*190 - 40, 68, "At the right: iterations without + with", fill=FAINT)
   for n, (title, p) in enumerate(CASES.items()): draw_ranges(d, 30 + n%2*430, 106 + n//2*290, title, p)
   return {"key_ranges": d}

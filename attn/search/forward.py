@@ -45,7 +45,7 @@ LARGEST_TILE = 256     # most queries of a tile: a causal block computes on aver
 SMALL_TILE = 128     # most queries of a tile that any grid may use
 FILLS = 256     # workgroups that a larger tile has to make, about one for each compute unit of the largest chips
 ENOUGH = 2      # waves per SIMD: one computes while the other waits
-AHEAD = 3       # each load of the next tile should be under way during at least 1/AHEAD of a trip's matrix work
+AHEAD = 3       # each load of the next tile should be under way during at least 1/AHEAD of an iteration's matrix work
 ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # kinds (instruction.KINDS) that take an issue slot
 LEADING = 3     # number of best tiles that are also tried with two buffers in LDS
 RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel needs fewer
@@ -62,7 +62,7 @@ class Bound(NamedTuple):
   waves: int      # waves per SIMD of the workgroups for which registers and LDS have room
   overlap: int    # the bound if everything overlaps
   small: int      # minus the queries of a workgroup
-  short: int      # minus the keys of a trip
+  short: int      # minus the keys of an iteration
 
 @dataclass(frozen=True)
 class RankedTile:

@@ -210,7 +210,7 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
 
 def hold_to_the_law(kernel:str) -> None:
-  rare = lambda tile: replace(tile, rescale_above=8.0)      # makes corrections rare: most trips keep their first P
+  rare = lambda tile: replace(tile, rescale_above=8.0)      # makes corrections rare: most iterations keep their first P
   if kernel == "o": check_kernels("gfx1201", H=1, Sq=16, Sk=96, D=16, tile=rare, **with_seed())
   else: check_backward_kernels("gfx1201", H=1, Sq=40, Sk=40, D=16, only=kernel, **with_seed())
 

@@ -169,7 +169,7 @@ SPILLED_BACKWARD = {
   **{f"a bias of D={d} and rows that do not fill a tile": (
     "gfx1100", "dbias", {"B": 2, "H": 8, "Sq": 1000, "Sk": 1033, "D": d, "causal": d == 128, "dtype": "bfloat16", **option("bias", 2, 8, 1000, 1033)})
      for d in (128, 256)},
-  # All these problems have one tile of keys. Fault of an earlier version: trips kept the positions of their rows of q and dO in registers.
+  # All these problems have one tile of keys. Fault of an earlier version: iterations kept the positions of their rows of q and dO in registers.
   **{f"a bias that {shared} share, D={d}, Dv={dv} on {arch}": (arch, "dbias", sizes | {"D": d, "Dv": dv, "softcap": 30.0, **option("bias", *bias)})
      for arch, shared, d, dv, sizes, bias in (
        ("gfx1100", "heads", 57, 191, {"H": 32, "Hkv": 8, "Sq": 880, "Sk": 2015, "dtype": "bfloat16"}, (1, 1, 880, 2015)),

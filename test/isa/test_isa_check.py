@@ -202,7 +202,7 @@ def test_what_a_loop_should_not_have_is_found(arch:str, text:str, found:list[str
   ("gfx1100", f"{TO_SCRATCH}; {TRIPS % TILE}; {FROM_SCRATCH}"), ("gfx90a", TRIPS % "buffer_load_dword v3, v1, s[0:3], 0 offen"),
   ("gfx942", f"{TO_LANES}; {TRIPS % TILE}; {FROM_LANES}"), ("gfx942", TRIPS % "v_readlane_b32 s2, v41, 1"), ("gfx950", LOOP % (TILE, "s_nop 0")),
   ("gfx942", TRIPS.replace("9", "8") % f"{FROM_LANES}; {TRIPS % MFMA}; {TO_LANES}"),                                # runs once for a whole loop
-  ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_vccz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9")])      # a rescale that runs in few trips
+  ("gfx942", f".LBB0_9:; {MFMA}; s_cbranch_vccz .LBB0_8; {FROM_SCRATCH}; .LBB0_8:; s_cbranch_scc1 .LBB0_9")])      # a rescale in few iterations
 def test_other_loops_are_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 # ***** kernels *****
 

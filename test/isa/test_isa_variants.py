@@ -58,8 +58,8 @@ def wrong_waits(spec:Spec, report:Report) -> list[str]:
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers in a staggered kernel. The loads of two tiles must be pending during all matrix instructions of a trip and
-  at its two barriers; the first half of the next trip waits for them."""
+  """Returns the wrong waits and barriers in a staggered kernel. The loads of two tiles must be pending during all matrix instructions of an iteration
+  and at its two barriers; the first half of the next iteration waits for them."""
   assert report.loop is not None
   matrix = report.loop.matrix
   products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without the matrix instructions that sum P
@@ -86,8 +86,8 @@ def wrong_in_dual_wave(report:Report) -> list[str]:
 
 def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
   """Returns the wrong waits and barriers in a forward kernel. With prefetch, the next tile's loads must be pending from before the first matrix
-  instruction of a trip until after the last one. Without prefetch, a trip waits for its own loads before the first matrix instruction. Barriers
-  separate the waves that read LDS from the waves that write it."""
+  instruction of an iteration until after the last one. Without prefetch, an iteration waits for its own loads before the first matrix instruction.
+  Barriers separate the waves that read LDS from the waves that write it."""
   assert report.loop is not None
   matrix = sum(report.loop.matrix.values())
   # At D=256 on CDNA3 and its predecessor the compiler moves loads below the softmax's branch, so they are under way in most of the second product
@@ -157,8 +157,8 @@ def trip(spec:Spec, **tile:Any) -> list[Instruction]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("d", costs.HEAD_DIMENSIONS)
 def test_the_next_tile_is_loaded_before_the_matrix_work(arch:str, d:int) -> None:
-  """A trip issues the next tile's loads before all of its matrix instructions. On gfx942 with D=256 the compiler moves loads below the softmax's
-  branch, where they come before the second product."""
+  """An iteration issues the next tile's loads before all of its matrix instructions. On gfx942 with D=256 the compiler moves loads below the
+  softmax's branch, where they come before the second product."""
   kinds = ["sum of P" if x.kind == "matrix" and not matrix_shape(x.op)[1] else x.kind for x in trip(Spec(arch, d), prefetch=1)]
   after = kinds[len(kinds) - kinds[::-1].index("load"):].count("matrix")
   assert after >= kinds.count("matrix")*(0.5 if (arch, d) == ("gfx942", 256) else 1)
@@ -199,8 +199,8 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
 
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
-  """Backward kernels do not spill up to D=128. For larger D no hot loop spills, and at most OUTSIDE registers stay in memory during a loop. A trip
-  has only the barriers that separate readers of LDS from writers; on gfx12 a barrier is two instructions."""
+  """Backward kernels do not spill up to D=128. For larger D no hot loop spills, and at most OUTSIDE registers stay in memory during a loop. An
+  iteration has only the barriers that separate readers of LDS from writers; on gfx12 a barrier is two instructions."""
   for one, (r, slow) in zip(spec.together, both(spec), strict=True):
     held, loop, tile = r.resources, r.loop, chosen(one)[1]
     assert isinstance(tile, BackwardTile) and loop is not None

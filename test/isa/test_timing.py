@@ -153,8 +153,8 @@ TWO_LOOPS = "\n".join([
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
   """The two halves of a workgroup run different loops, which overlap. Of eight waves, two on each SIMD, one wave of a SIMD multiplies while the other
-  wave adds: 8 MFMAs of 32 cycles beside 60 additions of 4, twice in a trip. Each half needs 60*4 + 8*4 = 272 cycles of vector issue and a barrier,
-  and a trip needs one branch of 32. If all waves ran the first loop, a trip would need 2*256 and 2*240 cycles."""
+  wave adds: 8 MFMAs of 32 cycles beside 60 additions of 4, twice in an iteration. Each half needs 60*4 + 8*4 = 272 cycles of vector issue and a
+  barrier, and an iteration needs one branch of 32. If all waves ran the first loop, an iteration would need 2*256 and 2*240 cycles."""
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")
@@ -167,7 +167,7 @@ def test_trips_of_causal_problems() -> None:
   assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]
 
 def test_a_problem_takes_its_trips_and_edges() -> None:
-  """The time of one round of workgroups that fills 304 compute units is 8 trips and the kernel's instructions before and after the loop, at 2.1
+  """The time of one round of workgroups that fills 304 compute units is 8 iterations and the kernel's instructions before and after the loop, at 2.1
   GHz."""
   timing, card = timing_of(kernel()), next(c for c in CHIPS["gfx942"].cards if c.name == "MI300X")
   p = Problem(1, 304*timing.groups, 304*timing.groups, 128, 256, 64, 64, softmax_scale=0.125)
@@ -184,7 +184,7 @@ def test_small_workgroups_spread_over_the_simds() -> None:
   assert four.cycles == pytest.approx(one.cycles, abs=8) and five.cycles > 1.1*one.cycles
 
 @pytest.mark.parametrize("division, own, read", [
-  (Division(64, 32), 4, 4*(2 + 4 + 6 + 8)*32 + 4*256),          # for each of 4 heads: blocks of 2 to 8 trips of 32 rows of K and V, and Q with O
+  (Division(64, 32), 4, 4*(2 + 4 + 6 + 8)*32 + 4*256),          # for each of 4 heads: blocks of 2 to 8 iterations of 32 rows of K and V, and Q with O
   (Division(128, 32), 4, 4*(4 + 8)*32 + 4*256),                 # twice the queries in a workgroup: half as many blocks read K and V
   (Division(64, 32, keys=True, products=((2, 2),)), 2, 2*(16 + 12 + 8 + 4)*32 + 2*256),
   (Division(64, 32, keys=True, products=((1, 1), (2, 1))), 2, 2*2*(16 + 12 + 8 + 4)*32 + 2*256)])
@@ -220,7 +220,7 @@ def test_memory_moves_every_tensor_once() -> None:
 
 def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
   """Key ranges and packed heads divide a problem into workgroups. One query of 8 heads that share keys, and 1024 keys in 4 ranges, give 4 workgroups
-  for each of 2 key heads, and each workgroup runs 8 of the 32 trips."""
+  for each of 2 key heads, and each workgroup runs 8 of the 32 iterations."""
   p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
   x = Division(32, 32, heads=8, splits=4)
   assert trips_of_blocks(p, x) == [32] and blocks_of_grid(p, 32, heads=8) == 8

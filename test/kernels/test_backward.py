@@ -465,7 +465,8 @@ def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_bias_of_long_rows(arch:str) -> None:
-  """The kernel of dbias loads the rows of its workgroup from global memory in every trip if the forward kernel has no registers for such rows."""
+  """The kernel of dbias loads the rows of its workgroup from global memory in every iteration if the forward kernel has no registers for such
+  rows."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
 @chips_in_turn("case", BIASES, ("of keys",))

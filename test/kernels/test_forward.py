@@ -169,10 +169,10 @@ def test_rescale_above(arch:str, above:float, make) -> None:
   maximum."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
-TRIPS = {   # 1 for each of 8 trips that moves the reference
+TRIPS = {   # 1 for each of 8 iterations that moves the reference
   normal: (1, 0, 0, 0, 0, 0, 0, 0), constants: (1, 0, 0, 0, 0, 0, 0, 0), falling: (1, 0, 0, 0, 0, 0, 0, 0), climbing: (1, 0, 1, 0, 1, 0, 1, 0),
   rising: (1,)*8, late_key: (1, 0, 0, 0, 0, 0, 0, 1),
-  creeping: (1, 0)*4}    # the 16 weights of a lane grow by 2^2.9 in each trip; their sum may reach 2^8
+  creeping: (1, 0)*4}    # the 16 weights of a lane grow by 2^2.9 in each iteration; their sum may reach 2^8
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:

@@ -153,7 +153,7 @@ def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
     return start(frame, *args)
   monkeypatch.setattr(Frame, "start_product", counted)
   check_kernels("sm_90", H=1, Sq=192 + rows, Sk=100, D=32, tile=lambda _: tile)
-  assert started == [6 - idle]*4       # two blocks at a time, two trips
+  assert started == [6 - idle]*4       # two blocks at a time, two iterations
 
 # Tiles that were the fastest on an H200 (docs/nvidia.md).
 FASTEST = {

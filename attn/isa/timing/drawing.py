@@ -48,7 +48,7 @@ def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
   """Draws the picture as SVG text."""
   shown, (begin, end) = _shown(loop), _window(loop, trips)
   height, scale = len(LANES)*_LANE + _LANE + _GAP, (_WIDTH - _LEFT - 20)/(end - begin)
-  title = f"{timing.name} on {timing.chip.name}: {loop.cycles:.0f} cycles a trip, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)"
+  title = f"{timing.name} on {timing.chip.name}: {loop.cycles:.0f} cycles an iteration, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)"
   drawing = Drawing(_WIDTH, _TOP + len(shown)*height + 30, title)
   drawing.text(10, 16, title, size=13, bold=True)
   x = 10.0
@@ -88,5 +88,5 @@ def draw_png(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> Non
   axes.set_yticks([i*(len(LANES) + 3) + 3 for i in range(len(shown))], [f"SIMD {loop.run.waves[w].simd}, wave {w}" for w in shown])
   axes.invert_yaxis()
   axes.set_xlabel("cycles")
-  axes.set_title(f"{timing.name}: {loop.cycles:.0f} cycles a trip, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)")
+  axes.set_title(f"{timing.name}: {loop.cycles:.0f} cycles an iteration, matrix unit in use {100*loop.matrix_use:.0f}% (predicted)")
   canvas.savefig(path, dpi=120, bbox_inches="tight")

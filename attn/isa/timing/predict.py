@@ -29,7 +29,7 @@ class Division:
   keys: bool = False                     # a workgroup owns keys, and walks over the queries of every head that shares them
   products: LoopProducts = PRODUCTS
   heads: int = 1                         # query heads whose rows a workgroup owns: row r is query r//heads
-  splits: int = 1                        # workgroups that share the trips of a block of own rows
+  splits: int = 1                        # workgroups that share the iterations of a block of own rows
 
   def tensors(self, p:Problem) -> Shapes:
     """Tensors that the kernel reads and writes."""
@@ -40,7 +40,7 @@ class Division:
 class Prediction:
   card: Card
   ghz: float
-  trips: float              # trips of a workgroup, in the mean
+  trips: float              # iterations of a workgroup, in the mean
   compute_seconds: float
   memory_seconds: float     # 0 if the card's memory bandwidth is not known
   l2_seconds: float         # 0 if the card's L2 rate is not known

@@ -122,7 +122,7 @@ def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
     if now >= 2*len(trip): found.append([now - at for at in waits])
   return found
 
-# ***** the steps of a trip *****
+# ***** the steps of an iteration *****
 
 def _pause_of_nop(x:Instruction, step:int) -> int:
   number = int(m[0], 0) if (m := re.match(r"(0x)?[0-9a-f]+", x.args)) is not None else 0

@@ -1,5 +1,5 @@
-"""Prints a prediction as tables: the cycles of a loop iteration (a trip), the time of a problem on each card, and the waits by instruction and source
-line."""
+"""Prints a prediction as tables: the cycles of a loop iteration, the time of a problem on each card, and the waits by instruction and
+source line."""
 from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +21,10 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
   def each(f:Any) -> list[str]: return [f(x) for x in timing.loops]
   again = [""]*(len(timing.loops) - 1)
   return [
-    ("cycles of a trip", each(lambda x: f"{x.cycles:.0f}")),
+    ("cycles of an iteration", each(lambda x: f"{x.cycles:.0f}")),
     ("matrix unit in use", each(lambda x: f"{100*x.matrix_use:.1f}%")),
-    ("instructions of a trip", each(lambda x: str(len(x.steps)))),
-    ("trips measured, of a wave in the mean", each(lambda x: str(x.run.trips))),
+    ("instructions of an iteration", each(lambda x: str(len(x.steps)))),
+    ("iterations measured, of a wave in the mean", each(lambda x: str(x.run.trips))),
     ("bank conflicts, cycles of a workgroup", each(lambda x: f"{x.conflicts}" + f", {x.unknown_addresses} accesses of a wave not known"*
                                                    bool(x.unknown_addresses))),
     ("waves of a workgroup", [str(timing.waves) + (f", {timing.behind} of them a barrier behind" if timing.behind else ""), *again]),
@@ -33,7 +33,7 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
 
 def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   """Prints the time of a problem, one line per card and clock."""
-  table = Table("card", "GHz", "trips of a workgroup", "ms of compute units", "of memory", "of L2", "limit", "TFLOP/s",
+  table = Table("card", "GHz", "iterations of a workgroup", "ms of compute units", "of memory", "of L2", "limit", "TFLOP/s",
                 title=f"{title}: predicted, not measured")
   for x in found:
     times = (f"{1e3*t:.3f}" if t else "not known" for t in x.times.values())
@@ -42,7 +42,7 @@ def problem_table(title:str, found:Sequence[Prediction]) -> Table:
 
 def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
   """Prints the longest waits of an iteration, each with its instruction and source line."""
-  table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in a trip, in cycles (predicted)")
+  table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in an iteration, in cycles (predicted)")
   for x in loop.stalls[:most]:
     table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))
   return table

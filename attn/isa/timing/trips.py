@@ -15,8 +15,8 @@ from attn.isa.timing.addresses import WaveState, bank_cycles_of
 from attn.isa.timing.steps import Pipe, TripStep, trip_steps, unknown
 from attn.isa.timing.waves import Run, Wave, step_waves
 
-WARM, MEASURED = 2, 4      # trips before measuring, and measured trips
-MOST_ISSUES = 60000        # about the most instructions to step; a long loop makes fewer trips
+WARM, MEASURED = 2, 4      # iterations before measuring, and measured iterations
+MOST_ISSUES = 60000        # about the most instructions to step; a long loop makes fewer iterations
 
 @dataclass(frozen=True)
 class Stall:
@@ -30,15 +30,15 @@ class Stall:
 class LoopTiming:
   """The timing of one iteration of a loop."""
   label: str
-  cycles: float                    # cycles in which all waves make one trip
+  cycles: float                    # cycles in which all waves make one iteration
   matrix_use: float                # share of these cycles in which the matrix unit is in use
-  scores: float|None               # scores that a wave computes in a trip, None if the head dimension is not known
-  flops: int                       # operations of the matrix instructions of a wave's trip
-  steps: tuple[TripStep, ...]          # steps of a trip of the first wave
+  scores: float|None               # scores that a wave computes in an iteration, None if the head dimension is not known
+  flops: int                       # operations of the matrix instructions of a wave's iteration
+  steps: tuple[TripStep, ...]          # steps of an iteration of the first wave
   stalls: tuple[Stall, ...]        # waits, the costliest first
   run: Run
-  conflicts: int                   # cycles that bank conflicts add to a trip of the waves of a workgroup
-  unknown_addresses: int           # LDS accesses of a wave's trip with unknown addresses, which count as free of conflicts
+  conflicts: int                   # cycles that bank conflicts add to an iteration of the waves of a workgroup
+  unknown_addresses: int           # LDS accesses of a wave's iteration with unknown addresses, which count as free of conflicts
 
 @dataclass(frozen=True)
 class Timing:

@@ -22,7 +22,7 @@ class Wave:
   """One of the waves that are stepped together."""
   group: int                 # workgroup
   simd: int
-  steps: Sequence[TripStep]      # the steps of a trip
+  steps: Sequence[TripStep]      # the steps of an iteration
   behind: bool = False       # the wave begins one barrier later than the others of its workgroup
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Issue:
 class Run:
   """The result of stepping waves through iterations of their loops."""
   waves: Sequence[Wave]
-  trips: int                                             # measured trips of a wave, in the mean
+  trips: int                                             # measured iterations of a wave, in the mean
   begin: int = 0                                         # cycle where measuring began
   end: int = 0                                           # cycle where measuring ended
   issues: list[Issue] = field(default_factory=list)      # issues from `begin` on
-  starts: list[list[int]] = field(default_factory=list)  # for each wave, the cycles where its trips began
+  starts: list[list[int]] = field(default_factory=list)  # for each wave, the cycles where its iterations began
   matrix: list[list[tuple[int, int]]] = field(default_factory=list)     # for each SIMD, spans in which its matrix unit was in use, from `begin` on
 
   @property

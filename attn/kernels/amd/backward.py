@@ -67,14 +67,14 @@ class AmdBackward:
   tile: BackwardTile
   new: Allocator
   statements: Statements
-  state: Any      # before the first trip
+  state: Any      # before the first iteration
   group: Workgroup
   at: Lane
   own: tuple[OwnRows, OwnRows]
   wanted: tuple[str, ...]
   head: UOp
   known: tuple[Exponent, UOp]|None = None      # exponent and delta of the lane's query, if queries are owned
-  outer_trip: UOp|None = None      # number of the outer trip, if all outer trips read the same tile of keys
+  outer_trip: UOp|None = None      # number of the outer iteration, if all outer iterations read the same tile of keys
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:

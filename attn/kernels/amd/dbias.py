@@ -39,13 +39,13 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 @dataclass(frozen=True)
 class AmdBias:
   """The kernel of one problem, as one thread sees it: the steps that `BiasUnit` declares, on AMD's matrix units."""
-  of: AmdBackward      # the queries of the first trip
+  of: AmdBackward      # the queries of the first iteration
   bias: BiasPart
 
   @staticmethod
   def of_block(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBias:
     mat, new, share = tile.matrix, Allocator(), BiasShare(p, tile.block_m, tile.block_n)
-    if share.owns_keys: tile = replace(tile, prefetch=0)       # no prefetch of a next tile: all trips read one tile
+    if share.owns_keys: tile = replace(tile, prefetch=0)       # no prefetch of a next tile: all iterations read one tile
     bias = BiasPart.of(share, parts, mat.wave, tile.waves, new)
     at, statements = Lane(bias.grid.lane, bias.grid.wave, mat), Statements.of(new)
     lies = [LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv)]
@@ -59,7 +59,7 @@ class AmdBias:
   def group(self) -> Workgroup: return self.of.group
   def kernel(self, *how:Any) -> UOp: return self.of.kernel(*how)
 
-  # ***** the trips *****
+  # ***** the iterations *****
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:

@@ -27,7 +27,7 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
-APART_UP_TO = 64     # largest head dimension at which vector instructions limit the speed of a trip
+APART_UP_TO = 64     # largest head dimension at which vector instructions limit the speed of an iteration
 
 @dataclass(frozen=True)
 class ForwardState(TripState):
@@ -42,7 +42,7 @@ class AmdForward:
   tile: Tile
   new: Allocator
   statements: Statements
-  state: ForwardState      # before the first trip
+  state: ForwardState      # before the first iteration
   group: Workgroup
   at: Lane
   sums: Sums
@@ -106,7 +106,7 @@ class AmdForward:
 
   def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """Computes O^T += V^T P^T for a tile of keys. Applies dropout to P first."""
-    q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked trips have no registers left for a second lane number
+    q_tiles, softmax, renewed = range(self.tile.q_tiles), s.softmax, not masked      # masked iterations lack registers for another lane number
     left = [kept_scores(self.group.scores, [row], t) for row in self.queries]
     weights = [softmax.operands(self.at, qt, self.k_tiles, left[qt], renewed) for qt in q_tiles]
     accs = [[softmax.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)] for qt in q_tiles]

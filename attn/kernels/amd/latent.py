@@ -50,7 +50,7 @@ class AmdLatent:
   tile: MlaTile
   new: Allocator
   statements: Statements
-  state: LatentState      # before the first trip
+  state: LatentState      # before the first iteration
   group: Workgroup
   at: Lane
   sums: Sums
@@ -179,7 +179,7 @@ class AmdLatent:
     """The first column of O that this wave computes."""
     return self.at.wave*(self.columns*self.mat.M)
 
-  # ***** after the last trip *****
+  # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
     """Stores to LDS, for each row, the softmax's reference and the sums of P that this wave has computed. Returns the state after these stores."""
     first = self.at.h.eq(0)

@@ -28,7 +28,7 @@ class OwnRows:
   in_block: list[UOp]      # the lane's rows, counted from `first`
   units: list[UOp]
   lds: LdsTile|None
-  anew: bool = False                    # the rows are not kept: every trip loads them from global memory
+  anew: bool = False                    # the rows are not kept: every iteration loads them from global memory
   statements: Statements|None = None    # given if registers are short: then at most WAITED_FOR units are loaded at the same time
 
   @staticmethod

@@ -54,7 +54,7 @@ class MmaBackward:
   rows of a head, and the steps of the algorithm."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
-  state: MmaBackwardState      # before the first trip
+  state: MmaBackwardState      # before the first iteration
   known: OwnNumbers|None = None      # lse and delta of the own queries; None if keys are owned
 
   @staticmethod

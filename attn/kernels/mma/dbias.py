@@ -38,7 +38,7 @@ def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBack
 @dataclass(frozen=True)
 class MmaBias:
   """The kernel of one problem, as one thread sees it: the steps that `BiasUnit` declares, on mma.sync."""
-  of: MmaBackward      # the queries of the first trip
+  of: MmaBackward      # the queries of the first iteration
   bias: BiasPart
 
   @staticmethod
@@ -58,7 +58,7 @@ class MmaBias:
   @property
   def at(self) -> MmaLane: return self.of.warp_rows.warps.at
 
-  # ***** the trips *****
+  # ***** the iterations *****
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:

@@ -1,8 +1,8 @@
 """The steps of forward by mma.sync (sm_80 and later). Queries are the rows of the matrices.
 
-A warp computes 16 or 32 queries of its block. cp.async copies K and V tiles into a ring of `stages` tiles in shared memory. One barrier in each trip
-is enough: after it, the trip's tile has arrived, and no warp reads the previous tile any more. ldmatrix reads the operands from rows that are
-swizzled against bank conflicts, and transposes V. The softmax computes row maxima only in a rare branch: see attn/ops/softmax.py.
+A warp computes 16 or 32 queries of its block. cp.async copies K and V tiles into a ring of `stages` tiles in shared memory. One barrier in each
+iteration is enough: after it, the iteration's tile has arrived, and no warp reads the previous tile any more. ldmatrix reads the operands from rows
+that are swizzled against bank conflicts, and transposes V. The softmax computes row maxima only in a rare branch: see attn/ops/softmax.py.
 """
 from __future__ import annotations
 import functools, itertools
@@ -52,7 +52,7 @@ class MmaForward:
   """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
   warps: Warps
   tile: MmaTile
-  state: MmaState      # before the first trip
+  state: MmaState      # before the first iteration
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> MmaForward:

@@ -50,7 +50,7 @@ class MmaLatent:
   """The kernel of latent attention for one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps."""
   warps: Warps
   tile: MlaMmaTile
-  state: LatentMmaState      # before the first trip
+  state: LatentMmaState      # before the first iteration
   share: Share
   parts = (None,)    # a tile's keys are not divided
 
@@ -206,7 +206,7 @@ class MmaLatent:
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
-  # ***** after the last trip *****
+  # ***** after the last iteration *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
     """Stores to shared memory, for each row, the softmax's reference and the sums of P that this warp has computed. Returns the state after these
     stores."""

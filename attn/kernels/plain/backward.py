@@ -55,7 +55,7 @@ class PlainBackward(Rectangle):
   """A backward kernel of one problem, as one thread sees it, while the workgroup loops over the rows of `head`."""
   s: UOp               # S^T of the walked keys of a part, or S of the walked queries of a part
   dp: UOp              # dP of these keys or queries, transposed if they are keys
-  state: PlainState    # before the first trip
+  state: PlainState    # before the first iteration
   wanted: tuple[str, ...]
 
   @staticmethod

@@ -57,7 +57,7 @@ class Weighed:
 class PlainForward(Rectangle):
   """The forward kernel of one problem, as one thread sees it."""
   s: UOp             # S^T of the keys of a part of a tile
-  top: UOp           # the maximum of each query's scores, including this trip's scores
+  top: UOp           # the maximum of each query's scores, including this iteration's scores
   state: QueryState
   parts = (None,)    # a tile's keys are not divided
 

@@ -43,9 +43,9 @@ class Tile(ForwardShape):
   _: KW_ONLY
   matrix: Matrix
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
-  sparing: bool = False        # a trip without prefetch loads K first and V later: fewer registers
+  sparing: bool = False        # an iteration without prefetch loads K first and V later: fewer registers
   rescale_above: float = 8.0   # accumulators are rescaled when a row maximum grows by more than this, in powers of two; 0: whenever it grows
-  anew: bool = False           # a sparing trip computes the addresses of its pieces of rows, instead of keeping them: even fewer registers
+  anew: bool = False           # a sparing iteration computes the addresses of its pieces of rows, instead of keeping them: even fewer registers
 
   kernel: ClassVar[str] = "forward"
 

@@ -21,7 +21,7 @@ class MmaTile(MmaShape):
   waves: int                   # warps of a block
   pack_gqa: bool = False       # a tile has the queries of all heads that share a key/value head: K and V are read once for all of them
   rescale_above: float = 8.0   # accumulators are rescaled when a row's sum of P over a part is more than 2 to this power
-  key_waves: int = 1           # warps with the same queries: each computes a share of a trip's keys; after the last trip their results are added
+  key_waves: int = 1           # warps with the same queries: each computes some keys of a tile; after the last tile their results are added
 
   kernel: ClassVar[str] = "forward_mma"
 

@@ -74,7 +74,7 @@ class RectangleTile:
   ahead: bool = False      # loads run ahead: the data that local memory receives next is loaded during the products
   parts: int = 1           # parts of a tile's rows, which a thread goes through one after another
   columns: int = 0         # columns of a sum that a thread has in registers at a time; 0: all its columns
-  steps_at_once: int = 1   # steps of a product in one trip of its loop, if this divides the number of steps
+  steps_at_once: int = 1   # steps of a product in one iteration of its loop, if this divides the number of steps
 
   @property
   def block_m(self) -> int: return self.across*self.own

@@ -17,7 +17,7 @@ RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 class WgmmaTile(WgmmaShape):
   """How the forward kernel on wgmma divides the work."""
   _: KW_ONLY
-  rescale_above: float = 8.0   # accumulators are rescaled when a lane's P of one trip add up to more than 2 to this power
+  rescale_above: float = 8.0   # accumulators are rescaled when a lane's P of one iteration add up to more than 2 to this power
 
   kernel: ClassVar[str] = "forward_wgmma"
 

@@ -68,7 +68,7 @@ class WgmmaBackward:
   the steps of the algorithm."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
-  state: WgmmaBackwardState      # before the first trip
+  state: WgmmaBackwardState      # before the first iteration
   known: OwnNumbers|None = None      # lse and delta of the own queries; None if keys are owned
   pass_number: int = 0
 

@@ -57,7 +57,7 @@ class WgmmaForward:
   """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
   warps: Warps
   tile: WgmmaTile
-  state: WgmmaState      # before the first trip
+  state: WgmmaState      # before the first iteration
   parts = (None,)        # a tile's keys are not divided
 
   @staticmethod

@@ -68,7 +68,7 @@ class BiasShare:
   def check_parts(self, parts:int) -> None:
     """Raises ValueError if the number of parts is negative, or larger than the number of iterations that are divided."""
     if not 0 <= parts <= self.trips:
-      raise ValueError(f"parts={parts}: must be 0 (no parts) to {self.trips}, the blocks of queries that a workgroup walks over")
+      raise ValueError(f"parts={parts}: must be 0 (no parts) to {self.trips}, the blocks of queries that a workgroup loops over")
 
 @dataclass(frozen=True)
 class BiasPart:
@@ -88,7 +88,7 @@ class BiasPart:
     grid = Grid(new, (block, head, lane, wave, *split), head, block//share.key_tiles, lane, wave)
     return BiasPart(share, grid, block%share.key_tiles, split[0] if split else UOp.const(0), parts)
 
-  # ***** the trips *****
+  # ***** the iterations *****
   @property
   def one_trip(self) -> bool:
     """Whether the workgroup needs only one iteration, so that there is no loop over batches, heads and blocks of queries."""

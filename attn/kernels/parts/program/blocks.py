@@ -16,7 +16,7 @@ def run_time(x:UOp, low:int, high:int) -> UOp:
   access can leave a buffer."""
   return bounded(ops.uniform(x), low, high)
 
-FEW, MANY = 3, 1000    # numbers of trips
+FEW, MANY = 3, 1000    # numbers of iterations
 
 def trip_count(n:UOp) -> UOp|None:
   """Returns the number of iterations of a loop, or None if the loop never runs. A number that is known to be at most FEW is hidden from tinygrad and

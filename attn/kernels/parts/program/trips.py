@@ -75,8 +75,8 @@ class StagedTrips(Generic[S]):
   tile: StagedTripsTile
   new: Allocator
   statements: Statements
-  start: S                      # the state before the first trip
-  loaded: Mapping[str, Any]     # rows in global memory that each trip brings to LDS, by the name of their tile in the state
+  start: S                      # the state before the first iteration
+  loaded: Mapping[str, Any]     # rows in global memory that each iteration brings to LDS, by the name of their tile in the state
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
     """Loads this thread's part of tile t from global memory to registers. Returns one list of values for each tensor."""
@@ -127,7 +127,7 @@ class StagedTrips(Generic[S]):
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
-    """Does `work` on tile t while the next tile is being loaded. Returns the last operation of the trip."""
+    """Does `work` on tile t while the next tile is being loaded. Returns the last operation of the iteration."""
     there, parts = self.arrive(s, t)
     return self.leave(s, t, work(there, t, masked), parts)
 

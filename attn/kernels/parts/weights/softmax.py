@@ -2,7 +2,7 @@
 
 An iteration over a tile of keys does not look for the maximum of the scores. It computes weights P = exp2(scores - m) with the current reference m.
 The kernel needs the sums of these weights anyway, and the sums show whether m is still high enough: see attn/ops/softmax.py. Each row begins with the
-lowest possible m. With this m the exponent of every score overflows, so the first trip raises m.
+lowest possible m. With this m the exponent of every score overflows, so the first iteration raises m.
 
 O is divided by the sum of the P that is multiplied by V: P rounded to 16 bits. O is therefore a weighted mean of rows of V, whatever errors the
 rounding makes. If one key outweighs all other keys, O is exactly this key's row of V. The LSE is computed from the sum of P before the rounding. This
