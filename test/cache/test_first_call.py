@@ -33,7 +33,7 @@ def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("lib", "shown"), ((b"\x7fELF\x02\x80\xff", 4), (b".version 9.0", 5)))
 def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
-  """With DEBUG=5 tinygrad would decode CUDA machine code as text, so attn lowers DEBUG while tinygrad loads machine code. tinygrad still prints
+  """tinygrad with DEBUG=5 would decode CUDA machine code as text, so attn lowers DEBUG while tinygrad loads machine code. tinygrad still prints
   PTX."""
   from tinygrad.runtime import ops_cuda
   monkeypatch.setattr(ops_cuda, "CUDAProgram", lambda dev, obj, smem: (DEBUG.value, smem))
