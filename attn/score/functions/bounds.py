@@ -1,0 +1,69 @@
+"""Bounds of a traced mask function: the interval of keys that each query sees, the interval of queries that see each key, and what the intervals do
+not say."""
+from __future__ import annotations
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from attn.score.functions.clauses import Clause, Literal, Reader, covers, without_contradicted
+from attn.score.functions.edges import Edge, FloorStep, larger, smaller
+from attn.score.mask import Interval
+from attn.tinygrad_compat import Ops, UOp, dtypes
+
+Edges = tuple[Edge, ...]     # a clause of edges of one direction: at least one of them shows a pair
+
+@dataclass(frozen=True)
+class Bounds:
+  """A mask: intervals and `rest` together. The mask shows a pair if each clause and `rest` show it. From one row to the next, neither the first nor
+  the last column becomes smaller.
+
+    before: clauses that hide the keys before an edge
+    after: clauses that hide the keys after an edge
+    rest: condition on the symbols that the intervals do not say. None: the intervals say all"""
+  before: tuple[Edges, ...]
+  after: tuple[Edges, ...]
+  rest: UOp|None
+
+  def keys_of(self, i:Any) -> Interval:
+    """Interval of keys that the query at place i sees."""
+    return Interval(_combined(self.before, lambda x: x.key(i), smaller, larger), _combined(self.after, lambda x: x.key(i), larger, smaller))
+  def queries_of(self, j:Any) -> Interval:
+    """Interval of the places of the queries that see the key at place j."""
+    return Interval(_combined(self.after, lambda x: x.query(j), smaller, larger), _combined(self.before, lambda x: x.query(j), larger, smaller))
+
+Combine = Callable[[Any, Any], Any]
+
+def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
+  """Border of the region that all clauses show. None: there are no clauses."""
+  return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
+
+def _conjuncts(u:UOp) -> list[UOp]:
+  if u.op in (Ops.AND, Ops.MUL) and u.dtype == dtypes.bool: return [x for v in u.src for x in _conjuncts(v)]
+  return [u]
+
+def _condition(clauses:list[Clause]) -> UOp:
+  """Clauses as a UOp."""
+  def of(x:Literal) -> UOp: return x.condition if isinstance(x, Edge) else x
+  return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
+
+def _direction(clause:Clause) -> bool|None:
+  """Whether all literals of a clause are edges that hide keys after them, or all hide keys before them. None: neither."""
+  found = {x.upper if isinstance(x, Edge) else None for x in clause}
+  return found.pop() if len(found) == 1 else None
+
+NO_PAIR = Edge(True, (FloorStep(0, -1, 1),))     # no query sees a key
+
+def mask_bounds(mask:UOp) -> Bounds:
+  """Bounds of a traced mask function."""
+  reader, conjuncts = Reader(), _conjuncts(mask)
+  read = [reader.clauses(u) for u in conjuncts]
+  clauses = without_contradicted(tuple(x for found in read for x in found))
+  if () in clauses: return Bounds((), ((NO_PAIR,),), None)
+  def edges(upper:bool) -> tuple[Edges, ...]:
+    return tuple(sorted(tuple(sorted(x for x in clause if isinstance(x, Edge))) for clause in clauses if _direction(clause) is upper))
+  others, rest = [x for x in clauses if _direction(x) is None], []
+  for u, found in zip(conjuncts, read):
+    mine = [x for x in others if any(covers(x, y) for y in found)]
+    others = [x for x in others if x not in mine]
+    if mine: rest.append(min(u, _condition(mine), key=lambda v: len(v.toposort())))
+  return Bounds(edges(False), edges(True), functools.reduce(UOp.__and__, rest) if rest else None)

@@ -1,0 +1,140 @@
+"""Edges: lines that never fall, in the plane of queries and keys. A mask of edges leaves each row an interval of columns.
+
+An edge shows the pairs of a query's place i and a key's place j with `j <= F(i)`, or those with `j >= F(i)`. F never falls: it consists of
+multiplications and floor divisions by positive constants, and of additions of constants. Then F has an inverse of the same kind, which says where the
+interval of a key's queries ends. Causal masks, windows, prefixes and chunks have such edges."""
+from __future__ import annotations
+import functools, math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+from attn.score.functions.symbols import FAR, KEY, QUERY
+from attn.tinygrad_compat import UOp
+
+MOST_INSIDE = 2**30     # no number inside an edge is farther from 0, so that the offset of a problem can be added in int32
+
+class FloorStep(NamedTuple):
+  """Function (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of the numerator,
+  and 0 counts as positive: the edge i >= 3 shows all keys to each query from 3 on, and is `j <= (i - 3)//0`."""
+  times: int
+  plus: int
+  over: int
+
+Steps = tuple[FloorStep, ...]     # functions applied one after another
+
+def then(steps:Steps, step:FloorStep) -> Steps:
+  """Appends a step, and joins it with the last one if one step says both."""
+  common = math.gcd(step.times, step.over)
+  step = FloorStep(step.times//common, step.plus//common, step.over//common)
+  if step == (1, 0, 1): return steps
+  if not steps: return (step,)
+  last = steps[-1]
+  if last.over == 1: return then(steps[:-1], FloorStep(last.times*step.times, last.plus*step.times + step.plus, step.over))
+  if step.times == 1: return then(steps[:-1], FloorStep(last.times, last.plus + step.plus*last.over, last.over*step.over))
+  return (*steps, step)
+
+def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
+
+def last_below(steps:Steps) -> Steps:
+  """Returns the inverse G with: F(x) <= y exactly if x <= G(y)."""
+  return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
+
+def first_above(steps:Steps) -> Steps:
+  """Returns the inverse G with: F(x) >= y exactly if x >= G(y)."""
+  return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
+
+def larger(x:Any, y:Any) -> Any:
+  """Maximum of numbers, UOps or Tensors."""
+  if isinstance(x, int): return max(x, y) if isinstance(y, int) else y.maximum(x)
+  return x.maximum(y)
+
+def smaller(x:Any, y:Any) -> Any:
+  """Minimum of numbers, UOps or Tensors."""
+  if isinstance(x, int): return min(x, y) if isinstance(y, int) else y.minimum(x)
+  return x.minimum(y)
+
+def _applied(step:FloorStep, x:Any) -> Any:
+  times, plus, over = step
+  if times == 0: return max(-FAR, min(plus, FAR))
+  if over == 0:
+    beyond = x >= -plus
+    return (FAR if beyond else -FAR) if isinstance(x, int) else beyond.where(FAR, -FAR)
+  if times > 1: x = x*times
+  if plus != 0: x = x + plus
+  return x//over if over > 1 else x
+
+def applied(steps:Steps, x:Any) -> Any:
+  """Value of the function for a number, UOp or Tensor. FAR stands for infinity. A constant function returns an int."""
+  return functools.reduce(lambda y, step: _applied(step, y), steps, x)
+
+def exact_range(steps:Steps) -> tuple[int, int]:
+  """First and last x for which no number inside the function is beyond MOST_INSIDE."""
+  first, last = -MOST_INSIDE, MOST_INSIDE
+  for times, plus, over in reversed(steps):
+    if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
+    else: first, last = -((plus - max(-MOST_INSIDE, first*over))//times), (min(MOST_INSIDE, last*over + over - 1) - plus)//times
+  return first, last
+
+def fits(steps:Steps) -> bool:
+  """Whether the function is beyond all places wherever it leaves its exact range. Then a clamped x gives the same intervals."""
+  first, last = exact_range(steps)
+  return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
+
+def clamped(steps:Steps, x:Any) -> Any:
+  """Value of the function, computed in int32 without overflow."""
+  first, last = exact_range(steps)
+  if first > -FAR: x = larger(x, first)
+  if last < FAR: x = smaller(x, last)
+  return applied(steps, x)
+
+def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
+  """Slope of a function F, and the least and the largest F(x) - slope*x. None: F is infinite."""
+  slope, least, most = Fraction(1), Fraction(0), Fraction(0)
+  for times, plus, over in steps:
+    if over == 0: return None
+    slope, least, most = slope*times/over, (least*times + plus - over + 1)/over, (most*times + plus)/over
+  return slope, least, most
+
+def never_above(f:Steps, g:Steps) -> bool:
+  """Whether F(x) <= G(x) is known for each x."""
+  (*start, x), (*other_start, y) = f or (FloorStep(1, 0, 1),), g or (FloorStep(1, 0, 1),)
+  if start == other_start and (x.times, x.over) == (y.times, y.over): return x.plus <= y.plus
+  one, two = _band(f), _band(g)
+  return one is not None and two is not None and one[0] == two[0] and one[2] <= two[1]
+
+@dataclass(frozen=True, order=True)
+class Edge:
+  """Pairs with `j <= F(i)` if `upper`, or else pairs with `j >= F(i)`. `steps` is F."""
+  upper: bool
+  steps: Steps
+
+  @functools.cached_property
+  def inverse(self) -> Steps:
+    """Returns G: the edge shows the pairs with `i >= G(j)` if `upper`, or else those with `i <= G(j)`."""
+    return first_above(self.steps) if self.upper else last_below(self.steps)
+  def key(self, i:Any) -> Any:
+    """Last key, or first key, that the query at place i sees."""
+    return clamped(self.steps, i)
+  def query(self, j:Any) -> Any:
+    """First query, or last query, that sees the key at place j."""
+    return clamped(self.inverse, j)
+  @property
+  def known(self) -> bool|None:
+    """Whether all pairs are shown, or none. None: some."""
+    least, most = applied(self.steps, -FAR), applied(self.steps, FAR)
+    if self.upper: return True if least >= FAR else False if most < 0 else None
+    return True if most <= 0 else False if least > FAR else None
+  @property
+  def fits(self) -> bool: return fits(self.steps) and fits(self.inverse)
+  @property
+  def negated(self) -> Edge: return Edge(not self.upper, then(self.steps, FloorStep(1, 1 if self.upper else -1, 1)))
+  def implies(self, other:Edge) -> bool:
+    """Whether another edge is known to show all pairs that this edge shows."""
+    if self.upper != other.upper: return False
+    return never_above(self.steps, other.steps) if self.upper else never_above(other.steps, self.steps)
+  @property
+  def condition(self) -> UOp:
+    """Condition on the symbols of a query and a key."""
+    if any(step.over == 0 for step in self.steps): x, y = (self.query(KEY), QUERY) if self.upper else (QUERY, self.query(KEY))
+    else: x, y = (KEY, self.key(QUERY)) if self.upper else (self.key(QUERY), KEY)
+    return x <= y
