@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
-from attn.api.slices import SdpaCall, is_symbolic, sliced_call
+from attn.api.slices import SdpaCall, call_of_any_length, dtypes_of, is_symbolic
 from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_caller, method_of_tinygrad
@@ -19,18 +19,16 @@ def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[in
   check_dropout_p("dropout_p", x.dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
   if is_causal and mask is not None: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
-  types = []
+  dtype, out_dtype = dtypes_of(q, k, v)
   for name, t in (("query", q), ("key", k), ("value", v)):
-    types.append(values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS))
     if t.ndim < 2: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (..., S, D)")
     if 0 in static_shape(name, t.shape): raise ValueError(f"{name} has shape {t.shape}: every dimension must be at least 1")
     if t.device != q.device: raise ValueError(f"{name} is on {t.device} but query on {q.device}: all must be on the same device, or the same devices")
-  if len(set(types)) > 1: raise ValueError(f"query, key and value have dtypes {', '.join(types)}: all three must be the same")
   if k.shape[-1] != q.shape[-1]: raise ValueError(f"key has shape {k.shape}: its head dimension is {k.shape[-1]} but that of query is {q.shape[-1]}")
   if v.shape[-2] != k.shape[-2]: raise ValueError(f"value has shape {v.shape}: its length is {v.shape[-2]} but that of key is {k.shape[-2]}")
   scale = None if x.scale is None else check_softmax_scale("scale", x.scale)
   rank = max(q.ndim, k.ndim, v.ndim, 4)
-  q, k, v = (t.reshape(*[1]*(rank - t.ndim), *t.shape) for t in (q, k, v))
+  q, k, v = (t.cast(values.FLOATS[dtype]).reshape(*[1]*(rank - t.ndim), *t.shape) for t in (q, k, v))
   batch = tuple(int(max(sizes)) for sizes in zip(*(t.shape[:-3] for t in (q, k, v))))
   heads, kv_heads = int(q.shape[-3]), int(max(k.shape[-3], v.shape[-3]))
   if not enable_gqa: heads = kv_heads = max(heads, kv_heads)
@@ -41,7 +39,7 @@ def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[in
     except (ValueError, RuntimeError) as e:
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {(*batch, h)}"
                        + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
-  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": x.dropped}
+  options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": x.dropped, "out_dtype": out_dtype}
   if isinstance(mask, Tensor) and not is_symbolic(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]):
     options["causal"], mask = "bottom-right", None
   if mask is not None:
@@ -64,21 +62,22 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
   """Computes softmax(query key^T * scale + attn_mask) value. The arguments are those of tinygrad and PyTorch.
 
     query       (..., H, Sq, D), float16, bfloat16 or float32
-    key         (..., Hkv, Sk, D), in the dtype of query
-    value       (..., Hkv, Sk, Dv), in the dtype of query
+    key         (..., Hkv, Sk, D)
+    value       (..., Hkv, Sk, Dv)
     attn_mask   bool (True: seen), or numbers added to the scores; broadcastable to (..., H, Sq, Sk)
     is_causal   query i sees keys j <= i, counted from the first query (`attention(causal=True)` counts from the last)
     enable_gqa  H may be a multiple of Hkv
     scale       factor of the scores, 1/sqrt(D) by default
     dropout_p   at least 0 and less than 1, as `attention` has it; active only where tinygrad's TRAINING is set, like all of its dropout
 
+  If float32 meets one 16-bit dtype, query, key and value are rounded to 16 bits, and the result is float32.
   A query that sees no key gives 0; tinygrad's own function gives NaN.
   key and value may be slices of a cache whose length a tinygrad Variable says: see `install`.
   Raises RuntimeError for attn_mask with is_causal, ValueError or NotImplementedError for other arguments that don't fit together."""
   return attended(SdpaCall(**locals()))
 
 def attended(x:SdpaCall) -> Tensor:
-  if x.sliced: return sliced_call(x).run()
+  if (call := call_of_any_length(x)) is not None: return call.run()
   tensors, options, shape = _arguments(x)
   rank = max(x.query.ndim, x.key.ndim, x.value.ndim)
   return attention(*tensors, **options).reshape(shape[-rank:] if rank < 4 else shape)
@@ -105,7 +104,7 @@ class Installed:
 installation = Installed()
 
 def _decide(x:SdpaCall) -> Decision:
-  if x.sliced: choice = sliced_call(x).choice()
+  if (call := call_of_any_length(x)) is not None: choice = call.choice()
   else:
     tensors, options, _ = _arguments(x)
     choice = choice_of(*tensors, **options)
@@ -134,8 +133,8 @@ def install() -> deque[Decision]:
   Returns the list of decisions. It grows with every call (under TinyJit: with every capture) and keeps the latest 1024. A call that goes to the
   earlier function also warns with the reason, once for each reason.
   Keys and values may be slices of a cache whose length tinygrad Variables say, as in tinygrad's models. They are read in place, by one kernel for all
-  lengths, and the mask triu(start_pos + 1) of -inf counts as causal. A float32 query with a 16-bit cache is then rounded to the cache's dtype; the
-  result is float32 again.
+  lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If such a length is an int, one kernel serves all lengths from the second length
+  on, except where TRAINING is set.
   A name that was bound to tinygrad's method earlier, as extra/models/unet.py binds one when it is imported, reaches these kernels as well.
   A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:

@@ -1,6 +1,8 @@
-"""Runs `scaled_dot_product_attention` on keys and values that are slices of a cache and whose length depends on Variables. One kernel serves all
-lengths and reads the cache in place."""
+"""Runs `scaled_dot_product_attention` on keys and values whose length depends on Variables, or grows from call to call. One kernel serves all
+lengths. It reads keys and values in place if they are slices of a cache, and else in copies of the largest size."""
 from __future__ import annotations
+import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 from attn import values
@@ -8,10 +10,10 @@ from attn.api.checked_call import CheckedCall
 from attn.api.launch import run
 from attn.calls.checked_kernel import arch_of
 from attn.calls.placement import Placement
-from attn.calls.views import Size, cache_of, count_of, is_causal_mask, most, same_size
+from attn.calls.views import InBuffer, Size, cache_of, count_of, is_causal_mask, most, room_for_rows, same_size, whole_places
 from attn.choose.dispatch import Choice
 from attn.problem import Problem, check_softmax_scale
-from attn.tinygrad_compat import TRAINING, Tensor, UOp
+from attn.tinygrad_compat import TRAINING, Tensor, UOp, buffer_under, capturing, dtypes
 from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True, eq=False)
@@ -36,73 +38,123 @@ class SdpaCall:
 
 @dataclass(frozen=True)
 class SlicedCall:
-  """A checked call of attention on slices of a cache. The problem's Sq is the largest number of queries that the Variables allow; q and the result
-  have `rows` queries."""
+  """A checked call of attention on keys of any length. The problem's Sq is the largest number of queries that the Variables allow; q and the result
+  have `rows` queries. `column` is a mask that is the same for all keys."""
   call: CheckedCall
   rows: Size
+  column: Tensor|None = None
   def choice(self) -> Choice: return self.call.choice()
   def run(self) -> Tensor:
     """Computes the attention. Returns its output o (B, H, rows, Dv)."""
     o, = run(self.call)
-    return (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
+    o = (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
+    return o if self.column is None else hidden_by(o, self.column)
 
 def is_symbolic(t:Any) -> bool:
   """Returns whether x is a Tensor whose size depends on a Variable."""
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
-def _dtype(q:Tensor, k:Tensor, v:Tensor) -> str:
-  """Returns the dtype of key and value. A float32 query will be rounded to this dtype, as the cache was."""
-  of_q, of_k, of_v = (values.dtype_name(name, t.dtype, FLOATS) for name, t in (("query", q), ("key", k), ("value", v)))
-  if of_k != of_v or of_q not in (of_k, "float32"):
-    raise ValueError(f"query, key and value have dtypes {of_q}, {of_k}, {of_v}: key and value must have the same, and query that or float32")
-  return of_k
+def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
+  """Returns the dtype in which a call computes, and the dtype of its result. If float32 meets a 16-bit dtype, the call rounds to 16 bits and the
+  result is float32, as tinygrad's own is."""
+  types = [values.dtype_name(name, values.tensor(name, t).dtype, FLOATS) for name, t in (("query", query), ("key", key), ("value", value))]
+  if len(narrow := set(types) - {"float32"}) > 1:
+    raise ValueError(f"query, key and value have dtypes {', '.join(types)}: must be the same, or float32 and one 16-bit dtype")
+  return (narrow.pop() if narrow else "float32"), "float32" if "float32" in types else types[0]
+
+def hidden_by(o:Tensor, column:Tensor) -> Tensor:
+  """Applies a mask (..., rows, 1), which adds the same number to all scores of a row, to the output o. A finite number does not change the weights.
+  -inf hides the row."""
+  if column.dtype == dtypes.bool: return column.where(o, 0)
+  return (column == -math.inf).where(0, (column.abs() < math.inf).where(o, math.nan))
 
 def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
   if of_k != of_v or H % of_k or not (enable_gqa or of_k in (1, H)):
     raise NotImplementedError(f"query, key and value have {H}, {of_k} and {of_v} heads: key and value must have the same number, which divides "
                               "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
+def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
+  """Returns a mask that is the same for all keys, after a check. `queries` are (B, H, Sq)."""
+  if mask.dtype != dtypes.bool: values.dtype_name("attn_mask", mask.dtype, FLOATS)
+  if mask.device not in (None, device): raise ValueError(f"attn_mask is on {mask.device} but query on {device}: must be on the same device")
+  if mask.ndim > 4 or any(n != 1 and not same_size(n, full) for n, full in zip(mask.shape[-2::-1], queries[::-1])):
+    raise ValueError(f"attn_mask has shape {values.shown_shape(mask.shape)}: must broadcast to {values.shown_shape((*queries, 1))}")
+  return mask
+
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
   """Returns the (window, top_left) of a problem that stand for the same mask as attn_mask and is_causal."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
-  if is_causal: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
-  if is_causal_mask(values.tensor("attn_mask", mask), n_q, n_k): return (-1, 0), False
+  if is_causal_mask(mask, n_q, n_k): return (-1, 0), False
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "
-                            "Tensor.full(shape, -inf).triu(keys - queries + 1)")
+                            "Tensor.full(shape, -inf).triu(keys - queries + 1), and masks of one column")
+
+def _copied(t:Tensor, rows:int) -> tuple[Tensor, InBuffer]:
+  """Returns a copy of keys or values (B, heads, S, D) with room for `rows` rows, and where its rows lie."""
+  B, heads, _, width = t.shape
+  shape = int(B), rows, int(heads), int(width)
+  return t.transpose(1, 2).pad_to(shape).contiguous(), InBuffer(whole_places(shape, "bshd"), 1, rows)
 
 def sliced_call(x:SdpaCall) -> SlicedCall:
-  """Checks the arguments of `scaled_dot_product_attention` and returns the checked call with its problem. Raises ValueError, NotImplementedError or
-  RuntimeError for arguments that don't fit together."""
-  q, k, v = x.query, x.key, x.value
+  """Checks the arguments of `scaled_dot_product_attention` and returns the checked call with its problem, in which the number of keys is a Variable.
+  An int becomes a Variable of attn. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit together."""
+  dtype, out_dtype = dtypes_of(x.query, x.key, x.value)
+  q, k, v = (t.cast(FLOATS[dtype]) for t in (x.query, x.key, x.value))
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
   for name, t in (("query", q), ("key", k), ("value", v)):
-    if values.tensor(name, t).ndim != 4:
+    if t.ndim != 4:
       raise NotImplementedError(f"{name} has shape {values.shown_shape(t.shape)}: with a symbolic length only (B, H, S, D) is supported")
     static_shape(name, (*t.shape[:2], t.shape[3]))
     if not isinstance(t.device, str) or t.device != q.device:
       raise NotImplementedError(f"{name} is on {t.device} with a symbolic shape: query, key and value must be on the same single device")
-  dtype, n_q, n_k = _dtype(q, k, v), q.shape[2], k.shape[2]
+  n_q, n_k, device = q.shape[2], k.shape[2], str(q.device)
   B, H, D, Bk, of_k, Dk, Bv, of_v, Dv = (int(t.shape[axis]) for t in (q, k, v) for axis in (0, 1, 3))
   if (Bk, Dk, Bv) != (B, D, B) or not same_size(n_k, v.shape[2]):
     raise ValueError(f"query, key and value have shapes {', '.join(values.shown_shape(t.shape) for t in (q, k, v))}: must be (B, H, Sq, D), "
                      "(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv)")
   if x.dropped: raise NotImplementedError(f"dropout_p={x.dropped} with a symbolic shape: attention over a cache has no dropout; must be 0")
   _heads(H, of_k, of_v, enable_gqa)
-  window, top_left = _mask(x.attn_mask, is_causal, n_q, n_k)
-  if (cache := cache_of(k, v)) is None:
-    raise NotImplementedError(f"key has the symbolic shape {values.shown_shape(k.shape)} and key or value is no slice of a buffer with constant "
-                              "strides: with a symbolic length both must be slices of a cache that is a buffer")
+  if x.attn_mask is not None and is_causal: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
+  mask = values.tensor_or_none("attn_mask", x.attn_mask)
+  column = None if mask is None or mask.shape[-1:] != (1,) or same_size(n_k, 1) else _column(mask, (B, H, n_q), device)
+  window, top_left = _mask(mask if column is None else None, is_causal, n_q, n_k)
+  if (cache := cache_of(k, v)) is not None: in_k, in_v = cache
+  else: (k, in_k), (v, in_v) = (_copied(t, most(n_k)) for t in (k, v))
+  Sq, Sk = most(n_q), min(in_k.rows, in_v.rows)
+  if not x.sliced:
+    Sk = min(room_for_rows(in_k.places, B, of_k//in_k.group, D), room_for_rows(in_v.places, B, of_v//in_v.group, Dv))
+    n_k = UOp.variable("attn_keys", 1, Sk).bind(n_k)
   keys, queries = count_of(n_k), count_of(n_q)
   if keys is None or queries is None:
     raise NotImplementedError(f"query and key have shapes {values.shown_shape(q.shape)} and {values.shown_shape(k.shape)}: a symbolic length must "
                               "be a sum of bound Variables and a number")
-  (in_k, in_v), Sq = cache, most(n_q)
-  Sk = min(in_k.rows, in_v.rows)
-  p = Problem(B, H, of_k//in_k.group, Sq, Sk, D, Dv, dtype, values.dtype_text(q.dtype), "bshd", window, 0 if top_left else Sk - Sq,
+  p = Problem(B, H, of_k//in_k.group, Sq, Sk, D, Dv, dtype, out_dtype, "bshd", window, 0 if top_left else Sk - Sq,
               D**-.5 if x.scale is None else check_softmax_scale("scale", x.scale), top_left=top_left, sk_variable=keys[0],
               sq_variable=None if isinstance(n_q, int) else queries[0], k_view=in_k.places, v_view=in_v.places, num_splits=0)
-  rows = q.cast(FLOATS[dtype]).transpose(1, 2)
+  rows = q.transpose(1, 2)
   if not isinstance(n_q, int): rows = rows.pad_to((B, Sq, H, D))
   variables = tuple({u.src[0].expr: u for u in (*keys[1], *queries[1])}.values())
-  device = str(q.device)
-  return SlicedCall(CheckedCall(p, {"q": rows, "k": k, "v": v}, arch_of(device), Placement(device), None, variables), n_q)
+  return SlicedCall(CheckedCall(p, {"q": rows, "k": k, "v": v}, arch_of(device), Placement(device), None, variables), n_q, column)
+
+# ***** a cache that grows by an int *****
+
+MOST_PROBLEMS = 1024     # of which `lengths_seen` knows the lengths, the latest
+lengths_seen: OrderedDict[Problem, set[int]] = OrderedDict()
+
+def is_part_of_a_buffer(t:Tensor) -> bool:
+  """Returns whether a tensor is a view of a realized buffer with more elements."""
+  base = buffer_under(t.uop)
+  return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
+
+def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
+  """Returns the checked call if one kernel shall serve all lengths, or None if a kernel shall be made for this length. One kernel serves a length
+  that Variables say. It also serves slices of a cache that had another length in an earlier call, because a kernel for each length takes long to
+  compile. This has no gradient, so it is not done where TRAINING is set."""
+  if x.sliced: return sliced_call(x)
+  if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None
+  try: call = sliced_call(x)
+  except (ValueError, NotImplementedError, RuntimeError): return None
+  lengths = lengths_seen.setdefault(call.call.problem, set())
+  lengths_seen.move_to_end(call.call.problem)
+  if len(lengths_seen) > MOST_PROBLEMS: lengths_seen.popitem(last=False)
+  lengths.add(int(x.key.shape[2]))
+  return call if len(lengths) > 1 and call.choice().kernel != "three_pass" else None

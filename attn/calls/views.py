@@ -74,6 +74,14 @@ def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
   times = range(max(-most_, -((reach - distance)//step)), min(most_, (distance + reach)//step) + 1)
   return any(meet(distance - i*step, rest) for i in times)
 
+def room_for_rows(places:Strided, batches:int, heads:int, width:int) -> int:
+  """Largest number of rows that a cache may have where its rows lie: they end within the buffer, before the rows of the next head or batch begin.
+  Raises ValueError if the cache has no stride between its rows."""
+  if not places.row: raise ValueError("a cache of one row: nothing says how far apart its rows lie")
+  end = places.start + (batches - 1)*places.batch + (heads - 1)*places.head + width
+  steps = [step for step, n in ((places.batch, batches), (places.head, heads)) if n > 1 and step > places.row]
+  return min([(places.size - end)//places.row + 1, *(step//places.row for step in steps)])
+
 def overlapping(x:Strided, y:Strided, counts:tuple[int, int, int, int]) -> bool:
   """Returns whether two caches in the same buffer share memory. `counts` are the numbers of batches, heads, rows, and elements of a row. If the
   strides of the caches differ, only their extents are compared, and True means that they may share memory."""

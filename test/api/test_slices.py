@@ -8,7 +8,9 @@ import pytest
 from tinygrad import TinyJit, UOp, Variable, function
 import attn
 from attn.accuracy import judge, law_of
-from attn.calls.views import cache_of, is_causal_mask
+from attn.api.slices import lengths_seen
+from attn.calls.views import cache_of, in_buffer, is_causal_mask, room_for_rows
+from attn.reference import rounded
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
 from api_cases import emulated
 from cases import EVERY_ARCH, array, tensor
@@ -121,5 +123,94 @@ def test_a_fallback_is_explained_once() -> None:
       for _ in range(2): q.scaled_dot_product_attention(k[:, :, :start + 2], k[:, :, :start + 2], mask)
     assert decisions[-1].kernel is None and "only the causal mask is known" in decisions[-1].reason
     assert [str(x.message) for x in said] == [f"scaled_dot_product_attention goes to tinygrad's own: {decisions[-1].reason}"]
-    with pytest.raises(NotImplementedError, match=r"key has the symbolic shape \(1, 2, \(n\+2\), 32\) and key or value is no slice"):
-      attn.scaled_dot_product_attention(q, k[:, :, :start + 2]*2, k[:, :, :start + 2])
+    with pytest.raises(NotImplementedError, match=r"shapes \(1, 2, 2, 32\) and \(1, 2, .*n.*, 32\): a symbolic length must be a sum of bound"):
+      attn.scaled_dot_product_attention(q, *[k[:, :, :start*2]]*2)
+
+# ***** keys that are no slices, masks of one column, lengths that are ints *****
+
+def judged(o:Tensor, *x:np.ndarray, dtype:str="float16", out_dtype:str="float16", window:tuple[int, int]=(-1, -1)) -> None:
+  law, _ = law_of(*x, D**-.5, window, x[1].shape[2] - x[0].shape[2], dtype=dtype, out_dtype=out_dtype)
+  assert (verdict := judge(array(o), law)).ok, verdict
+
+def numbers(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(seed).standard_normal(shape).astype(np.float16).astype(np.float32)
+
+MIXED = ("float16", "float32", "float32"), ("float32", "float16", "float16"), ("bfloat16", "bfloat16", "float32")
+
+@pytest.mark.parametrize("types, symbolic", [pytest.param(types, symbolic, marks=() if symbolic is (i == 0) and i < 2 else pytest.mark.thorough)
+                                             for i, types in enumerate(MIXED) for symbolic in (True, False)])
+def test_float32_beside_16_bits(types:tuple[str, str, str], symbolic:bool) -> None:
+  """float32 is rounded to the 16-bit dtype that it meets, and the result is float32."""
+  dtype = next(x for x in types if x != "float32")
+  with emulated("gfx942"), attn.installed() as decisions:
+    x = numbers(1, H, 3, D), numbers(1, H, 17, D, seed=1), numbers(1, H, 17, D, seed=2)
+    q, k, v = (tensor(a, type_).realize() for a, type_ in zip(x, types))
+    n = Variable("n", 1, 17).bind(11)
+    if symbolic: k, v = k[:, :, :n], v[:, :, :n]
+    o = q.scaled_dot_product_attention(k, v)
+    assert decisions[-1].kernel is not None and o.dtype == dtypes.float
+    seen = 11 if symbolic else 17
+    rows = (rounded(array(tensor(a, type_)), dtype)[:, :, :seen] for a, type_ in zip(x, types))
+    judged(o, *rows, dtype=dtype, out_dtype="float32")
+    with pytest.raises(ValueError, match="have dtypes float16, bfloat16, float32: must be the same, or float32 and one 16-bit dtype"):
+      attn.scaled_dot_product_attention(q.half(), k.bfloat16(), v.float())
+
+def test_keys_computed_with_a_symbolic_length() -> None:
+  """Keys that are not a slice of a cache, such as a slice with the newest row at its end, are copied. Numbers beyond their length have no effect."""
+  with emulated("gfx942"), attn.installed() as decisions:
+    q, k, v = numbers(1, H, 1, D), numbers(1, H, 12, D, seed=1), numbers(1, H, 12, D, seed=2)
+    start = Variable("n", 1, 14)
+    cache = [tensor(np.pad(a[:, :, :-1], [(0, 0), (0, 0), (0, 4), (0, 0)], constant_values=np.nan), "float16").realize() for a in (k, v)]
+    keys, values_ = (c[:, :, :start.bind(11)].cat(tensor(a[:, :, -1:], "float16"), dim=2) for c, a in zip(cache, (k, v)))
+    o = tensor(q, "float16").scaled_dot_product_attention(keys, values_)
+    assert decisions[-1].kernel is not None
+    judged(o, q, k, v)
+
+COLUMNS = [([[3.5]], [[1], [1]]), ([[INF]], [[0], [0]]), ([[math.nan]], [[math.nan]]*2), ([[0.0], [INF]], [[1], [0]]),
+           ([[True], [False]], [[1], [0]]), ([[-2.0], [-INF]], [[1], [math.nan]])]
+
+def test_a_mask_of_one_column() -> None:
+  """A mask that is the same for all keys changes no weight; a row that it hides is 0."""
+  with emulated("gfx942"), attn.installed() as decisions:
+    decisions.clear()
+    q, k = tensor(numbers(1, H, 2, D), "float16").realize(), tensor(numbers(1, H, 12, D, seed=1), "float16").realize()
+    keys = k[:, :, :Variable("n", 1, 12).bind(9)]
+    plain = array(q.scaled_dot_product_attention(keys, keys))
+    for mask, factor in COLUMNS:
+      np.testing.assert_array_equal(array(q.scaled_dot_product_attention(keys, keys, Tensor(mask))), plain*np.array(factor), err_msg=str(mask))
+    assert [x.kernel for x in decisions] == ["forward"]*7
+    with pytest.raises(ValueError, match=r"attn_mask has shape \(3, 1\): must broadcast to \(1, 4, 2, 1\)"):
+      attn.scaled_dot_product_attention(q, keys, keys, Tensor.zeros(3, 1))
+
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
+  """One kernel reads slices of a cache in place from the second length on, and a further length costs no compilation and no copy. The cache is one
+  tensor for K and V, or two."""
+  with emulated("gfx942"), attn.installed() as decisions:
+    decisions.clear()
+    lengths_seen.clear()
+    q, k, v = numbers(1, H, 1, D), numbers(1, HKV, CAPACITY, D, seed=1), numbers(1, HKV, CAPACITY, D, seed=2)
+    both = tensor(np.stack([k, v]), "float16").realize() if together else [tensor(x, "float16").realize() for x in (k, v)]
+    query, kernels = tensor(q, "float16").realize(), []
+    for n in (7, 9, 69):
+      GlobalCounters.reset()
+      o = query.scaled_dot_product_attention(both[0][:, :, :n], both[1][:, :, :n], enable_gqa=True).realize()
+      kernels.append(GlobalCounters.kernel_count)
+      judged(o, q, k[:, :, :n], v[:, :, :n])
+    assert kernels[0] > 1 and kernels[1:] == [1]*2 and all(x.kernel is not None for x in decisions)
+    assert [len(x) for x in lengths_seen.values()] == [3]
+    with Context(TRAINING=1):        # gradients exist there
+      keys = both[0][:, :, :12]
+      (g,) = query.scaled_dot_product_attention(keys, keys, enable_gqa=True).float().sum().gradient(query)
+      assert np.isfinite(array(g)).all()
+
+def test_room_for_rows() -> None:
+  """A cache may grow until its buffer ends, or its next head or batch begins."""
+  def room(t:Tensor) -> int:
+    found = in_buffer(t)
+    assert found is not None
+    return room_for_rows(found.places, int(t.shape[0]), int(t.shape[1]), int(t.shape[3]))
+  with emulated("gfx942"):
+    base = Tensor.zeros(2, 3, 16, 4, 8, dtype="half", device="EMU").contiguous().realize()
+    assert [room(base[i, :, 2:5].transpose(1, 2)) for i in (0, 1)] == [16, 14]
+    assert room(base.permute(0, 3, 1, 2, 4)[:, 0, :, :5]) == 16 and room(base[1, :1, 2:5].transpose(1, 2)) == 46
+    with pytest.raises(ValueError, match="a cache of one row"): room(base[0, :, :1].transpose(1, 2))
