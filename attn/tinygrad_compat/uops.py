@@ -9,11 +9,19 @@ from tinygrad.schedule.rangeify import pm_mops
 from tinygrad.uop.ops import GroupOp, Ops, UOp, graph_rewrite
 from tinygrad.uop.spec import glbls as spec_names
 from tinygrad.uop.symbolic import symbolic
+from tinygrad.uop.weak import pm_cast_weak, pm_commit_weak
 
 def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None) -> UOp:
   """Makes a UOp of these fields; without a dtype tinygrad infers it. Only this function uses UOp's constructor, whose fields change between
   versions."""
   return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass accepts None
+
+# **** numbers without a width ****
+_COMMIT = pm_commit_weak + pm_cast_weak
+
+def committed(u:UOp) -> UOp:
+  """Gives each Python number in an expression the dtype in which the expression computes with it."""
+  return graph_rewrite(u, _COMMIT)
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows

@@ -1,0 +1,179 @@
+"""Derivative of a traced function by the score or by an element of a tensor.
+
+The pass goes forward, from the variable to the value. It gives each operation on the way its slope, the derivative of the operation by the variable.
+The rules are tinygrad's: at a tie of MAX both sides count half, and integers, comparisons and truncation have the derivative 0. Three things differ
+from tinygrad's pass, which multiplies from the value back to the variable:
+
+- A WHERE selects a slope. tinygrad multiplies the slope of the branch that is not taken by 0, which gives NaN if this slope is infinite.
+- A product with a factor of exactly 0 is 0, even if the other factor is infinite. So 1/(1 + x^4) has the slope 0 where x^4 overflows, and sqrt(x^2)
+  has the slope 0 at 0. The pass omits this selection, two instructions, where no factor can be infinite.
+- The slope of r = 1/(1 + 2^y), which is inside tanh and sigmoid, is (r - r^2)*-ln(2)*dy. No factor overflows with 2^y.
+
+A slope that float32 cannot hold, such as the slope of 1/x at 1e-30, is infinite, and the difference of two such slopes is NaN.
+
+Where a WHERE makes the function -inf, the score has no weight and every gradient is 0, whatever the derivative is. There the pass takes the
+derivative of the other branch. So a mask written as `visible.where(score, -inf)` has the derivative 1."""
+from __future__ import annotations
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+from attn.score.functions.symbols import SCORE, elements_of
+from attn.score.term import LN2, LOG2E
+from attn.tinygrad_compat import Ops, UOp, committed, dtypes
+
+_ZERO, _ONE = UOp.const(0.0), UOp.const(1.0)     # Python numbers: constants are rounded to float32 once, at the end
+
+class Slope(NamedTuple):
+  """Derivative of an operation. `steep` says whether it may be infinite where the value of the operation is finite and no part overflows, as the
+  derivative of a square root is at 0."""
+  value: UOp
+  steep: bool
+
+Slopes = Mapping[UOp, Slope]     # of the operations that depend on the variable
+
+# ***** products in which 0 wins over infinity *****
+
+_LARGEST = 2.0**120     # assumed of elements of tensors, so that 2^8 times an element is finite
+_OVERFLOW = 2.0**128    # larger than every float32
+
+def _number(u:UOp) -> UOp:
+  """Converts a value of a narrower dtype to float32."""
+  return u if u.dtype in (dtypes.float, dtypes.weakfloat) else u.cast(dtypes.float)
+
+def _product(factor:UOp, slope:UOp, guarded:bool) -> UOp:
+  """Multiplies a factor and a slope. If `guarded`, the product is 0 where the factor is 0."""
+  if slope is _ONE: return factor
+  return factor.ne(0).where(factor*slope, _ZERO) if guarded else factor*slope
+
+def _exponent_of_sigmoid(u:UOp) -> UOp|None:
+  """Returns y if `u` is 1/(1 + 2^y), otherwise None."""
+  if u.op is not Ops.RECIPROCAL or u.src[0].op is not Ops.ADD: return None
+  one, power = u.src[0].src if u.src[0].src[0].op is Ops.CONST else u.src[0].src[::-1]
+  return power.src[0] if one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2 else None
+
+def _limit_of_symbol(u:UOp) -> float:
+  """Returns a number that the absolute value of a constant, a symbol, an element or an integer does not exceed. A score may be -inf."""
+  if u is SCORE: return math.inf
+  return _LARGEST if u.op is Ops.INDEX and dtypes.is_float(u.dtype) else max(abs(u.vmin), abs(u.vmax))
+
+def _limit(value:UOp) -> float:
+  """Returns a number that the absolute value of an expression does not exceed: infinity if the pass finds none."""
+  found = dict[UOp, float]()
+  for u in value.toposort(lambda u: dtypes.is_float(u.dtype) and u.op not in (Ops.CONST, Ops.PARAM, Ops.INDEX)):
+    of = [found[x] if x in found else _limit_of_symbol(x) for x in u.src]
+    match u.op:
+      case Ops.ADD: found[u] = sum(of)
+      case Ops.MUL: found[u] = of[0]*of[1]
+      case Ops.WHERE: found[u] = max(of[1:])
+      case Ops.MAX | Ops.CAST: found[u] = max(of)
+      case _: found[u] = math.inf if _exponent_of_sigmoid(u) is None else 1.0
+  return found[value] if value in found else _limit_of_symbol(value)
+
+def _may_be_infinite(slope:UOp) -> bool: return not _limit(slope.simplify()) < _OVERFLOW
+
+# ***** a rule for each operation *****
+
+def _slope(u:UOp, at:Slopes) -> UOp: return at[u].value if u in at else _ZERO
+
+def _total(parts:list[UOp]) -> UOp: return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+def _of_add(u:UOp, at:Slopes) -> UOp: return _total([at[x].value for x in u.src if x in at])
+
+def _of_mul(u:UOp, at:Slopes) -> UOp:
+  x, y = u.src
+  return _total([_product(_number(factor), *at[variable]) for factor, variable in ((y, x), (x, y)) if variable in at])
+
+def _of_reciprocal(u:UOp, at:Slopes) -> UOp:
+  r, y = _number(u), _exponent_of_sigmoid(u)
+  if y is not None: return _product(r - r*r, at[y].value*-LN2, _may_be_infinite(at[y].value))
+  slope = at[u.src[0]].value
+  return _product(r, r*slope*-1, _may_be_infinite(slope))
+
+def _of_exp2(u:UOp, at:Slopes) -> UOp:
+  slope = at[u.src[0]].value
+  return _product(_number(u), slope*LN2, _may_be_infinite(slope))
+
+def _of_log2(u:UOp, at:Slopes) -> UOp: return _product(_number(u.src[0]).reciprocal()*LOG2E, at[u.src[0]].value, False)
+
+def _of_sin(u:UOp, at:Slopes) -> UOp: return _product((math.pi/2 - _number(u.src[0])).sin(), at[u.src[0]].value, False)
+
+def _of_sqrt(u:UOp, at:Slopes) -> UOp: return _product(at[u.src[0]].value, _number(u).reciprocal()*0.5, True)
+
+def _is_flat_at_zero(u:UOp) -> bool:
+  """Whether a power has a finite slope where its base is 0: its exponent is a constant of at least 1."""
+  return u.src[1].op is Ops.CONST and u.src[1].val >= 1
+
+def _of_pow(u:UOp, at:Slopes) -> UOp:
+  base, exponent = map(_number, u.src)
+  parts = []
+  if (found := at.get(u.src[0])) is not None:
+    part = _product(exponent.ne(0).where(exponent*base.pow(exponent - 1), _ZERO), *found)
+    parts.append(part if _is_flat_at_zero(u) else found.value.ne(0).where(part, _ZERO))
+  if (found := at.get(u.src[1])) is not None:
+    slope = base.log2()*LN2*found.value
+    parts.append(base.ne(0).where(_product(_number(u), slope, _may_be_infinite(slope)), _ZERO))
+  return _total(parts)
+
+def _of_max(u:UOp, at:Slopes) -> UOp:
+  (x, y), (a, b) = u.src, [_slope(x, at) for x in u.src]
+  return x.ne(y).where((y < x).where(a, b), (a + b)*0.5)
+
+def _of_where(u:UOp, at:Slopes) -> UOp: return u.src[0].where(*[_slope(x, at) for x in u.src[1:]])
+
+def _of_cast(u:UOp, at:Slopes) -> UOp: return at[u.src[0]].value
+
+_RULES:dict[Ops, Callable[[UOp, Slopes], UOp]] = {
+  Ops.ADD: _of_add, Ops.MUL: _of_mul, Ops.RECIPROCAL: _of_reciprocal, Ops.EXP2: _of_exp2, Ops.LOG2: _of_log2, Ops.SIN: _of_sin, Ops.SQRT: _of_sqrt,
+  Ops.POW: _of_pow, Ops.MAX: _of_max, Ops.WHERE: _of_where, Ops.CAST: _of_cast}
+_REASONS = {Ops.BITCAST: "the bits of a number (BITCAST)"}     # other operations without a rule are named by their names in tinygrad
+
+# ***** the pass *****
+
+def _has_slope_zero(u:UOp) -> bool:
+  """Whether the slope of an operation is 0 whatever the slopes of its sources are: its value moves in steps, or an int selects it."""
+  if u.op is Ops.CAST: return u.dtype == dtypes.bool or (dtypes.is_float(u.src[0].dtype) and not dtypes.is_float(u.dtype))
+  return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
+
+def _shown_part(value:UOp) -> UOp:
+  """Returns an expression that equals a function where no WHERE makes the function -inf. The expression lacks these WHEREs."""
+  made = dict[UOp, UOp]()
+  for u in value.toposort(lambda u: u.op in (Ops.WHERE, Ops.ADD)):
+    src = tuple(made.get(x, x) for x in u.src)
+    hidden = [x.op is Ops.CONST and x.val == -math.inf for x in src]
+    made[u] = src[2 if hidden[1] else 1] if u.op is Ops.WHERE and any(hidden[1:]) else u.replace(src=src)
+  return made.get(value, value)
+
+def tidied(u:UOp) -> UOp:
+  """Simplifies an expression of float32. Elements stay as they are, so that a kernel recognises those that it has read."""
+  instead = {x: UOp.variable(f"element{n}", x.dtype.min, x.dtype.max, x.dtype, param=True) for n, x in enumerate(elements_of(u))}
+  return committed(u.substitute(instead).simplify().cast(dtypes.float)).substitute({y: x for x, y in instead.items()})
+
+@lru_cache(256)
+def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
+  """Returns the derivative, or what has none."""
+  shown, at = _shown_part(value), {of: Slope(_ONE, False)}
+  for u in shown.toposort(lambda u: not _has_slope_zero(u)):
+    moving = [at[x] for x in u.src if x in at]
+    if not moving: continue
+    if u.op not in _RULES: return _REASONS.get(u.op, f"the operation {u.op.name}")
+    steep = u.op is Ops.SQRT or (u.op is Ops.POW and not _is_flat_at_zero(u)) or any(slope.steep for slope in moving)
+    at[u] = Slope(_RULES[u.op](u, at), steep)
+  return tidied(_slope(shown, at))
+
+def derivative(value:UOp, of:UOp) -> UOp:
+  """Returns the derivative of a traced function as a float32 scalar of the same symbols. `of` is the symbol SCORE, or an element of a tensor of
+  floats. Raises NotImplementedError if the function has no derivative."""
+  found = derivative_or_reason(value, of)
+  if isinstance(found, str): raise NotImplementedError(f"{found} has no derivative")
+  return found
+
+def why_no_derivative(value:UOp, of:UOp) -> str|None:
+  """Returns the operation between `of` and the value that has no derivative, in words. None if there is none."""
+  found = derivative_or_reason(value, of)
+  return found if isinstance(found, str) else None
+
+def is_additive(value:UOp) -> bool:
+  """Whether a traced function only adds to the score."""
+  found = derivative_or_reason(value, SCORE)
+  return isinstance(found, UOp) and found.op is Ops.CONST and found.val == 1
