@@ -45,8 +45,10 @@ def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=
 class BackwardChoice:
   """What computes the gradients of a problem: the backward kernels with `tiles`, or, if `tiles` is None, tinygrad from `three_pass`.
 
-  refused: why the backward kernels do not compute the gradients parts: number of parts into which each kernel divides its sums; 0: no parts memory:
-  bytes besides inputs and outputs others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused"""
+    refused: why the backward kernels do not compute the gradients
+    parts: number of parts into which each kernel divides its sums; 0: no parts
+    memory: bytes besides inputs and outputs
+    others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused"""
   tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None

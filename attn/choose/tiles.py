@@ -89,8 +89,8 @@ def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
-  """Returns the tile that a table row gives for a problem. The tile is no larger than the problem's queries need, and small enough for the registers
-  that its terms take."""
+  """Returns the tile that a table row gives for a problem. The tile is no larger than the problem's queries need. It is smaller if the problem has
+  terms (bias, softcap, ...) that need registers."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   pack = p.Hkv < p.H and p.Sq < mat.N                     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)

@@ -61,8 +61,8 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Tells whether every workgroup has written these locations. A span is checked at most once between barriers; until the next check it counts as
-    not written."""
+    """Tells whether every workgroup has written these locations. To save time, the emulator looks at a span of locations at most once between two
+    barriers. Until the next barrier, a span that was not complete then counts as not written."""
     if self.complete or span in self.full: return True
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since

@@ -209,7 +209,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fail if a line differs.")
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
-  """One line of costs for each of our kernels on each chip, under other compilers for each forward kernel."""
+  """Print a line of costs for each of our kernels on each chip, or with --compilers for each forward kernel under other compilers."""
   file = costs.costs_under([toolchain_of(llvm) for llvm in OLDER]) if compilers else costs.costs()
   lines = file.lines_of([s for s in costs.SPECS if (not arch or s.arch in arch) and (not compilers or s.kernel == source.FORWARD)])
   if write is not None:

@@ -154,9 +154,9 @@ def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """Sets elements of x to -inf if their number in `offsets` is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
-  """Sets scores to -inf, as one statement, if their number in `offsets` is "above" or "below" (`side`) the limit of their row. `scores` is a
-  placeholder of registers. Each of its vectors holds the elements of one row, then the elements of the next row. The elements of a row in vector i
-  have the numbers `offsets` + i*apart."""
+  """Sets masked scores to -inf, as one statement. `scores` is a placeholder of registers with vectors of scores. Each vector holds scores of one row,
+  then scores of the next row. Score j of a row in vector i has the column number offsets[j] + i*apart. It is masked if this number is "above" or
+  "below" (`side`) the limit of its row."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:

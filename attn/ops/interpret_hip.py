@@ -153,8 +153,8 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Prints a hint that keeps the dwords of x whole, on chips for which clang would otherwise pack a dword again for each of its uses. (On other
-    chips the hint costs registers.)"""
+    """Prints a hint that keeps each packed dword of x in its register. On some chips clang would otherwise pack a dword again each time it is used.
+    (On other chips the hint costs registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
     """Prints a call of a function whose argument is a scalar: for an element v[1] of a vector, clang's __builtin_bit_cast would take v[0]."""

@@ -53,7 +53,7 @@ class Lanes(Protocol):
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
     """Starts an asynchronous `store_bytes` to LDS. Until the thread has waited for it, no thread may access the bytes that it writes."""
   def commit_stores(self) -> Array:
-    """Makes one group of the stores that each active thread has started since its last `commit_stores`."""
+    """Puts the stores that each active thread has started since its last `commit_stores` into one group, for which the thread can wait."""
   def wait_stores(self, but:int) -> Array:
     """Makes the active threads wait for their groups of stores, except the last `but` groups."""
   def arrive(self) -> Array:

@@ -49,7 +49,7 @@ def place(m, where, elements, lanes, dtype=np.float32):
 def pack(elements16): return (elements16[0::2].astype(np.uint32) | (elements16[1::2].astype(np.uint32) << np.uint32(16)))
 
 def operands(name, a, b, c):
-  """Packs matrices (waves, M, K), (waves, K, N), (waves, M, N) into registers by FORMULAS."""
+  """Packs matrices (waves, M, K), (waves, K, N), (waves, M, N) into registers. The table FORMULAS says which lane holds which element."""
   i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
   _, lanes = unit_of(name)
   images = [place(bits16(x, i.dtype), f, layout.elements, lanes, np.uint16) for x, f, layout in ((a, fa, i.a), (b, fb, i.b))]

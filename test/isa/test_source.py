@@ -58,8 +58,8 @@ def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
 @pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
                                                     ("clamped", AxisType.GLOBAL, False)))
 def test_the_second_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
-  """The source hides the second of two bounds of an integer from clang if all lanes of an attn kernel share the integer, so that clang computes the
-  integer in scalar registers. The source does not hide bounds of other integers."""
+  """If an integer is clamped between two bounds and is equal in all lanes, the printed source of an attn kernel hides the second bound from clang.
+  clang then computes the integer in scalar registers. The source does not hide the bounds of other integers."""
   x = UOp.range(64, 0, axis)
   text = printed_bounds(x, name, lambda x: (x*3 - 5).maximum(0).minimum(100))
   assert ("= ~not_above(" in text) == held and "?0:" in text

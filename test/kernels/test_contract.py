@@ -74,7 +74,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 def arch_of(unit:str) -> str: return TILED_ON if unit == "tiled" else unit
 
 def forward(unit:str, p:Problem, x:Inputs, kernel:bool=True, **call:Any) -> Arrays:
-  """Computes o and lse by `attention`, with these arguments."""
+  """Computes o and lse of a problem by `attention`, on the emulator of the chip that `unit` names."""
   with emulated(arch_of(unit), KERNELS.get(unit, "") if kernel else ""):
     q, k, v = (tensor(a, p.dtype) for a in (x.q, x.k, x.v))
     o, lse = attn.attention(q, k, v, return_lse=True, out_dtype=DTYPES[p.out_dtype], **call)
@@ -167,8 +167,9 @@ def test_fault(fault:str, unit:str, monkeypatch) -> None:
 # ***** the two sums of P *****
 
 def two_keys(p:Problem, seed:int) -> Inputs:
-  """Makes inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first, little enough for
-  the first reference to stay. The rounding error of P cancels only if O is divided by the sum of the rounded P. All rows of a draw are equal."""
+  """Makes inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first. This is too
+  little to change the softmax's reference. The rounding error of P cancels only if O is divided by the sum of the rounded P. All rows of a draw are
+  equal."""
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)
   gap = np.random.default_rng(seed).uniform(6, 7.9, p.B)
   q[..., 0], k[..., 1:-1, 0], k[..., -1, 0] = 1, -60/p.softmax_scale, gap[:, None]*np.log(2)/p.softmax_scale

@@ -150,7 +150,8 @@ class Rectangle:
     """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
     return (self.at.x + j*self.tile.across)*QUAD
   def own_row(self, i:int) -> UOp:
-    """Returns the number of the i-th row that this thread computes in a part of a tile, or of the i-th column that it computes of a sum."""
+    """Returns which row the thread's i-th number belongs to in a product: a row of a part of a tile. In a sum over rows, returns which column of the
+    sum it belongs to."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""
