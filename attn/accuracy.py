@@ -148,8 +148,8 @@ def _largest_error(x:Array, dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class _Moments:
-  """The variance of the rounding errors of a result, and the slack (the limit of its other errors), before the result is stored. `alike` marks
-  elements whose errors come from roundings of equal numbers."""
+  """The errors of a result before it is stored: `variance` of the rounding errors, and `slack`, the limit of all other errors. `alike` marks elements
+  whose errors come from roundings of equal numbers."""
   variance: Array
   slack: Array
   alike: Array
@@ -338,7 +338,7 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False) -> tuple[Law, Law]:
   """Computes the laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the matrix unit
-  reads 16-bit numbers below the normal numbers as zero, as the unit of CDNA2 does."""
+  treats denormal 16-bit numbers as zero, as CDNA2 does."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):

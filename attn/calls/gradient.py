@@ -121,8 +121,8 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """Returns the numbers of fp32 parts into which each device divides the sum for each gradient. If several devices have the same keys, or the same
-  tensor of a term, there is at least one part, because the parts of all devices are then added."""
+  """Returns into how many fp32 parts each device divides the sum for each gradient. If several devices have the same keys, or the same tensor of a
+  term, there is at least one part, because the parts of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   summed = [tensor.name for tensor in TERM_TENSORS.values() if tensor.summed and tensor.name in inputs]

@@ -22,7 +22,7 @@ def burden(p:Problem) -> Burden:
   return Burden.MASK if any(hiding(p)) else Burden.PLAIN
 
 def in_units(p:Problem, unit:int) -> bool:
-  """Returns whether the rows of K and V consist of a whole number of units of `unit` elements."""
+  """Returns whether the rows of K and V consist of whole 16-byte units, each of `unit` elements."""
   return p.D % unit == 0 and p.Dv % unit == 0
 
 @functools.cache

@@ -57,7 +57,7 @@ def _halves(x:Array) -> Array:
   return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
-  """Unpacks dwords (n, T) into the numbers of numpy type `kind` that they contain, the low end first."""
+  """Splits dwords (n, T) into the smaller numbers of numpy type `kind` that are packed in them, beginning with the low bits."""
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 

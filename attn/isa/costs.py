@@ -32,8 +32,9 @@ def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:b
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on one of our kernels. `useful` is the share of the matrix unit's peak rate that goes to useful products. It covers all kernels that do
-  the work together (both backward kernels). If `rank` or `every_block` chooses another loop than the hot one, it covers this kernel alone."""
+  """Reports on one of our kernels. The figure `useful` is the share of the matrix unit's peak rate that goes to useful products. It counts all
+  kernels that do the work together (both backward kernels). If `rank` or `every_block` chooses another loop than the hot one, it counts only this
+  kernel."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)

@@ -169,7 +169,7 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
   """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of an iteration, number of instructions in all blocks, number of
-  loops with matrix work, waits of an iteration). If `products` describes several loops that follow one another, each of them has its own part of the
+  loops with matrix work, waits of an iteration). If `products` describes several loops that follow one another, each of them does a part of the
   matrix work, and the result covers one iteration of each."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)

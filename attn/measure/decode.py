@@ -151,8 +151,8 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 
 def decode_steps(words:list[str]) -> list[DecodeStep]:
-  """Returns the decode steps whose name has each word. A word NAME=NUMBER changes this number in each step instead. Raises ValueError for a word with
-  an unknown NAME or a wrong NUMBER."""
+  """Returns the decode steps whose name contains every word. A word of the form NAME=NUMBER changes this number in each step instead. Raises
+  ValueError for a word with an unknown NAME or a wrong NUMBER."""
   names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
   for word in words:
     name, equals, number = word.partition("=")

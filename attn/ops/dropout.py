@@ -112,8 +112,8 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
   """Sets dropped elements of pairs of 16-bit numbers to 0. For each pair, `places` holds the index of the dword in `words` that contains the pair's
-  two bits, and the position of these bits in the two halves of the dword. `first` is the number of this vector among the lane's vectors. Each vector
-  has other places, so a separate function is printed for each `first`."""
+  two bits, and the position of these bits in the two halves of the dword. `first` is the number of this vector among the lane's vectors. The
+  positions differ from vector to vector, so a separate function is printed for each `first`."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
   """Sets dropped elements of a vector of fp32 numbers to 0. For each number, `places` holds the index of the dword in `words` that contains the

@@ -45,7 +45,7 @@ SPLITTING = 2.0**16        # x*SPLITTING - (x*SPLITTING - x), with the bracket r
 LARGEST_WEIGHT = 2.0**111  # largest x for that: x*SPLITTING stays finite
 
 def fused_multiply_add(x:Array, y:Array, z:Array) -> Array:
-  """Computes x*y + z with one rounding: the product of two fp32 numbers is exact in fp64."""
+  """Computes x*y + z in fp32 with one rounding, by way of fp64: the product of two fp32 numbers is exact in fp64."""
   return np.asarray(np.asarray(x).astype(np.float64)*y + z).astype(np.float32)
 
 def power_of_two(x:Array) -> Array:

@@ -338,7 +338,8 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
 # ***** parts: o and lse (with its rest for wide scores) of some rows over some keys, in one buffer *****
 
 def packed(o:Tensor, *log_sums:Tensor) -> UOp:
-  """Joins results that lie in separate buffers into one partial result (a part) in a single buffer."""
+  """Joins results that lie in separate buffers in a single buffer. The result is called a part: a partial result that one copy can send to another
+  device."""
   return o.flatten().cat(*[x.flatten() for x in log_sums]).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:

@@ -18,7 +18,7 @@ def dealt(count:int, order:str) -> list[int]:
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 
 def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
-  """Cuts x along `axis` into len(numbers) equal pieces and joins them again in the order of `numbers`: piece numbers[0] first."""
+  """Cuts x along `axis` into len(numbers) equal pieces and joins them again in another order: first piece number numbers[0], and so on."""
   if list(numbers) == sorted(numbers): return x
   size = int(x.shape[axis])//len(numbers)
   def piece(n:int) -> Tensor: return x.shrink(tuple((n*size, (n + 1)*size) if i == axis else None for i in range(x.ndim)))

@@ -38,7 +38,7 @@ def raw_unit(p:Problem) -> Unit:
   return Unit(p.softmax_scale, p.softmax_scale*LOG2E)
 
 def changed(x:list[UOp], unit:Unit, to:Unit) -> list[UOp]:
-  """Converts scores from one unit to another."""
+  """Converts scores from the unit `unit` to the unit `to`, for example from base-2 logarithms to natural logarithms."""
   return x if unit == to else [ops.mul(y, unit.base2/to.base2) for y in x]
 
 @dataclass(frozen=True)

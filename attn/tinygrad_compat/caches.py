@@ -29,8 +29,8 @@ def program_key(ast:UOp, renderer:Renderer) -> tuple[str, ...]:
   return (key.hex(), f"{kind.__module__}.{kind.__qualname__}", *map(str, rest))
 
 def launch_of(program:UOp) -> dict[str, Any]|None:
-  """Describes a PROGRAM by plain numbers and texts, without its UOps and its machine code. Returns None if a part of the description is not plain,
-  such as a Variable."""
+  """Describes a PROGRAM by plain numbers and texts, without its UOps and its machine code. Returns None if this is not possible, for example because
+  a size is a Variable."""
   info, own = program.arg, program.src[0].arg
   estimates, sizes = own.estimates, (info.global_size, info.local_size)
   numbers = (*info.global_size, *(info.local_size or ()), estimates.ops, estimates.lds, estimates.mem)

@@ -45,10 +45,10 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
 
 @functools.cache
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
-  """Makes a class of tinygrad's graphs under TinyJit that gives each call the buffers of its own inputs. tinygrad does this for an input that a
-  kernel or a copy uses as a whole. If a kernel or a copy uses one device's part of an input, or a region of it, tinygrad keeps the buffers of the
-  first call. If an input has the same address as in the call before, its nodes stay unchanged: finding a region takes the host a tenth of a
-  millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs that have moved."""
+  """Makes a subclass of `graph`, a class of tinygrad's graphs under TinyJit, that gives each call the buffers of its own inputs. tinygrad does this
+  for an input that a kernel or a copy uses as a whole. If a kernel or a copy uses one device's part of an input, or a region of it, tinygrad keeps
+  the buffers of the first call. If an input has the same address as in the call before, its nodes stay unchanged: finding a region takes the host a
+  tenth of a millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs that have moved."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       super().__init__(linear, input_uops)

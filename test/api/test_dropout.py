@@ -58,7 +58,7 @@ class OneLane:
 
 @pytest.mark.parametrize("counter, key, result", VECTORS)
 def test_philox(counter:tuple[int, ...], key:tuple[int, ...], result:tuple[int, ...]) -> None:
-  """The definition of the operation and the tests' own implementation of Philox give the published numbers."""
+  """attn's Philox generator, and the tests' own implementation of it, give the published numbers."""
   def words(xs:tuple[int, ...]) -> list[np.ndarray]: return [np.array([x], np.uint32) for x in xs]
   interpreter: Any = Numbers(OneLane())     # type: ignore[arg-type]
   assert tuple(int(x[0]) for x in philox(interpreter, words(counter), words(key))) == result

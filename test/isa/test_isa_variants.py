@@ -103,8 +103,8 @@ def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
   return [what for what in right if not right[what]]
 
 def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check finds a workgroup release fence that stands where the barrier's own wait belongs. With such a fence, each memory cluster waits for the
-  loads that it has just issued."""
+  """A memory fence in place of the barrier's own wait would make each memory cluster wait for the loads that it has just issued. The check finds
+  this."""
   spec = Spec("gfx950", 128)
   kernel = kernel_source(spec)
   text = kernel.text.replace("__builtin_amdgcn_s_waitcnt(0xc07f);", FENCE)

@@ -206,8 +206,8 @@ def test_tiles_of_plain_problems(arch:str, row:UpTo[BackwardShape], keys:bool) -
                          only="dkdv" if keys else "dq")
 
 def test_part_of_an_operand_is_refused() -> None:
-  """Dispatch refuses a tile for RDNA3 whose fence holds only one unit of an operand, because an operand is two units there. The kernel would compute
-  no product, and nothing but wrong numbers would show this."""
+  """Dispatch refuses a tile for RDNA3 whose fences would separate the two 16-byte units of an operand. With such a tile the kernel would compute no
+  product, and only its wrong results would show this."""
   p, chip = problem(D=64), get_chip("gfx1100")
   one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
   assert "1 units together, an operand is made of more" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))

@@ -108,7 +108,7 @@ ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, caus
 
 @in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
-  """Any combination of a tile's fields is right: warps, query tiles, keys and their parts, stages and place of Q."""
+  """The kernel is right with any combination of a tile's fields: warps, query tiles, keys and their parts, stages, and where Q is kept."""
   change_kernel(monkeypatch, "forward_mma", tile=lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   check("sm_90", **ON_TILES[case])

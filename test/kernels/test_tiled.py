@@ -221,8 +221,8 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_an_operation_means_the_same_in_plain_uops(dtype:str) -> None:
-  """Each operation gives equal numbers in two computations: by its meaning in numpy, and by the interpreter that turns the operation into UOps, in a
-  kernel on the emulator."""
+  """Each operation gives equal numbers in two computations: by its numpy code, and by a kernel on the emulator in which plain UOps replace the
+  operation."""
   n, rng = 64, np.random.default_rng(0)
   given = rng.standard_normal((2, n)).astype(np.float32), rng.integers(0, 2**31, n).astype(np.uint32)
   count = len(operations(*[UOp.const(1.0, dtypes.float)]*2, *[UOp.const(1, t) for t in (dtypes.uint, dtypes.int)], dtype))

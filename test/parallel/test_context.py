@@ -262,8 +262,8 @@ def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dty
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 def test_wide_scores_of_an_odd_number_of_rows() -> None:
-  """Results are right if the numbers that lse loses in fp32, one for each row, begin between two 16-byte units. Kernels write the rows of o in
-  16-byte units. Here a device's partial result has 5 rows."""
+  """Results are right although a part of a device's buffer does not begin at a multiple of 16 bytes: lse_rest, what lse loses in fp32, with one
+  number for each row. Here a device's partial result has 5 rows."""
   check(2, keys=True, H=1, Sq=5, Sk=12, D=16, extras={"bias": floats(1, 1, 1, 12)})
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
 class Pipe(IntEnum):
-  """The execution units to which instructions issue. Each issues at most one instruction per turn."""
+  """The execution units of a SIMD or compute unit. Each can start at most one instruction per turn of its SIMD."""
   VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
 
 _UNIT_OF_KIND = {

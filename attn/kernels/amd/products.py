@@ -33,7 +33,7 @@ class OwnRows:
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the own rows of a kernel in which each wave owns one matrix tile of rows."""
+    """Makes the `OwnRows` of a kernel in which each wave owns one matrix tile of rows."""
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)

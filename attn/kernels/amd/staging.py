@@ -62,8 +62,8 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns the keys of four neighbouring elements (quad number `quad`) in a row of V^T. Two quads form a 16-byte unit. Unit u belongs to lane group
-  u % groups."""
+  """Returns which four keys lie side by side in a row of V^T in LDS, at the `quad`-th group of four elements. Two such groups form a 16-byte unit.
+  Unit u is read by lane group u % groups."""
   unit, half = quad//QUADS_OF_UNIT, quad%QUADS_OF_UNIT
   n = unit//matrix.groups*matrix.unit + half*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
@@ -109,7 +109,8 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """This tile divided into a list of tiles, each of which copies only one of the 16-byte items that a thread copies."""
+    """This tile divided into a list of smaller tiles. Each contains only one of the 16-byte items that a thread copies, so that few registers are in
+    use at a time."""
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:

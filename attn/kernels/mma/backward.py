@@ -117,7 +117,7 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def worked(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Calls `work` on each part of tile t, one part after another."""
+    """Calls `work` on each of the parts into which tile t is divided, one after another."""
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
     return s
@@ -153,7 +153,7 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The steps of backward on one part of tile t."""
+  """The steps of backward on one part of tile t. A tile is computed part by part to save registers."""
   of: MmaBackward
   t: UOp
   part: int
@@ -161,7 +161,8 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads numbers of one `kind` (see `shared_numbers`) from shared memory, for the queries that belong to the lane's columns."""
+    """Loads numbers of one `kind` (exponents or deltas: see `shared_numbers`) from shared memory, for the queries that belong to the lane's columns
+    of the scores."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]

@@ -171,8 +171,8 @@ class MmaForward:
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns where the i-th 16-byte unit of a lane's results lies in shared memory. The lane has the same number in its warp as this thread, and its
-    warp computes the `share`-th part of the keys."""
+    """Returns where a lane's i-th 16 bytes of results lie in shared memory. The lane has the same number in its warp as this thread. Its warp
+    computes part number `share` of the keys."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane

@@ -86,7 +86,7 @@ class WarpRows(Generic[L]):
 
   # ***** registers *****
   def accs(self, name:str) -> int:
-    """Number of accumulators of the gradient `name` for one tile of own rows."""
+    """Number of accumulators that a lane needs for the gradient `name` of one tile of rows."""
     return fragments(self.warps.group.rows_of(name).width, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
     """Indices of the accumulators of the gradient `name` for the i-th tile of own rows."""

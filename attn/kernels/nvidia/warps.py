@@ -104,9 +104,9 @@ class Warps:
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
-    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `kinds` names the kinds of the row sums `sums`: O is divided by the first
-    kind, and the LSE is computed from the last kind. If several warps share the queries, this warp stores the `share`-th part of the columns of O,
-    and the first warp stores the LSE."""
+    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `sums` has several row sums l, whose kinds `kinds` names: O is divided by
+    the first one, and the LSE is computed from the last one. If several warps have the same queries, each stores a part of the columns of O: this
+    warp stores part number `share`. The first warp stores the LSE."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
@@ -118,9 +118,9 @@ class Warps:
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
     """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores. The values are multiplied by
-    `factor`. `accs` are the C fragments of the whole row, or of its `share`-th part; a lane holds two numbers of the row in each fragment. If rows
-    consist of whole units of 16 bytes, the four lanes of a row exchange their numbers: then each lane stores whole units, every fourth unit of the
-    row."""
+    `factor`. `accs` are the C fragments of the whole row, or of part number `share` of the row. A lane holds two numbers of the row in each fragment.
+    If rows consist of whole units of 16 bytes, the four lanes of a row first exchange their numbers, so that each lane can store whole units: every
+    fourth unit of the row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
     if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(accs)//mat.groups*mat.groups

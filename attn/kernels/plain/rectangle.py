@@ -91,9 +91,9 @@ class Portion:
 # ***** how the work is divided *****
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
-  """Divides the work on a device without workgroups. The work is `blocks` blocks of rows of each of `heads` heads (counted over batches). Returns the
-  number of parts, which the device computes one after another, and the number of heads in each part. A part loops over its heads. All heads of a part
-  must have equally many keys, because the number of iterations of the inner loop must not depend on the loop over heads."""
+  """Divides the work on a device without workgroups into parts. The work is `blocks` blocks of rows of each of `heads` heads (counted over batches).
+  Returns the number of parts, which the device computes one after another, and the number of heads in each part. A part loops over its heads. All
+  heads of a part must have equally many keys, because the number of iterations of the inner loop must not depend on the loop over heads."""
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
@@ -165,7 +165,7 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns one register for each group of four own rows. `x` holds one number for each own row."""
+    """Returns the registers of numbers that belong to own rows, one register for each group of four rows. `x` holds one number for each own row."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
@@ -278,7 +278,7 @@ class Rectangle:
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Loads one group of four elements of the data `portion`: the one with the number `item` among those that this thread copies. Returns the
+    """Loads one group of four elements of the data `portion`. `item` is the number of the group among the groups that this thread copies. Returns the
     elements in fp32, each with its place in local memory."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, convert = to.shape.turned, self.converted(portion.tensor)

@@ -22,10 +22,11 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout of rows of `width` elements, not transposed, if LDS also holds the transposed tile. The rows of one access must lie in
-  different banks, for reads and for stores. A read accesses neighbouring rows. A store accesses one row of each of several quads of four neighbouring
-  rows (`staging.key_rows`). If a matrix tile has 32 rows, the rows of a store are 4 rows apart: the layout puts the rows of a block of 4 at an even
-  stride, and the blocks at an odd number of 16-byte units. Otherwise the rows of a store are 8 rows apart, or belong to the other lane group."""
+  """Returns the LDS layout of rows of `width` elements, if LDS holds these rows and also the transposed tile. The rows of one access must lie in
+  different banks, for reads and for stores. A read accesses neighbouring rows. A store accesses one row of each of several groups of four
+  neighbouring rows (`staging.key_rows`). If a matrix tile has 32 rows, the rows of a store are 4 rows apart: the layout puts the rows of a group of
+  four at an even stride, and the groups at an odd number of 16-byte units. Otherwise the rows of a store are 8 rows apart, or belong to the other
+  lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
@@ -95,7 +96,7 @@ class BackwardTile(BackwardShape):
   def buffers(self) -> int: return max(1, self.prefetch)
   @property
   def in_turn(self) -> bool:
-    """Whether each iteration loads its own tile, one tensor after another, instead of the next iteration's tile."""
+    """Whether each iteration loads the tile that it uses, one tensor after another. Otherwise it loads the tile of the next iteration."""
     return self.prefetch == 0 and self.sparing
   @property
   def anew(self) -> bool: return True

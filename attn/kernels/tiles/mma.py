@@ -42,7 +42,7 @@ class MmaTile(MmaShape):
     found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
     return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
   def units_found(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for the results of one lane: the lane's part of O and, for each tile of queries, m and the row
+    """Number of 16-byte units of shared memory that the results of one lane take: its elements of O and, for each tile of queries, m and the row
     sums."""
     return self.q_tiles*(fragments(p.Dv, self.matrix) + 2)
   def __str__(self) -> str:

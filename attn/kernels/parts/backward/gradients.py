@@ -183,8 +183,8 @@ class RowNumbers(InLds):
   def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
-    """Returns a list with only this object. A staged tile returns one object for each item that a thread copies; here each thread copies only one
-    query's numbers."""
+    """Returns a list with only this object, because each thread copies the numbers of only one query. (A `StagedTile` has the same method, which
+    divides the tile.)"""
     return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:

@@ -17,7 +17,7 @@ class Share:
   key_parts: int
   @property
   def keys(self) -> int:
-    """Number of keys whose scores this wave computes: one part of the `block_n` keys."""
+    """Number of keys in this wave's part of the `block_n` keys."""
     return self.block_n//self.key_parts
   @property
   def tile(self) -> UOp:
@@ -25,7 +25,7 @@ class Share:
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """Number of the part of the keys whose scores this wave computes."""
+    """Number of this wave's part of the keys: the part whose scores the wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
     """Returns the workgroup's scores, restricted to the keys of this wave. In iteration t these keys are the tile with the number
@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Numbers in LDS that waves exchange, in fp32. Each of the `rows` rows has one number of each kind."""
+  """Numbers that waves exchange through LDS, in fp32. There are several kinds of numbers, and each of the `rows` rows has one of each kind."""
   buffer: UOp       # in units of 16 bytes
   rows: int
   base: UOp|int = 0

@@ -17,7 +17,8 @@ WAVE_UNITS = 64       # units that a wave loads straight to LDS with one instruc
 
 @dataclass(frozen=True)
 class SharedLayout:
-  """Layout of a tile of `rows` rows, each `units` 16-byte units long. The tile begins at unit `base` of shared memory."""
+  """Layout of a tile of `rows` rows in shared memory. A row is `units` units of 16 bytes long. The tile begins at unit number `base` of shared
+  memory."""
   rows: int
   units: int
   base: UOp|int = field(default=0, kw_only=True)
@@ -26,7 +27,7 @@ class SharedLayout:
     """Number of 16-byte units that the tile takes in shared memory, including gaps."""
     raise NotImplementedError
   def place(self, row:UOp, unit:UOp) -> UOp:
-    """Returns where a 16-byte unit of a row lies in shared memory, counted in such units."""
+    """Returns the position, in shared memory, of unit number `unit` of a row. Positions are counted in units of 16 bytes."""
     raise NotImplementedError
   def moved_to(self, base:UOp|int) -> Self:
     """Returns the same layout for a tile that begins at unit `base`."""
@@ -47,9 +48,9 @@ class PaddedRows(SharedLayout):
     """Returns the number of 16-byte units from the beginning of the tile to a row."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns where a 16-byte unit of a row lies, counted in units. With `pieces` above 1, `unit` and the result count smaller pieces: a unit has
+    """Returns the position of unit number `unit` of a row. With `pieces` above 1, `unit` and the position count pieces instead: each 16-byte unit has
     `pieces` of them. If `row` is a sum with a constant, this constant must be a multiple of `together`, or the sum must stay in the same group of
-    `together` rows. Constants are added last, so that tinygrad computes the common part of many places only once."""
+    `together` rows. Constants are added last, so that tinygrad computes the common part of many positions only once."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
@@ -109,8 +110,9 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns where a 16-byte unit lies, as two numbers to be added: the first one takes few different values and is kept in a register, the second
-    one is a constant. The unit lies `rows` rows (a multiple of 8) and `units` units (an even number) beyond unit `unit` (0 or 1) of row `row`."""
+    """Returns the position of a 16-byte unit as two numbers to be added. The first number takes few different values and is kept in a register. The
+    second number is a constant. The unit lies `rows` rows (a multiple of 8) and `units` units (an even number) beyond unit `unit` (0 or 1) of row
+    `row`."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 @dataclass(frozen=True)

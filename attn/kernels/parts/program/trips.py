@@ -62,10 +62,11 @@ class StagedTripsTile(Protocol):
   @property
   def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
   @property
-  def in_turn(self) -> bool: """Whether an iteration without prefetch loads its tensors (such as K and V) one after another."""
+  def in_turn(self) -> bool: """Whether tensors (such as K and V) are loaded one after another in an iteration, instead of together. Only possible
+                             without prefetch."""
   @property
-  def by_item(self) -> bool: """Whether an iteration without prefetch also loads each tensor in small pieces, one after another, which saves
-                             registers. A piece is one of the items that a thread copies (see `Staging`)."""
+  def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another in an iteration, which saves registers. Only
+                             possible without prefetch."""
   @property
   def anew(self) -> bool: """Whether each iteration computes the addresses of loads again, instead of keeping these addresses in registers."""
 
@@ -89,8 +90,8 @@ class StagedTrips(Generic[S]):
 
   def in_turn(self, s:S, t:UOp) -> UOp:
     """Loads tile t and stores it to LDS, one tensor after another. This takes registers for only the largest tensor, or with `by_item` for only one
-    of the items that a thread copies. If rows come in pieces, each piece has its own address. With `anew` each iteration computes these addresses
-    again, so that no register holds them during the loop."""
+    16-byte item of a thread. If a row is loaded in several pieces, each piece has its own address. With `anew` each iteration computes these
+    addresses again, so that no register holds them during the loop."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
@@ -100,7 +101,7 @@ class StagedTrips(Generic[S]):
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:
-    """Returns the LDS buffer that holds tile t of the tensor whose field in the state is `name`."""
+    """Returns the LDS buffer that holds tile t of a tensor. `name` is the field of the state with the tensor's buffers."""
     return getattr(s, name).nth(t%self.tile.buffers)
 
   def first(self, s:S, tiles:Blocks) -> S:

@@ -39,7 +39,7 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> Unit:
-    """The unit of the scores after all terms are applied, such as base-2 logarithm."""
+    """The unit of the scores after all terms are applied: for example logarithms to base 2, or natural logarithms."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2

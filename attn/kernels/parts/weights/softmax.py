@@ -112,7 +112,7 @@ class Softmax(Carried):
     return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """Returns the row sums of a query tile over all lane groups, one for each kind of sum."""
+    """Returns the row sums of P of a query tile, added over all lane groups. There is one for each kind of sum."""
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
