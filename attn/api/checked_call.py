@@ -17,7 +17,7 @@ from attn.compilers.choice import compiled_on
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of
 from attn.score.masks import check_moves
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.tinygrad_compat import Tensor, UOp, dtypes, inside_function
 from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
@@ -200,6 +200,9 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
               batch_invariant=options.batch_invariant)
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
+  if x.shards is not None and inside_function():
+    raise NotImplementedError("q, k or v sharded along rows inside tinygrad's @function: devices of a function don't copy keys to each other; shard "
+                              "along batch or heads, or call attention outside the function")
   if x.shards is not None: check_moves(p)
   if x.shards is not None and arch is None:
     raise NotImplementedError(f"q, k or v sharded along rows: no kernel merges results on {device}; shard along batch or heads")

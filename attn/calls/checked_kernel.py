@@ -14,7 +14,7 @@ from attn.compilers.renderer import require
 from attn.cache.kept_programs import has_program
 from attn.ops.renderers import adapt
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, device_of,
+from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, copied, device_of,
                                   with_params, workgroups_of)
 from attn.values import FLOATS
 
@@ -58,7 +58,7 @@ def at_a_whole_unit(u:UOp) -> UOp:
   tensor under `contiguous()`, because tinygrad's own kernels read a `contiguous()` slice by whole vectors, wherever the slice begins."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
-  return u.clone()
+  return copied(u)
 
 OF_NUMBERS = ("lse", "lse_rest", "delta")       # outputs that kernels write number by number
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, most workgroups: equal on AMD's and NVIDIA's chips

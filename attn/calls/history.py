@@ -70,7 +70,7 @@ def depends_on(u:UOp) -> Iterable[UOp]:
   if u.op is Ops.DETACH: return ()
   if is_after_a_call(u): return u.src[1:]
   if u.op not in (Ops.CALL, Ops.FUNCTION): return u.src
-  here = made.get(lies_in(u.src[1])) if len(u.src) > 1 else None
+  here = made.get(lies_in(u.src[1])) if u.op is Ops.CALL and len(u.src) > 1 else None
   return u.src[1:] if here is None else u.src[1 + len(here.of.outputs):]
 
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from attn import values
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Device, DType, Tensor, UOp, dtypes
+from attn.tinygrad_compat import Device, DType, Tensor, UOp, device_of, dtypes, new_buffer
 
 # names of the axes of q, k, v and o, by layout
 AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "heads", "width"), "nsd": ("heads", "rows", "width"),
@@ -27,7 +27,7 @@ class Placement:
 
 def opened(name:str, x:str) -> str:
   """Opens a device and returns tinygrad's name of the device. Raises ValueError if the device doesn't open."""
-  try: Device[x]
+  try: device_of(x)
   except Exception as e: raise ValueError(f"{name}={x!r}: this device does not open: {e}") from None   # each backend raises another exception
   return Device.canonicalize(x)
 
@@ -71,16 +71,14 @@ def rows_dimension(name:str) -> int|None:
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
   """Gradient function (grad_fxn) of `sharded_with_gradient`."""
-  return None, Tensor(g).to(call.src[2].device).uop
+  return (Tensor(g).to(call.src[1].device).uop,)
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
   """Shards a tensor on one device, like t.shard(devices, axis), with a gradient. (tinygrad 0.14.0 raises an error for the gradient of a shard
   along an axis.)"""
-  parts = t.shard(devices, axis)
-  if axis is None or not dtypes.is_float(t.dtype): return parts
-  parts = parts.detach()
-  call = UOp.sink().call(parts.uop, t.uop, grad_fxn=gradient_of_shards)     # an empty call, which only carries the gradient
-  return Tensor(parts.uop.after(call))
+  if axis is None or not dtypes.is_float(t.dtype): return t.shard(devices, axis)
+  sharded = Tensor(t.uop.param_like(0)).shard(devices, axis).uop
+  return Tensor(UOp.maketuple(sharded).call(t.uop, grad_fxn=gradient_of_shards).gettuple(0))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
   """Returns an optional tensor, moved or sharded so that it fits the placement."""
@@ -103,4 +101,4 @@ def of_each_device(t:Tensor, axis:int|None) -> Tensor:
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:
   """Makes a new buffer of `shape`. With several devices, makes one buffer of `shape` on each. These buffers are the shards of a tensor that is
   sharded along `axis`."""
-  return of_each_device(Tensor(UOp.empty(shape, dtype=dtype, device=device)), axis)
+  return of_each_device(Tensor(new_buffer(shape, dtype, device)), axis)

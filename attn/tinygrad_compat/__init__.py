@@ -2,8 +2,8 @@
 test/tinygrad_compat/test_compat.py checks every name and signature used here: another version fails with one clear sentence and not somewhere later.
 
 The rest of attn imports tinygrad's names from here, some of them wrapped by these modules: uops.py constructs UOps, lowering.py lowers kernels,
-caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change tinygrad's behaviour, tensors.py and devices.py query tensors and
-devices, timers.py times kernels.
+caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change tinygrad's behaviour, functions.py does so for
+`@function`, tensors.py and devices.py query tensors and devices, timers.py times kernels.
 """
 from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, because it checks tinygrad's version
 from attn.tinygrad_compat import release as release     # second, because it checks what the others import
@@ -20,6 +20,7 @@ from attn.tinygrad_compat.caches import forget_oldest_kernels, launch_of, progra
 from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
 from attn.tinygrad_compat.devices import (Means, comgr_compiler, comgr_version, decode_instruction, device_of, double_transcendentals,
                                           opened_devices, without_comgr, workgroups_of)
+from attn.tinygrad_compat.functions import copied, inside_function, new_buffer
 from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
 from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, levels_to_caller, method_of_tinygrad, programs_through,
                                           survive_a_damaged_cache, watch_kernels)
@@ -33,10 +34,10 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "HIPRenderer", "KernelInfo", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "Rerouted",
            "TINYGRAD_VERSION", "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType",
            "adapt_cuda", "also_after", "around_gradients", "begins_at", "buffer_under", "capturing", "comgr_compiler", "comgr_version", "committed",
-           "compile_at_once", "compiled", "copy_call", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of", "device_seconds",
-           "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu", "foreign_cuda_context",
-           "forget_oldest_kernels", "launch_of", "levels_to_caller", "linear_view", "lower", "lowered_with_places", "made_with_places",
-           "make_current", "method_of_tinygrad", "new_uop", "opened_devices", "program_key", "program_of_launch", "programs_through",
-           "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype", "survive_a_damaged_cache",
-           "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params", "with_selected_inputs", "without_comgr",
-           "workgroups_of", "written_to"]
+           "compile_at_once", "compiled", "copied", "copy_call", "cuda_graph_seconds", "cuda_seconds", "decode_instruction", "device_of",
+           "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader", "exec_alu",
+           "foreign_cuda_context", "forget_oldest_kernels", "inside_function", "launch_of", "levels_to_caller", "linear_view", "lower",
+           "lowered_with_places", "made_with_places", "make_current", "method_of_tinygrad", "new_buffer", "new_uop", "opened_devices", "program_key",
+           "program_of_launch", "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements",
+           "strong_dtype", "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_outputs", "with_params",
+           "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]

@@ -2,11 +2,12 @@
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any
-from tinygrad import Device, codegen, schedule
+from tinygrad import codegen, schedule
 from tinygrad.codegen import to_program_key
 from tinygrad.engine import realize
 from tinygrad.renderer import Estimates, Renderer
 from tinygrad.uop.ops import Ops, ProgramInfo, UOp
+from attn.tinygrad_compat.devices import device_of
 from attn.tinygrad_compat.uops import new_uop
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
@@ -18,7 +19,7 @@ def forget_oldest_kernels(prefix:str, most:int) -> None:
   oldest = ours[:len(ours) - most//2]
   programs, asts = {codegen.to_program_cache.pop(key).key for key in oldest}, {key[0] for key in oldest}
   loaded = [key for key in realize.runtime_cache if key[0] in programs]
-  for device in {device for _, device in loaded}: Device[device].synchronize()      # so that no dropped kernel is still running
+  for device in {device for _, device in loaded}: device_of(device).synchronize()      # so that no dropped kernel is still running
   for key in loaded: del realize.runtime_cache[key]
   launched = [key for key, linear in schedule.schedule_cache.items() if any(call.src[0].key in asts for call in linear.src)]
   for schedule_key in launched: del schedule.schedule_cache[schedule_key]

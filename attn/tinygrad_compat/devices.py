@@ -32,7 +32,7 @@ class Means:
 
 def workgroups_of(device:str) -> Means|None:
   """Returns what a device offers to kernels of plain UOps (`Means`), if tinygrad renders C or LLVM for it. Returns None for another device."""
-  opened = Device[device]
+  opened = device_of(device)
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return Means(0, serial=True)
   return Means(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)

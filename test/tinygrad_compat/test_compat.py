@@ -33,7 +33,10 @@ SIGNATURES = {
   "tinygrad.engine.realize:get_runtime": "device ast cache=",
   "tinygrad.engine.realize:run_linear": "linear var_vals= input_uops= update_stats= jit= wait=", "tinygrad.helpers:Context": "**kwargs",
   "tinygrad.helpers:Target": "device= renderer= arch= interface= indices=", "tinygrad.renderer.amd:decode_inst": "data arch=",
-  "tinygrad.mixin.gradient:compute_gradient": "root root_grad targets",
+  "tinygrad.mixin.gradient:compute_gradient": "root root_grad targets", "tinygrad.mixin.gradient:call_gradient": "ctx k needed",
+  "tinygrad.mixin.gradient:_compact_params": "body all_args", "tinygrad.function:invalid_outputs": "uret",
+  "tinygrad.function:renumber_invalid_outputs": "uret", "tinygrad.mixin.gradient:renumber_invalid_outputs": "uret",
+  "tinygrad.schedule.rangeify:resolve_function": "c allow_param_mismatch=", "tinygrad.uop.ops:UOp.invalids": "*shape device= dtype=",
   "tinygrad.renderer.cstyle:CStyleLanguage": "target",
   "tinygrad.renderer.cstyle:CStyleLanguage.render_kernel": "self function_name kernel bufs uops prefix=",
   "tinygrad.renderer.cstyle:CUDARenderer": "target use_nvcc=", "tinygrad.renderer.cstyle:HIPCCRenderer": "target",
@@ -86,7 +89,8 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:realize", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE",
+VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:realize", "tinygrad.function:_function",
+          "tinygrad.mixin:gradient", "tinygrad.schedule:rangeify", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE",
           "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
           "tinygrad.schedule.multi:multi_pm", "tinygrad.schedule.rangeify:pm_mops",
           "tinygrad.tensor:all_tensors", "tinygrad.uop.symbolic:symbolic", "tinygrad.uop.weak:pm_cast_weak", "tinygrad.uop.weak:pm_commit_weak",
@@ -99,7 +103,8 @@ VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad
           "tinygrad.runtime.autogen.amd.rdna4.ins:VBUFFER", "tinygrad.uop.ops:AxisType", "tinygrad.uop.ops:GroupOp", "tinygrad.uop.ops:Ops",
           "tinygrad.uop.ops:UOpMetaClass", "tinygrad:Device")
 # attributes of these values
-ATTRIBUTES = ("tinygrad:codegen.to_program_cache", "tinygrad:schedule.schedule_cache", "tinygrad.engine:realize.runtime_cache",
+ATTRIBUTES = ("tinygrad:codegen.to_program_cache", "tinygrad.function:_function.depth", "tinygrad.schedule:rangeify.earliest_rewrites",
+              "tinygrad:schedule.schedule_cache", "tinygrad.engine:realize.runtime_cache",
               "tinygrad.helpers:_db_connection", "tinygrad.helpers:_db_tables", "tinygrad.helpers:CACHEDB",
               "tinygrad:Device._opened_devices", "tinygrad.runtime.autogen:comgr.amd_comgr_get_version",
               "tinygrad.helpers:DEV.target", "tinygrad.helpers:GlobalCounters.time_sum_s", "tinygrad.helpers:GlobalCounters.mem_used_per_device",

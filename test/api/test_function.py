@@ -1,0 +1,132 @@
+"""Tests of attention inside tinygrad's `@function`: results and gradients are the same as outside."""
+from __future__ import annotations
+import itertools, warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+import pytest
+from tinygrad import TinyJit, function
+import attn
+from attn.flash_attn import flash_attn_func
+from attn.tinygrad_compat import Context, Ops, Tensor, dtypes
+from attn.tinygrad_compat.caches import schedule
+from api_cases import draw, emulated, whole
+
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
+TWO = ("EMU:0", "EMU:1")
+WAYS: dict[str, dict[str, bool]] = {"inlined": {}, "compiled apart": dict(precompile=True, precompile_backward=True),
+                                    "backward apart": dict(precompile_backward=True), "implicit": dict(precompile=True, allow_implicit=True)}
+Layer = Callable[..., tuple[Tensor, ...]]
+
+@dataclass(frozen=True)
+class Call:
+  """Attention in a function: the function, the shapes of its 16-bit arguments, and further arguments by their numbers. The arguments get gradients,
+  except those of integers."""
+  layer: Layer
+  shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
+  others: tuple[np.ndarray, ...] = ()
+  axis: int|None = None      # axis along which two devices share the arguments of four axes
+
+def causal(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> tuple[Tensor, ...]: return (attn.attention(q*1.5, k, v, causal=True, **options),)
+def terms(q:Tensor, k:Tensor, v:Tensor, bias:Tensor, sinks:Tensor) -> tuple[Tensor, ...]:
+  return attn.attention(q, k, v, window=(9, 0), softcap=20.0, bias=bias, sinks=sinks, return_lse=True)
+def sloped(q:Tensor, k:Tensor, v:Tensor, slopes:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v, alibi_slopes=slopes),)
+def packed(q:Tensor, k:Tensor, v:Tensor, cu:Tensor) -> tuple[Tensor, ...]:
+  return (attn.attention(q, k, v, layout="thd", causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=20, max_seqlen_k=20),)
+def dropped(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(q, k, v, dropout_p=0.25)
+def sdpa(q:Tensor, k:Tensor, v:Tensor, mask:Tensor) -> tuple[Tensor, ...]:
+  return (q.scaled_dot_product_attention(k, v, attn_mask=mask, dropout_p=0.25, enable_gqa=True),)
+def of_fa(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True),)
+def twice(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
+  first, = causal(q, k, v)
+  return (*causal(first, k, v), first)
+def nested(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(function(causal)(q, k, v)[0], k, v)
+def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
+  """Takes slices that begin inside a unit of memory, and lengths."""
+  return (attn.attention(q, k.flatten()[3:3 + 24*32].reshape(v.shape), v, kv_lengths=20),)
+def splits(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q[:, :, :1], k, v, num_splits=2),)
+def by_tinygrad(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v),)
+def sunk(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v, causal=True, sinks=sinks),)
+
+LOWER, SLOPES = np.tril(np.ones((24, 24), np.bool_)), np.array([0.5, 0.25], np.float32)
+FOUR = ((2, 4, 16, 32), (2, 2, 16, 32), (2, 2, 16, 32))
+CALLS = {"causal": Call(causal), "terms": Call(terms, (*Call(causal).shapes, (1, 1, 24, 24), (2,))), "sloped": Call(sloped, others=(SLOPES,)),
+         "packed": Call(packed, ((24, 2, 32), (24, 1, 32), (24, 1, 32)), (np.array([0, 4, 24], np.int32),)), "dropped": Call(dropped),
+         "sdpa": Call(sdpa, others=(LOWER,)), "FlashAttention": Call(of_fa), "twice": Call(twice), "nested": Call(nested),
+         "part": Call(part, ((1, 2, 24, 32), (1, 1, 25, 32), (1, 1, 24, 32))), "splits": Call(splits),
+         "by tinygrad": Call(by_tinygrad, ((1, 1, 4, 520),)*3), "batch": Call(dropped, FOUR, axis=0),
+         "heads": Call(sunk, (*FOUR, (4,)), axis=1)}
+QUICK = {("terms", "compiled apart", False), ("nested", "inlined", False)}
+ALL = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.thorough) for x in itertools.product(CALLS, WAYS, (False, True))]
+
+def arguments(call:Call) -> list[Tensor]:
+  drawn = [draw(*shape, seed=i) for i, shape in enumerate(call.shapes)] + [Tensor(x, device="EMU").realize() for x in call.others]
+  if call.axis is None: return drawn
+  return [t.shard(TWO, call.axis if t.ndim == 4 else None).realize() for t in drawn]
+
+def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
+  """Outputs of two layers, one after another, and the gradients of a loss of both."""
+  tensors = arguments(call)
+  def step(*given:Tensor) -> tuple[Tensor, ...]:
+    first, second = layer(*given), layer(given[0]*0.5, *given[1:])
+    loss = sum(((o.float()*o.float()).sum() for o in first[1:] + second), start=first[0].float().sum())
+    taken = [t for t in given if dtypes.is_float(t.dtype)]
+    found = (*(whole(o) for o in first), *(whole(g) for g in loss.gradient(*taken)))     # type: ignore[union-attr]
+    Tensor.realize(*found)
+    return found
+  Tensor.manual_seed(3)
+  with attn.installed(), Context(TRAINING=1):
+    run = TinyJit(step) if jit else step
+    for _ in range(3 if jit else 1): found = run(*tensors)
+  return [t.numpy() for t in found]
+
+@pytest.mark.parametrize("name, way, jit", ALL)
+def test_same_as_outside(name:str, way:str, jit:bool) -> None:
+  """Only sums that tinygrad's own kernels compute may differ in their last bit, because tinygrad may add in another order."""
+  call = CALLS[name]
+  with emulated("gfx942"):
+    found, right = results(call, function(call.layer, **WAYS[way]), jit), results(call, call.layer, jit)
+  for x, y in zip(found, right, strict=True): np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
+
+@pytest.mark.parametrize("q_axis", [None, 2])
+def test_rows_shared_by_devices_are_refused_in_one_sentence(q_axis:int|None) -> None:
+  """Inside a function `installed()` leaves such a call to tinygrad's own function."""
+  q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, axis).realize() for i, axis in enumerate((q_axis, 2, 2)))
+  with emulated("gfx942"):
+    with pytest.raises(NotImplementedError, match="sharded along rows inside tinygrad's @function"): function(causal)(q, k, v)
+    with attn.installed() as decisions, warnings.catch_warnings():
+      warnings.simplefilter("ignore")     # a reason is told once
+      decisions.clear()
+      function(lambda q, k, v: (q.scaled_dot_product_attention(k, v),))(q, k, v)
+    assert [(d.kernel, "sharded along rows inside" in d.reason) for d in decisions] == [(None, True)]
+
+def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
+  """The inputs of attention stay known if its output is the first argument of a function, and the loss was computed before."""
+  def gradients(layer:Layer, read:bool) -> list[np.ndarray]:
+    q, k, v = arguments(CALLS["causal"])
+    loss = layer(causal(q, k, v)[0], k)[0].float().square().sum()
+    if read: loss.item()
+    loss.backward()
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    return [t.numpy() for t in (q.grad, k.grad, v.grad)]
+  def layer(o:Tensor, k:Tensor) -> tuple[Tensor, ...]: return (o*(1 + 0.01*k.mean()),)
+  with emulated("gfx942"):
+    for x, y in zip(gradients(function(layer), True), gradients(layer, False), strict=True):
+      np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
+
+def test_equal_steps_are_scheduled_once() -> None:
+  """The buffers of a function and of its gradient have the same numbers in every step, and no number of a tensor's buffer."""
+  layer = function(causal, precompile=True, precompile_backward=True)
+  def step() -> None:
+    q, k, v = arguments(CALLS["causal"])
+    o, = layer(q, k, v)
+    own = [u for u in o.uop.src[0].src[0].toposort(enter_calls=False) if u.op is Ops.BUFFER]
+    assert own and all(u.arg.slot < 0 for u in own)
+    Tensor.realize(*o.float().square().sum().gradient(q, k, v))
+  with emulated("gfx942"):
+    step()
+    scheduled = len(schedule.schedule_cache)
+    step()
+  assert len(schedule.schedule_cache) == scheduled
