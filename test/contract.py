@@ -114,7 +114,7 @@ class Line:
 HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %", "device"]
 
 def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) -> Line:
-  """Combines the verdicts of several launches into one line. Each verdict comes with its number of elements."""
+  """Combines the verdicts of several launches into one line. `draws` counts all draws; each verdict comes with its number of elements."""
   resolved = sum(v.resolved for v, _ in found)
   rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved >= ENOUGH_ELEMENTS else 0.0
   worst = max(math.inf if v.pattern else v.ratio for v, _ in found)

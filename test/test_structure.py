@@ -82,8 +82,7 @@ def test_no_kernel_imports_another() -> None:
     assert not [x for x in imports(path) if room_of(x) == "kernels"], path
 
 def test_an_algorithm_knows_no_unit() -> None:
-  """Modules of the algorithms import no module of a matrix unit or of plain UOps, directly or indirectly. Such modules compute the steps of an
-  algorithm."""
+  """Modules with algorithms (forward.py, backward.py) import no module with the steps for a matrix unit or in plain UOps, directly or indirectly."""
   of = {module_of(path): imports(path) for path in MODULES}
   for name in ("forward", "backward"):
     taken = {f"attn.kernels.{name}"}

@@ -66,7 +66,8 @@ def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Returns whether `distance` is a sum of multiples of the steps. Each step is (elements, n) and may be used at most n times, forward or back."""
+  """Returns whether `distance` can be written as a sum of steps. Each step is (elements, n): moving by so many elements, at most n times, forward or
+  back."""
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
   if not step: return meet(distance, rest)

@@ -47,8 +47,8 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # seconds of a kernel with its tile
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the kernel and tile that dispatch takes by default, and the forward kernel with every tile that doesn't spill. Keeps the fastest of these
-  for dispatch. Returns rows of a table."""
+  """Times the forward kernel and tile that dispatch chooses by default, and the kernel with every other tile that doesn't spill. Keeps the fastest of
+  these for dispatch. Returns the rows of the table to print."""
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
@@ -81,7 +81,7 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
   """Times a kernel of plain UOps with its default tile `own` and with every tile of `space` that the device accepts. Keeps the fastest tile. Returns
-  rows of a table."""
+  the rows of the table to print."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
@@ -113,7 +113,8 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the table's tile and with every other tile that doesn't spill. Keeps the fastest tile. Returns rows of a table."""
+  """Times a backward kernel with the table's tile and with every other tile that doesn't spill. Keeps the fastest tile. Returns the rows of the table
+  to print."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

@@ -44,7 +44,7 @@ def is_minimum(u:UOp) -> bool:
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps that apply the second of two bounds to a uniform number. Each has the form of a maximum."""
+  """Returns the UOps that clamp a uniform number by the second of two bounds. Each such UOp is a maximum (a minimum is written as ~max(~x, ~n))."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

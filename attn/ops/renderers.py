@@ -97,8 +97,7 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of a maximum whose bound is hidden from clang. If the maximum is max(~x, ~n), the form of a minimum, the text is ~ of min(x,
-    n)."""
+    """Returns the text of a maximum max(x, n), with the bound n hidden from clang. A minimum is given as max(~x, ~n); its text is ~min(x, n)."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"

@@ -19,10 +19,10 @@ class Walk:
   count: int|UOp
   own: int|UOp
   def place(self, row:Any) -> Any:
-    """Returns the place of a row."""
+    """Returns the place of a row on the axis that queries and keys share: the number of a key, or the number of a query plus the problem's offset."""
     return row + self.offset if self.over == "keys" else row
   def column(self, place:Any) -> Any:
-    """Returns the column at a place."""
+    """Returns the column at a place on the axis that queries and keys share. See `Walk`."""
     return place if self.over == "keys" else place + self.offset
   def diagonal(self, row:UOp) -> UOp:
     """Returns the column where the diagonal meets a row."""

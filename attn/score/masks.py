@@ -19,7 +19,7 @@ def intervals(walk:Walk, row:UOp) -> list[Interval]:
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
 
 def first_seen(walk:Walk, row:UOp) -> UOp|None:
-  """Returns the first column that a row sees, or None if all rows see the first column of all."""
+  """Returns the first column that a row sees, or None if no mask hides columns at the beginning."""
   found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
   return functools.reduce(UOp.maximum, found) if found else None
 

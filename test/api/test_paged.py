@@ -223,7 +223,7 @@ def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[in
     for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
 
 def test_append_in_plain_uops() -> None:
-  """On a device that cannot print attn's operations, such as CPU, append uses a kernel of tinygrad's own UOps."""
+  """Append uses a kernel of tinygrad's own UOps on a device that cannot print attn's operations, such as CPU."""
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
   shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)
   for checked in (False, True):

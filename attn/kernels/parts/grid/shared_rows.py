@@ -28,8 +28,8 @@ class Share:
     """Number of this wave's part of the keys: the part whose scores the wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns the workgroup's scores, restricted to the keys of this wave. In iteration t these keys are the tile with the number
-    `tile_number(t)`."""
+    """Returns the `Scores` of this wave, given those of the workgroup: the same rows, but only the wave's part of the keys. If the sequence is
+    divided into tiles of this size, the wave's keys in iteration t are tile number `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
