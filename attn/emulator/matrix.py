@@ -128,8 +128,8 @@ class MatrixUnit:
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Executes the matrix instruction `name` (the stem of its compiler builtin) on packed register images: a and b are uint32 (registers, T), c is
-    fp32 (registers, T)."""
+    """Executes the matrix instruction `name` (the stem of its compiler builtin) on registers as they are on hardware: a and b are packed elements,
+    uint32 (registers, T), c is fp32 (registers, T)."""
     i = INSTRUCTIONS.get(name)
     if i is None or self.family not in i.families:
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)

@@ -148,10 +148,12 @@ def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Val
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of x to -inf if their number in `offsets` is above the limit."""
+  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column number of each element. An element is masked if its column
+  number is above `limit`."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of x to -inf if their number in `offsets` is not in `first`..`last`."""
+  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column number of each element. An element is masked if its column
+  number is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
   """Sets masked scores to -inf, as one statement. `scores` is a placeholder of registers with vectors of scores. Each vector holds scores of one row,
@@ -160,13 +162,16 @@ def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], a
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of x to 0, even if they are NaN or infinite, if their number in `offsets` is above the limit."""
+  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column number of each element. An element is set to 0 if its
+  column number is above `limit`."""
   return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of x to 0, even if they are NaN or infinite, if their number in `offsets` is not in `first`..`last`."""
+  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column number of each element. An element is set to 0 if its
+  column number is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Subtracts the first offset from each offset. Most vectors have equal differences, so one printed function is enough for all of them."""
+  """Subtracts the first column number from each of the column numbers `offsets` of a vector. Most vectors have equal differences, so one printed
+  function is enough for all of them."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
   """Computes P = exp2(scores*scale + addend). The vector of scores holds its rows one after another; `addend` has one number for each row."""

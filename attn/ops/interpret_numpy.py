@@ -31,11 +31,11 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Replaces elements of x by `instead` if their number in `offsets` is above (">") or below ("<") the limit."""
+    """Replaces elements of x by `instead` if their column number in `offsets` is above (">") or below ("<") the limit."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Replaces elements of x by `instead` if their number in `offsets` is not in `first`..`last`."""
+    """Replaces elements of x by `instead` if their column number in `offsets` is not in `first`..`last`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors

@@ -87,8 +87,8 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
   return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Decorator that makes a function the definition of the operation `name`. `suffix` is a format string of static parameters; it distinguishes
-  printed functions that have the same types."""
+  """Decorator that makes a function the definition of the operation `name`. The printed C++ function gets a name that depends on its types. `suffix`
+  is a format string of static parameters, which is added to this name if functions for the same types differ."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)

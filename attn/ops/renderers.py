@@ -64,7 +64,7 @@ class OperationsPrinter(CStyleLanguage):
     """Declares an operator between vectors: tinygrad prints the operator as it is and expects the language to define it on vectors."""
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Returns declarations that the source needs and that tinygrad prints only if a kernel computes with the type."""
+    """Returns declarations of types that the source uses. tinygrad itself declares a type only if a kernel computes with it."""
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     """Returns the source of a kernel. The source of one of attn's kernels (see `is_ours`) begins with MARK; the source of another kernel is what

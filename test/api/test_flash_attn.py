@@ -32,7 +32,7 @@ CU_Q, CU_K = [(0, n, 2*n) for n in (SQ, SK)]
 # ***** the functions on the same numbers: each returns out (B, SQ, H, D), and lse where wanted *****
 
 def whole(function:str, **more:Any) -> Any:
-  """Calls a FlashAttention function without a cache on the shared inputs, with these extra arguments."""
+  """Calls a FlashAttention function without a cache: on inputs that all tests of this file share, with the given extra arguments."""
   q, k, v = qkv()
   if function == "flash_attn_func": return flash_attn.flash_attn_func(q, k, v, **more)
   if function == "flash_attn_kvpacked_func": return flash_attn.flash_attn_kvpacked_func(q, half(np.stack([K, V], 2)), **more)

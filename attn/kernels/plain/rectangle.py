@@ -243,8 +243,8 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """Adds a sum of n outer products to `acc`. Each outer product is of a row of the left operand and a row of the right operand, whose first row
-    here is row `first`. `columns` are the columns of the left operand that this thread computes."""
+    """Adds n outer products to `acc`: of each of n rows of the left operand with the row of the right operand that has the same number. In the right
+    operand, these rows begin at row `first`. `columns` are the columns of the left operand that this thread computes."""
     together = math.gcd(n, self.tile.steps_at_once)
     k = self.new.range(n//together, AxisType.LOOP)
     places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]

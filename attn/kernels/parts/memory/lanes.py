@@ -22,11 +22,12 @@ class Lane:
   # lanes with which this lane exchanges values: their distances, and the way of exchange (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
-    """Distances to the lanes that hold other scores of the same row, and the way in which these lanes exchange values."""
+    """Distances to the lanes that hold other scores of the same row, and the instruction by which these lanes exchange values."""
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """Distances to the lanes that hold the other rows of an octet (eight neighbouring rows), and the way in which these lanes exchange values."""
+    """Distances to the lanes that hold the other rows of an octet (eight neighbouring rows), and the instruction by which these lanes exchange
+    values."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
