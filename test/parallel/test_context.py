@@ -497,7 +497,9 @@ class StandInGraph(MultiGraphRunner):
       if is_copy: copy.dstDevice.fill(copy.srcDevice.data, copy.srcDevice.written)
       else:
         global_size, local_size = ast.arg.launch_dims({})
-        runtime(*[getattr(arguments, f"f{i}") for i in ast.arg.globals], global_size=global_size, local_size=local_size, vals=())
+        given = [*vars(arguments).values()]
+        if len(given) != len(ast.arg.globals): raise RuntimeError(f"{len(given)} tensors for {len(ast.arg.globals)} parameters: invalid argument")
+        runtime(*given, global_size=global_size, local_size=local_size, vals=())
     return None
   def order(self) -> list[int]:
     found = list[int]()
@@ -530,6 +532,23 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     step(*kept[-1])
     # Each device copies k and v of the other device. If inputs have the addresses of the call before, the copies do not change.
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
+
+@pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
+def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
+  """A tensor that is multiplied by 0, once tinygrad has unrolled the loop over a row, is no parameter of the program. tinygrad's own graph passes it;
+  the case `mended=False` shows this."""
+  with emulated("gfx942"), Context(NOOPT=0):
+    monkeypatch.setattr(Device["EMU"], "graph", with_selected_inputs(StandInGraph, lambda *_: None) if mended else StandInGraph)
+    @TinyJit
+    def step(x:Tensor, unused:Tensor) -> Tensor:
+      distance = Tensor.arange(5).float() - 4
+      return (distance < 0).where(0.0, unused*distance + (x*2).contiguous()).sum(1).realize()
+    def results() -> list[list[float]]:
+      columns = [[Tensor(np.float32([[n], [n + 9]]), device="EMU").realize() for n in (of, of + 3)] for of in range(4)]
+      return [step(*x).numpy().tolist() for x in columns]
+    if mended: assert results() == [[2.0*n, 2.0*n + 18] for n in range(4)]
+    else:
+      with pytest.raises(RuntimeError, match="3 tensors for 2 parameters"): results()
 
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
   """If the keys of heads need long to copy, several launches of equal size compute the heads, and copies run beside a launch. 32 or 8 heads run in
