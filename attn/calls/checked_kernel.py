@@ -50,7 +50,7 @@ def check_output(name:str, u:UOp) -> None:
   """Raises ValueError if `u`, an output of attention, is not a buffer or a contiguous part of one, or begins at an address to which kernels cannot
   write rows."""
   whole_buffer(name, u)
-  if name not in OF_NUMBERS and (first := begins_at(u)) % UNIT_BYTES:
+  if (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
@@ -60,7 +60,6 @@ def at_a_whole_unit(u:UOp) -> UOp:
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return copied(u)
 
-OF_NUMBERS = ("lse", "lse_rest", "delta")       # outputs that kernels write number by number
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, most workgroups: equal on AMD's and NVIDIA's chips
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 

@@ -4,16 +4,19 @@ hold different keys.
   merge(p, arch, parts)(o, [lse, [lse_rest,]] part_0, part_1, ..., [sinks])
 
 A part is one float32 buffer, so that one copy brings it to another device. A part holds, for some of the rows: first o, normalised, in the layout of
-the problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE, which fp32 rounding removed.
+the problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE, which fp32 rounding removed. Each of these begins at a
+multiple of UNIT_BYTES, because kernels write results by vectors of up to that size.
 attn/kernels/parts/weights/merging.py holds the formula.
 """
 from __future__ import annotations
-import functools
+import functools, itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from attn.chips import Chip
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.parts.memory.rows import strides
 from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.counts import round_up
 from attn.kernels.parts.weights.epilogue import OPTIMISED
 from attn.kernels.parts.weights.merging import MergedRow, reference_of, store_merged, weight_of
 from attn.kernels.parts.weights.scores import NEG_INF
@@ -29,20 +32,21 @@ class RowRange:
   count: int
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
-def part_size(p:Problem, rows:int) -> int:
-  """Returns the number of float32 elements of a part that holds `rows` rows of each head."""
-  return p.B*p.H*rows*(p.Dv + 1 + p.wide_scores)
+def part_places(p:Problem, rows:int) -> list[int]:
+  """Returns the first element of each result in a part that holds `rows` rows of each head, and last the number of float32 elements of the part."""
+  sizes = (p.B*p.H*rows*n for n in (p.Dv, 1, *[1]*p.wide_scores))
+  return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
   """Loads one row of a partial result. Returns (elements of o, LSE, rest of the LSE that fp32 rounding removed). The rest is None unless
   p.wide_scores. If the part does not hold the row, o is 0 and LSE is -inf."""
   p, (batch, head, query) = at.p, at.coordinates
-  inside, own = rows.has(query) & at.there, query - rows.first
+  inside, own, places = rows.has(query) & at.there, query - rows.first, part_places(p, rows.count)
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)
   values = ops.load_where(part[batch*sb + head*sh + own*ss + at.column], inside, 4*at.vec)
   def number(n:int) -> UOp:
-    return ops.as_float(ops.load_where(part[(batch*p.H + head)*rows.count + own + p.B*p.H*rows.count*(p.Dv + n)], inside, 4))
-  return ops.as_float(values), inside.where(number(0), NEG_INF), number(1) if p.wide_scores else None
+    return ops.as_float(ops.load_where(part[(batch*p.H + head)*rows.count + own + places[n]], inside, 4))
+  return ops.as_float(values), inside.where(number(1), NEG_INF), number(2) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
   """Returns the kernel that merges partial results into the outputs of `p`, for all rows. `parts` lists which rows each partial result holds; the
@@ -81,7 +85,8 @@ def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[R
 
   # ***** O and LSE *****
   outputs = store_merged(at, given, values, weights, largest)
-  size = 4*sum(part_size(p, rows.count) for rows in parts) + p.rows*(p.Dv*p.out_itemsize + 4)
-  estimates = Estimates(ops=2*sum(part_size(p, rows.count) for rows in parts), lds=size, mem=size)
+  read = sum(part_places(p, rows.count)[-1] for rows in parts)
+  size = 4*read + p.rows*(p.Dv*p.out_itemsize + 4)
+  estimates = Estimates(ops=2*read, lds=size, mem=size)
   info = KernelInfo(f"attn_merge_{arch.name}_{p.out_dtype}_{len(parts)}x{p.Dv}", opts_to_apply=(), estimates=estimates)
   return UOp.group(*outputs).end(at.block, at.thread).sink(arg=info, tag=OPTIMISED)

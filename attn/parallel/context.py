@@ -20,7 +20,7 @@ from attn.calls.placement import AXES, Placement, local_shape, rows_dimension
 from attn.calls.views import whole_places
 from attn.chips import CHIPS, Chip
 from attn.choose.dispatch import choose
-from attn.kernels.merge import RowRange, merge, part_size
+from attn.kernels.merge import RowRange, merge, part_places
 from attn.kernels.order_keys import order_keys
 from attn.kernels.parts.grid.tensors import of_backward
 from attn.ops.plain import plain
@@ -337,23 +337,23 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
 
 # ***** parts: o and lse (with its rest for wide scores) of some rows over some keys, in one buffer *****
 
-def packed(o:Tensor, *log_sums:Tensor) -> UOp:
-  """Joins results that lie in separate buffers in a single buffer. The result is called a part: a partial result that one copy can send to another
-  device."""
-  return o.flatten().cat(*[x.flatten() for x in log_sums]).contiguous().uop
+def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
+  """Joins results of `p` that lie in separate buffers in a single buffer. The result is called a part: a partial result that one copy can send to
+  another device."""
+  first, *rest = [x.flatten().pad_to(end - begin) for x, (begin, end) in zip(results, itertools.pairwise(part_places(p, p.Sq)))]
+  return first.cat(*rest).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   """Makes a part, a single buffer that holds the results of `p`. The function `write` writes the results: it gets the regions of p.outputs and the
   whole buffer, and returns a CALL. The whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in
   use."""
-  shapes = [p.shapes[name][0] for name in p.outputs]
-  ends = [0, *itertools.accumulate(map(math.prod, shapes))]
-  buffer = UOp.empty((part_size(p, p.Sq),), dtype=dtypes.float, device=device)
-  results = [buffer.shrink((bounds,)).reshape(shape).contiguous() for shape, bounds in zip(shapes, itertools.pairwise(ends))]
+  shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
+  buffer = UOp.empty((size,), dtype=dtypes.float, device=device)
+  results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous() for shape, begin in zip(shapes, places)]
   if region(results[0]) is not None: return buffer.after(write(*results, buffer))
   results = [UOp.empty(shape, dtype=dtypes.float, device=device) for shape in shapes]     # OpenCL's buffers have no regions
   call = write(*results, buffer)
-  return packed(*[Tensor(u.after(call)) for u in results])
+  return packed(p, [Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
   """Runs a launch on the tensors that its device holds, given by name. Returns the partial result that the launch computes."""
@@ -364,7 +364,7 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
   if p.k_view is None: t |= {x: rows_in_buffer(t[x], axis, launch.keys.first, launch.keys.count) for x in ("k", "v") if x in t}
   t |= launch_tensors(c, t, launch)
   tensors = {x: Tensor(u) for x, u in t.items()}
-  if choose(p, c.arch).kernel == "three_pass": return packed(*attend(p, tensors, name, ()))
+  if choose(p, c.arch).kernel == "three_pass": return packed(p, attend(p, tensors, name, ()))
   return written_part(p, name, lambda *into: attend(p, tensors, name, [Tensor(u) for u in into])[0].uop.src[1])
 
 @cache_of_kernels

@@ -201,12 +201,12 @@ LONG_COPIES = 1 << 27 # with more bytes of k and v a device has at least two lau
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
   """Returns the key/value heads (first, count), counted over all batches, of each launch of a device. All launches have the same number of heads,
   because one kernel then serves all launches. This number is the largest that AT_ONCE and LONG_COPIES allow. While a launch runs, the keys for the
-  next launch are copied. The heads of q and o of each launch begin at a multiple of UNIT_BYTES in their buffers."""
+  next launch are copied. The heads of q, o and lse of each launch begin at a multiple of UNIT_BYTES in their buffers."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
   most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
   rows = p.H//p.Hkv*(shards.queries or 0)
   def whole(n:int) -> bool:
-    return n == heads or all(n*rows*size % UNIT_BYTES == 0 for size in (p.D*BYTES[p.dtype], p.Dv*BYTES[p.out_dtype]))
+    return n == heads or all(n*rows*size % UNIT_BYTES == 0 for size in (p.D*BYTES[p.dtype], p.Dv*BYTES[p.out_dtype], BYTES["float32"]))
   counts = [n for n in range(1, heads + 1) if heads % n == 0 and whole(n)]
   count = max((n for n in counts if n <= most), default=counts[0])
   return [(first, count) for first in range(0, heads, count)]

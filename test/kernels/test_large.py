@@ -15,7 +15,7 @@ from attn.choose.tiled_tiles import tiled_backward_tile, tiled_tile
 from attn.emulator.ranges import Ranges
 from attn.kernels.append import Append, append
 from attn.kernels.combine import combine, combine_arguments
-from attn.kernels.merge import RowRange, merge, part_size
+from attn.kernels.merge import RowRange, merge, part_places
 from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.ops.renderers import printer_of
 from attn.problem import DealtRows, Pages, Problem, Strided
@@ -122,7 +122,7 @@ def split(p:Problem, chip:Chip) -> Iterator[Program]:
 def merged(p:Problem, chip:Chip) -> Iterator[Program]:
   half = p.Sq//2
   rows = RowRange(0, half), RowRange(half, half)
-  parts = {f"part_{i}": ((part_size(p, half),), "float32") for i in range(2)}
+  parts = {f"part_{i}": ((part_places(p, half)[-1],), "float32") for i in range(2)}
   yield {name: p.shapes[name] for name in ("o", "lse")} | parts, merge(replace(p, return_lse=True), chip, rows)
 def gradients(p:Problem, chip:Chip) -> Iterator[Program]:
   dq, dkdv = tiles_of(p, chip)

@@ -14,7 +14,7 @@ from attn.api import checked_call
 from attn.calls import checked_kernel
 from attn.chips import get_chip, other_chip
 from attn.emulator.checks import UninitialisedRead
-from attn.kernels.merge import RowRange, merge, part_size
+from attn.kernels.merge import RowRange, merge, part_places
 from attn.kernels.parts.grid.workgroup import rows_of_block
 from attn.kernels.parts.program.blocks import extent
 from attn.kernels.tiles.common import blocks_of_queries
@@ -289,8 +289,9 @@ def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None
   for module in (checked_call, checked_kernel):
     monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
+  check(2, arch="gfx1030", kernel="tiled", Sq=5, Sk=6, D=6, H=1, keys=True, dtype="float32")   # one thread writes four numbers of lse at once
   p = problem(Sq=6, D=6, H=1, dtype="float32", lse=True)
-  numbers = [UOp.placeholder((n,), dtypes.float, i) for i, n in enumerate((36, 6, part_size(p, 6), part_size(p, 6)))]
+  numbers = [UOp.placeholder((n,), dtypes.float, i) for i, n in enumerate((36, 6, part_places(p, 6)[-1], part_places(p, 6)[-1]))]
   sink = plain(merge(p, other_chip("CPU", 0, serial=True), (RowRange(0, 6),)*2)(*numbers))
   source = (renderer := ClangRenderer(Target("CPU", arch="x86_64,native"))).render(lower(sink, renderer))
   assert re.findall(r"for \(int \w+ = 0; \w+ < (\d+)", source) and "core_id" not in source
