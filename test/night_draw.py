@@ -738,5 +738,6 @@ def drawn(seed:int, on:str="") -> Call:
   p.sizes()
   getattr(p, p.kind)()
   scale = p.facts.pop("scale", None) or p.D**-.5
-  facts = Facts(p.dtype, p.out_dtype, scale, p.wanted, types=tuple(p.types.items()), flushes=p.on in FLUSHING, **p.facts)
+  facts = Facts(p.dtype, p.out_dtype, scale, p.wanted, types=tuple(p.types.items()), flushes=p.on in FLUSHING, emulates=p.on == "CL",
+                **p.facts)
   return Call(seed, p.on, direction, p.kind, p.script(seed), facts)

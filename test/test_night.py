@@ -2,6 +2,7 @@
 night reports as failures."""
 from __future__ import annotations
 import os, random, signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import night
 from night import Outcome, drawn, run
 from night_draw import CHIPS, Posed
+from night_oracle import Facts, hold
 from night_script import base, on, turned_back, view
 from attn.tinygrad_compat import AddrSpace, AxisType, KernelInfo, Tensor, UOp, dtypes
 
@@ -64,6 +66,30 @@ def test_wrong_numbers_and_errors_are_failures() -> None:
                            ("attn.attention(None, None, None)", "refused", "q=None")):
     outcome = run(changed(call, line + "\n"))
     assert outcome.state == state and why in outcome.why, outcome
+
+def with_values(*of:float) -> dict[str, np.ndarray]:
+  """Returns the arrays of a call with equal weights. Both rows of v are `of`, so o is `of` too."""
+  q, v = np.zeros((1, 1, 2, 2), np.float32), np.float32([[[of, of]]])
+  return {"q": q, "k": q, "v": v}
+
+def test_small_numbers_where_float16_is_emulated() -> None:
+  """tinygrad's emulation of float16 reads and writes 3e-5 as 0. Everywhere else, and for larger numbers, 0 is wrong."""
+  small = float(np.float16(3e-5))
+  f, x = Facts("float16", "float16", 1.0, ("o",), emulates=True), with_values(small, 1.0)
+  def held(f:Facts, *of:float) -> bool: return not hold(x, f, {"o": with_values(*of)["v"]})
+  assert held(f, 0, 1) and held(f, small, 1) and held(replace(f, emulates=False), small, 1)
+  assert not held(replace(f, emulates=False), 0, 1) and not held(replace(f, out_dtype="float32"), 2*small, 1) and not held(f, 0, 0)
+  assert held(replace(f, out_dtype="float32"), 0, 1)                       # v was read as 0
+  assert not held(replace(f, dtype="bfloat16", out_dtype="bfloat16"), 0, 1)
+
+def test_v_has_no_gradient_through_lse() -> None:
+  """A loss through lse alone does not depend on v: its gradient is 0. A kernel that multiplies weights of NaN by 0 may give NaN instead. Through o,
+  only NaN is right."""
+  f, x = Facts("float16", "float16", 1.0, ("v",)), with_values(1.0, 2.0)
+  x |= {"q": np.full_like(x["q"], np.nan), "dlse": np.ones((1, 1, 2), np.float32)}
+  nothing, unknown, wrong = (np.full_like(x["v"], n) for n in (0, np.nan, 1))
+  assert not hold(x, f, {"v": nothing}) and not hold(x, f, {"v": unknown}) and hold(x, f, {"v": wrong})
+  assert hold(x | {"do": x["v"]}, f, {"v": nothing})
 
 def dies(call:Any) -> Outcome: os.abort()
 def hangs(call:Any) -> Outcome: time.sleep(100)    # type: ignore[return-value]
