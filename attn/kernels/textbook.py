@@ -21,7 +21,7 @@ def textbook(causal:bool|str=False, block_n:int=16) -> Callable[..., UOp]:
     shapes = [[int(n) for n in x.shape] for x in (o, q, k, v)]
     p = problem_of(*shapes, dtypes=["float32"]*4, causal=causal)   # the tensors' elements are converted to float32
 
-    # 1. A thread computes one query of a head, and walks over tiles of keys.
+    # 1. A thread computes one query of a head, and loops over tiles of keys.
     b, h, i = (UOp.range(n, axis, AxisType.GLOBAL) for axis, n in enumerate((p.B, p.H, p.Sq)))
     tile, kv_head = UOp.range(-(-p.Sk//block_n), 3, AxisType.LOOP), h//(p.H//p.Hkv)
 

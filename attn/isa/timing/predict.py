@@ -26,7 +26,7 @@ class Division:
   """How a kernel divides a problem: the rows that each workgroup owns, and the rows that it reads in each loop iteration."""
   own: int
   walked: float
-  keys: bool = False                     # a workgroup owns keys, and walks over the queries of every head that shares them
+  keys: bool = False                     # a workgroup owns keys, and loops over the queries of every head that shares them
   products: LoopProducts = PRODUCTS
   heads: int = 1                         # query heads whose rows a workgroup owns: row r is query r//heads
   splits: int = 1                        # workgroups that share the iterations of a block of own rows

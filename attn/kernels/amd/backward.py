@@ -142,7 +142,7 @@ class AmdBackward:
     if not mat.duplicated: total = sum_over_groups(total, mat)
     return ops.sub(total, group.number("dlse", self.row)) if "dlse" in group.given else total
 
-  # ***** the walk over tiles *****
+  # ***** the loop over tiles *****
   def begin(self, s:Any=None, stores:list[UOp]|None=None) -> Any:
     s = self.state.after(*[workgroup_barrier(UOp.group(*stores))] if stores else [])     # all waves have read LDS before a wave overwrites it
     return s.after(UOp.group(*store_all(s.acc, zeros(self.tile.matrix, 1, s.acc.max_numel())[0])))

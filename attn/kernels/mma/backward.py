@@ -90,7 +90,7 @@ class MmaBackward:
     """Returns where lse and delta of the queries of tile t begin in shared memory, in units of 16 bytes."""
     return self.stage(t) + sum(x.size for x in self.tile.layouts(self.group.p, self.tile.block_n))
 
-  # ***** the walk over tiles *****
+  # ***** the loop over tiles *****
   def cleared(self, s:MmaBackwardState) -> MmaBackwardState:
     return s.store([s.statements.first], store_all(s.acc, [nv.zero(UOp.const(0.0, dtypes.float))]*s.acc.max_numel()))
 

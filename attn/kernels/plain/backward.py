@@ -98,7 +98,7 @@ class PlainBackward(Rectangle):
     keys = [group.first_row + n for n in numbers]
     return [Row(group.batch, self.head, key, key < (x.n_k if self.p.varlen else self.p.Sk)) for key in keys]
 
-  # ***** the walk over tiles *****
+  # ***** the loop over tiles *****
   def begin(self, s:PlainState|None=None, stores:list[UOp]|None=None) -> PlainState:
     tile, items = self.tile, self.items
     began, ready = [self.cleared(acc.after(*items)) for acc in self.state.sums], items

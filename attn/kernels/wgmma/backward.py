@@ -114,7 +114,7 @@ class WgmmaBackward:
     p = self.group.p
     return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p))
 
-  # ***** the walk over tiles *****
+  # ***** the loop over tiles *****
   def begin(self, s:WgmmaBackwardState|None=None, stores:list[UOp]|None=None) -> WgmmaBackwardState:
     if s is not None: s = s.after(UOp.group(*(stores or [])))
     else:      # starts the copies of the own rows and of the first tile

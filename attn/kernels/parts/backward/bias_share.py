@@ -75,7 +75,7 @@ class BiasPart:
   """The part of a bias's gradient that one workgroup computes."""
   share: BiasShare
   grid: Grid             # with numbers of a head and a block among the owned heads and the owned blocks of queries
-  key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup walks over all tiles
+  key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup loops over all tiles
   part: UOp              # number of the part of the sum that this workgroup computes
   parts: int             # number of parts in which the sum is left; 0: the sum is complete
 

@@ -131,9 +131,9 @@ class Workgroup:
   end_row: int|UOp            # the workgroup owns no row from this one on
   sequence: Extent
   scores: Scores
-  walked: Blocks              # the tiles of keys, or of queries, that the workgroup walks over
+  walked: Blocks              # the tiles of keys, or of queries, that the workgroup loops over
   part: UOp|None = None       # where the sum of a gradient is divided: number of the fp32 part that the workgroup writes
-  walked_heads: int = 1       # query heads that the workgroup walks over
+  walked_heads: int = 1       # query heads that the workgroup loops over
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
