@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Sequence
 from attn import values
+from attn.functions.bounds import Bounds
+from attn.functions.trace import MOST_TENSORS, TensorKinds, Traced
 
 DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
@@ -104,6 +106,10 @@ def of_mask(default:Any, check:values.Check) -> Any:
   """Makes a field of Problem that belongs to a mask of attn/score. The field says what the mask hides."""
   return field(default=default, metadata={"check": check, "of": "mask"})
 
+def check_function(name:str, x:Any) -> Traced|None:
+  if x is None or isinstance(x, Traced): return x
+  raise values.wrong(name, x, "None or a function that attn.functions.trace has traced")
+
 @dataclass(frozen=True)
 class Count:
   """A number of rows that is known only at run time. It is the sum of tinygrad Variables, each (name, min, max), and a constant."""
@@ -182,6 +188,10 @@ class Problem:
     alibi        tensor alibi_slopes float32 (H), or (B, H): True for each dimension
     bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
                  tensor has that size (True) or 1 (False)
+    score_mod    the caller's own function of a score, applied after the other terms
+    mask_mod, mask_bounds   the caller's own mask: a query sees the keys of an interval, which `mask_bounds` computes, for which the function
+                 `mask_mod` holds. Each may be None: then the other says all
+    mod_tensors  shape and dtype of the tensors that these functions read: mod_tensor0, mod_tensor1, ...
     sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
     kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] only; Sk is the length of the buffer
     sk_variable  number of keys in all batches, which tinygrad Variables say; Sk is the length of the buffer
@@ -228,6 +238,10 @@ class Problem:
   alibi: tuple[bool, ...]|None = of_tensor("alibi_slopes", "batch", "heads", dtypes=("float32",))
   bias: tuple[bool, ...]|None = of_tensor("bias", *SCORE_AXES, broadcasts=True)
   bias_dtype: str = "float32"
+  score_mod: Traced|None = of_term(None, check_function)
+  mask_mod: Traced|None = of_mask(None, check_function)
+  mask_bounds: Bounds|None = None
+  mod_tensors: TensorKinds = ()
   sinks: bool = False
   kv_lengths: bool = False
   sk_variable: Count|None = None
@@ -264,8 +278,12 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Names of the active options that change a kernel's code."""
-    names = ("sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt")
+    names = ("sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod")
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
+  @property
+  def functions(self) -> tuple[Traced, ...]:
+    """The caller's own functions that kernels compute for each score."""
+    return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
   @property
   def kept(self) -> float:
     """Probability with which dropout keeps an element of P."""
@@ -276,9 +294,10 @@ class Problem:
     return self.alibi is not None and len(self.alibi) > 1
   @property
   def wide_scores(self) -> bool:
-    """Whether a score may be as large as fp32 allows. This is so if the bias has a dtype with the range of fp32. Then lse is kept in two numbers:
-    added to such a score, the logarithm of the number of keys would be lost in the rounding of lse."""
-    return self.bias is not None and self.bias_dtype != "float16"
+    """Whether a score may be as large as fp32 allows. This is so if the bias has a dtype with the range of fp32, or if a score_mod may
+    return such a score. Then lse is kept in two numbers: added to such a score, the logarithm of the number of keys would be lost in the rounding of
+    lse."""
+    return (self.bias is not None and self.bias_dtype != "float16") or (self.score_mod is not None and self.score_mod.huge)
   @property
   def writes_lse(self) -> bool:
     """Whether the forward kernel writes an lse, either of whole rows or of one key range."""
@@ -329,7 +348,8 @@ class Problem:
       ("cu_seqlens_q", self.varlen, (B + 1,), "int32"),
       ("cu_seqlens_k", self.varlen and self.pages is None, (B + 1,), "int32"),
       ("dropout_seed", self.dropout_p > 0, (2,), "uint32"),
-      ("dropout_start", self.dropout_start, (2,), "uint32"))
+      ("dropout_start", self.dropout_start, (2,), "uint32"),
+      *[(name, True, shape, dtype) for name, (shape, dtype) in zip(MOD_TENSORS, self.mod_tensors)])
     return of_terms | {name: (shape, dtype) for name, there, shape, dtype in tensors if there}
 
   @property
@@ -374,8 +394,9 @@ class Problem:
 # fields that belong to terms, and to masks
 OF_TERMS, OF_MASKS = (tuple(f.name for f in fields(Problem) if f.metadata.get("of") == row) for row in ("term", "mask"))
 TENSORS_OF_TERMS: dict[str, TensorOfTerm] = {f.name: f.metadata["tensor"] for f in fields(Problem) if "tensor" in f.metadata}   # by term
+MOD_TENSORS = tuple(f"mod_tensor{n}" for n in range(MOST_TENSORS))
 EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
-          "dropout_seed", "dropout_start")   # optional input tensors, in the order a kernel takes them
+          "dropout_seed", "dropout_start", *MOD_TENSORS)   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
   """Returns the sum over the whole numbers below `end`, each clamped to 0..`most`."""
@@ -421,7 +442,8 @@ def check_scores(p:Problem) -> None:
   if p.softcap and not values.FP32_LEAST <= p.softmax_scale/p.softcap <= values.FP32_MOST:
     raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: softmax_scale/softcap must be a number that fp32 "
                      "holds, 1.2e-38 to 3.4e+38")
-  if p.dropout_start and not p.dropout_p: raise ValueError("dropout_start=True with dropout_p=0.0: dropout_p must be positive")
+  if p.dropout_start and not (p.dropout_p or p.functions):
+    raise ValueError("dropout_start=True with dropout_p=0.0: dropout_p must be positive, or score_mod or mask_mod be given")
 
 def check_packed(p:Problem) -> None:
   """Checks the options that packed sequences need and those that they exclude. Checks that other layouts have no total_q and total_k."""
@@ -561,6 +583,7 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "dropout_start")}
+  there["mod_tensors"] = tuple((tuple(extras[name][0]), extras[name][1]) for name in MOD_TENSORS if name in extras)
   for name, x in TENSORS_OF_TERMS.items():
     if x.name not in extras: continue
     shape, dtype = extras[x.name]

@@ -9,7 +9,10 @@ import numpy as np
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes, strong_dtype
 
 FLOATS = {"float16": dtypes.half, "bfloat16": dtypes.bfloat16, "float32": dtypes.float}
-DTYPE_NAMES = {**{dtype: name for name, dtype in FLOATS.items()}, dtypes.int: "int32", dtypes.uint: "uint32"}
+INTS = {"int8": dtypes.char, "uint8": dtypes.uchar, "int16": dtypes.short, "uint16": dtypes.ushort, "int32": dtypes.int, "uint32": dtypes.uint,
+        "int64": dtypes.long}
+DTYPE_NAMES = {dtype: name for name, dtype in (FLOATS | INTS).items()}
+LOG2E, LN2 = math.log2(math.e), math.log(2)
 SHOWN_MOST = 60                                              # characters of a value that an error shows
 FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the smallest and the largest positive normal number of fp32
 

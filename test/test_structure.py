@@ -43,7 +43,7 @@ TOOLS = ("isa.__main__", "pictures.__main__", "tune", "measure", "search", "isa.
 COMPUTES = ("__init__", "flash_attn", "api", "parallel", "calls", "choose", "compilers", "cache", "kernels", "kernels.amd", "kernels.mma",
             "kernels.wgmma", "kernels.plain", "kernels.nvidia", "kernels.parts.backward", "kernels.parts.grid", "kernels.parts.weights",
             "kernels.parts.memory", "kernels.tiles", "kernels.parts.memory.layouts", "kernels.parts.program", "kernels.parts", "score", "emulator",
-            "ops", "chips", "problem", "values", "tinygrad_compat")
+            "ops", "chips", "problem", "functions", "values", "tinygrad_compat")
 ROOMS = TOOLS + COMPUTES
 
 def module_of(path:Path) -> str: return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

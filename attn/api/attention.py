@@ -1,25 +1,26 @@
 """Public functions `attention` and `explain`. `attention` computes attention of Tensors with the fastest kernel for the chip. `explain` says which
 kernel that is, and why `attention` doesn't use the other kernels."""
 from __future__ import annotations
+from collections.abc import Callable, Sequence
 from typing import Any
 from attn import values
 from attn.api.checked_call import CheckedCall, prepare
-from attn.parallel.context import first_launch
 from attn.api.launch import check_devices, run, seeded
 from attn.calls.options import AttentionOptions, options_of
 from attn.choose.backward import BackwardChoice, choose_backward
 from attn.choose.dispatch import Choice
 from attn.compilers.choice import in_use
+from attn.parallel.context import first_launch
 from attn.score.terms import check_differentiable
 from attn.tinygrad_compat import DType, Tensor, UOp
 
-def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd",
-              window:tuple[int, int]=(-1, -1), softcap:float=0.0, v_dim:int|None=None, alibi_slopes:Tensor|None=None, bias:Tensor|None=None,
-              sinks:Tensor|None=None, kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None,
-              cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
-              dropout_p:float=0.0, dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, return_lse:bool=False,
-              sequence_order:str="contiguous", sequence_lengths:tuple[int, int]|None=None, out:Tensor|None=None, out_dtype:DType|str|None=None,
-              arch:str|None=None) -> Any:
+def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int,
+              int]=(-1, -1), softcap:float=0.0, v_dim:int|None=None, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, score_mod:Callable[...,
+              UOp]|None=None, mask_mod:Callable[..., UOp]|None=None, mod_tensors:Sequence[Tensor]=(), sinks:Tensor|None=None,
+              kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None, cu_seqlens_q:Tensor|None=None,
+              cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, dropout_p:float=0.0,
+              dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, return_lse:bool=False, sequence_order:str="contiguous",
+              sequence_lengths:tuple[int, int]|None=None, out:Tensor|None=None, out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
   """Computes softmax(score) V. Returns o in the layout of q, or (o, lse) with `return_lse`. Nothing runs before a result is realized.
 
     o = attn.attention(q, k, v, causal=True)
@@ -43,11 +44,14 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
     softcap           A score becomes softcap*tanh(score/softcap). 0: no cap.
     alibi_slopes      (H) or (B, H): slope*|i + Sk - Sq - j| is subtracted from the score of query i and key j.
     bias              Added to the scores, broadcastable to (B, H, Sq, Sk). -inf masks.
+    score_mod         Your own function of a score, applied last. See Functions below.
+    mod_tensors       Tensors that score_mod and mask_mod read.
     sinks             (H): score of one extra key per head that has no value. lse counts it.
 
   Masks
     causal            False. True or "bottom-right": query i sees keys j <= i + Sk - Sq. "top-left": keys j <= i, as in PyTorch.
     window            (left, right): number of keys seen before and after the diagonal key, which is seen too. -1: no bound.
+    mask_mod          Your own mask. See Functions below.
 
   Lengths
     kv_lengths        Number of keys that exist: an int or a Variable for all batches, or int32 (B). See Lengths below.
@@ -68,6 +72,12 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
     sequence_order    Order of rows sharded over devices: "contiguous", or "zigzag" as attn.shard_sequence deals them.
     sequence_lengths  (Sq, Sk) without padding, of rows sharded over devices.
     arch              Chip, for example "gfx942". Default: the chip of q's device.
+
+  Functions: score_mod(score, b, h, i, j, *tensors) returns the score to use instead. mask_mod(b, h, i, j, *tensors) says whether the query at i sees
+  the key at j. Both are called once, with scalar UOps, and become part of the kernels, backward too: `lambda b, h, i, j: i >= j` is causal=True.
+  score is float32, after all other terms. b is the batch, or the packed sequence. h is the query head. j is the number of the key in its sequence. i
+  is the place of the query on the axis of the keys: its row + Sk - Sq, or its row with causal="top-left". mod_tensors follow, and are indexed:
+  table[h, i - j]. Write & | ~ and .where() in place of and, or, not and if. attn.mods has examples, docs/functions.md the rules.
 
   Masks: a query that sees no key gives 0, and -inf in lse.
 

@@ -3,19 +3,20 @@ for."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
-from attn.calls.checked_kernel import arch_of, check_output, dtype_of, numbers_at_hand
-from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.api.dropout import check_seed
-from attn.calls.options import AttentionOptions
 from attn.api.pages import check_pages, in_pages, placement_in_pages
+from attn.calls.checked_kernel import arch_of, check_output, dtype_of, numbers_at_hand
+from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
 from attn.calls.views import places_in_cache
 from attn.chips import Chip, get_chip
-from attn.parallel.shards import SequenceShards
 from attn.choose.dispatch import Choice, choose
 from attn.compilers.choice import compiled_on
-from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, Pages, Problem, Strided, problem_of
-from attn.score.masks import check_moves
+from attn.functions.trace import functions_of
+from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
+from attn.parallel.shards import SequenceShards
+from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, Pages, Problem, Strided, problem_of
+from attn.score.masks import check_moves, has_own_functions
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Tensor, UOp, dtypes, inside_function
 from attn.values import FLOATS, static_shape
@@ -157,6 +158,7 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
         raise NotImplementedError(f"kv_starts with {name}: kv_starts makes key numbers begin at a row that only the device knows, so the columns of "
                                   f"{name} cannot be matched to keys; give one of the two")
     extras["kv_starts"] = per_batch("kv_starts", options.kv_starts, "kv_starts")
+  for name, t in zip(MOD_TENSORS, options.mod_tensors): extras[name] = place(f"mod_tensors[{MOD_TENSORS.index(name)}]", t, x.at).contiguous()
   for name in ("block_table", "cu_seqlens_q", "cu_seqlens_k"):
     if (given := getattr(options, name)) is not None:
       dtype_of(name, given)
@@ -187,23 +189,26 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)
+  kinds = tuple((static_shape(f"mod_tensors[{n}]", t.shape), dtype_of(MOD_TENSORS[0], t)) for n, t in enumerate(options.mod_tensors))
+  functions = functions_of(options.score_mod, options.mask_mod, kinds)
   extras = optional_tensors(x, options, lengths_name)
   check_out(q, x.shapes["v"][-1], options)
   p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],
                  dtypes=[out_dtype_of(x, options), *x.types], num_splits=options.num_splits, views=x.views, pages=x.pages,
-                 v_in_k="v" not in x.tensors, **options.posed,
+                 v_in_k="v" not in x.tensors, **options.posed, **functions,
                  extras={name: (extra_shape(name, t, x.shards, x.shapes["q"][AXES[x.layout].index("rows")]), dtype_of(name, t))
                          for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
   if p.varlen and x.pages is None: check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
-  p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p) and x.at.shared is not None,
+  p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p or p.functions) and x.at.shared is not None,
               batch_invariant=options.batch_invariant)
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
   if x.shards is not None and inside_function():
     raise NotImplementedError("q, k or v sharded along rows inside tinygrad's @function: devices of a function don't copy keys to each other; shard "
                               "along batch or heads, or call attention outside the function")
-  if x.shards is not None: check_moves(p)
   if x.shards is not None and arch is None:
     raise NotImplementedError(f"q, k or v sharded along rows: no kernel merges results on {device}; shard along batch or heads")
-  return CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)
+  call = CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)
+  if x.shards is not None and not (has_own_functions(p) and call.shared_rows.gathers): check_moves(p)
+  return call

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 import numpy as np
 from attn import values
+from attn.cache.kept_programs import has_program
 from attn.calls.history import keep_inputs
 from attn.chips import Chip, get_chip, other_chip
 from attn.chips.matrix import UNIT_BYTES
 from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import require
-from attn.cache.kept_programs import has_program
+from attn.functions.symbols import FUNCTION_TENSOR_DTYPES
 from attn.ops.renderers import adapt
+from attn.problem import MOD_TENSORS
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, copied, device_of,
                                   with_params, workgroups_of)
@@ -148,7 +150,8 @@ def numbers_at_hand(t:Tensor) -> np.ndarray|None:
 
 TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",), "block_table": ("int32",),
                  "cu_seqlens_q": ("int32",), "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "dropout_start": ("uint32",),
-                 **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()}}   # tensors with a dtype of their own
+                 **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()},
+                 **dict.fromkeys(MOD_TENSORS, tuple(FUNCTION_TENSOR_DTYPES))}   # tensors with a dtype of their own
 
 def dtype_of(name:str, t:Any) -> str:
   """Name of the dtype of the tensor `name`. Raises NotImplementedError or ValueError for a dtype that this tensor can't have."""

@@ -18,9 +18,9 @@ from attn.choose.backward import Parts, can_differentiate, choose_bias_tile, cho
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.grid.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments, log_sums, of_backward
-from attn.problem import EXTRAS, Problem
+from attn.problem import EXTRAS, MOD_TENSORS, Problem
 from attn.score.terms import TERM_TENSORS, check_differentiable, has_sum, summed_tensor
-from attn.tinygrad_compat import Tensor, UOp, differentiated
+from attn.tinygrad_compat import Tensor, UOp, differentiated, dtypes
 from attn.values import FLOATS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
@@ -167,6 +167,7 @@ class AttentionGradient:
     by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
     found: dict[str, UOp] = {}
     plainly = [name for name, tensor in TERM_TENSORS.items() if name in inputs and not tensor.summed]
+    plainly += [name for name in MOD_TENSORS if name in inputs and dtypes.is_float(inputs[name].dtype)]
     if not by_kernels or plainly: found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call) for name, u in outputs.items()}, given)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from typing import Any
 from attn.kernels.three_pass import three_pass
-from attn.problem import EXTRAS, Problem
+from attn.problem import EXTRAS, MOD_TENSORS, Problem
 from attn.score.masks import plain_masks
 from attn.score.terms import TERM_TENSORS, check_differentiable, plain_terms, score_terms
 from attn.tinygrad_compat import Tensor, UOp
@@ -27,9 +27,9 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
   """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name. o has the problem's out_dtype. Sharded tensors are whole here, while the
   problem describes one device's part. So dropout counts batches and heads from the first one of the whole tensors."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
-  others = {name: x for name, x in given.items() if name not in TERM_TENSORS}
+  others = {name: x for name, x in given.items() if name not in (*TERM_TENSORS, *MOD_TENSORS)}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
-  o, *log_sums = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, masks=plain_masks(p),
+  o, *log_sums = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, masks=plain_masks(p, given),
                       top_left=p.top_left, offset=p.offset, terms=plain_terms(p, given), longest=(p.Sq, p.Sk) if p.varlen else None,
                       dropout_p=p.dropout_p, **others)
   lse, rest = (from_bhs(x, p.layout) for x in log_sums)

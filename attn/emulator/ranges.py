@@ -15,7 +15,8 @@ from attn.tinygrad_compat import DType, Ops, UOp, dtypes
 
 Range = tuple[int, int]
 
-THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "alone", "warpgroup")   # operations that return their first source
+# operations that return their first source
+THE_SAME = ("uniform", "opaque_uniform", "opaque", "page_number", "element_number", "alone", "warpgroup")
 WRAPPING = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL, Ops.NEG)
 
 def held_by(dtype:DType) -> Range:

@@ -8,21 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from attn.kernels.parts.weights.scores import NEG_INF
 from attn.ops.dropout import kept_elements
-from attn.score.term import Positions
+from attn.score.places import Positions
 from attn.tinygrad_compat import Tensor
 
-def _lengths(B:int, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
+def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
   """Returns the positions of queries and keys if each batch is one sequence. The keys of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or
   all rows if no lengths are given."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
   counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
-  if kv_lengths is None: return Positions(None, i + offset, j, counted)
+  if kv_lengths is None: return Positions(None, i + offset, j, counted, head)
   n = kv_lengths.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
-  if kv_starts is None: return Positions(j < n, i if top_left else i + n - Sq, j, counted)
+  if kv_starts is None: return Positions(j < n, i if top_left else i + n - Sq, j, counted, head)
   first = kv_starts.reshape(-1, 1, 1, 1, 1).maximum(0).minimum(Sk)
-  return Positions((j >= first) & (j < n), i + first if top_left else i + n.maximum(first) - Sq, j, (*counted[:2], j - first))
+  return Positions((j >= first) & (j < n), i + first if top_left else i + n.maximum(first) - Sq, j, (*counted[:2], j - first),
+                   head)
 
-def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
+def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
   """Returns the positions of queries and keys if sequences lie one after another in a single batch: a query sees only keys of its own sequence. A
   token outside of all sequences belongs to no sequence. `longest` is (most queries, most keys) of a sequence: the tokens beyond this number belong to
   no sequence, either."""
@@ -39,7 +40,7 @@ def _sequences(Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:
   j = Tensor.arange(Sk) - each(in_k, cu_k[:-1])
   counted = (number_q - 1).maximum(0).reshape(Sq, 1), i.reshape(Sq, 1), j.reshape(1, Sk)
   belongs = (number_q.reshape(Sq, 1) == number_k.reshape(1, Sk)) & (number_q.reshape(Sq, 1) > 0)
-  return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, in_q)
+  return Positions(belongs, (i + shift).reshape(Sq, 1), j.reshape(1, Sk), counted, head, in_q)
 
 def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
   """Returns the rows of k or v (B, Hkv, Sk, width) for each query, broadcastable to (B, Hkv, query heads of each, Sq, Sk, width). Replaces rows that
@@ -49,8 +50,7 @@ def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
 
 def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|None) -> Tensor:
   """Returns P after dropout. P has the shape (B, Hkv, query heads of each key/value head, Sq, Sk)."""
-  (batch, i, j), (_, Hkv, group, _, _) = at.counted, p.shape
-  head = Tensor.arange(int(Hkv)*int(group)).reshape(Hkv, group, 1, 1)
+  (batch, i, j), head = at.counted, at.head
   if start is not None: batch, head = batch + start[0], head + start[1]
   mask = kept_elements(seed, dropout_p, batch, head, i, j).contiguous()     # stored in memory, like the mask of tinygrad's own dropout
   return mask.where(p*(1/(1 - dropout_p)), 0.0)
@@ -76,8 +76,9 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   def per_head(x:Tensor) -> Tensor:
     """Reshapes a tensor of shape (H) or (B, H) so that it broadcasts to the scores."""
     return x.float().reshape(-1, Hkv, H//Hkv, 1, 1)
-  if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
-  else: at = _sequences(Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
+  head = Tensor.arange(H).reshape(Hkv, H//Hkv, 1, 1)
+  if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, head, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
+  else: at = _sequences(head, Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
 
   sees = masks(at)
 

@@ -8,8 +8,7 @@ import numpy as np
 from attn.chips import get_chip
 from attn.ops.language import compound, instruction
 from attn.ops.numerics import words_of
-from attn.ops.operation import Array, Value
-from attn.ops.operation import Body, emit, integer, statement
+from attn.ops.operation import Array, Value, Body, emit, integer, statement
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, new_uop, vector_dtype
 
 def f32(n:int) -> DType: return dtypes.float if n == 1 else vector_dtype("float32", n)
@@ -71,6 +70,8 @@ def _log2(c:Any, x:Value) -> Value: return c.log2(x)
 def _rcp(c:Any, x:Value) -> Value: return c.rcp(x)
 @compound("max", inline=True)
 def _max(c:Any, x:Value, y:Value) -> Value: return c.max(x, y)
+@compound("absolute", inline=True)
+def _absolute(c:Any, x:Value) -> Value: return c.abs(x)
 @compound("as_float", inline=True)
 def _as_float(c:Any, x:Value) -> Value: return c.as_float(x)
 
@@ -78,6 +79,7 @@ def fma(x:UOp, y:float, z:UOp) -> UOp: return emit("fma", z.dtype, x, UOp.const(
 def exp2(x:UOp) -> UOp: return emit("exp2", x.dtype, x)
 def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)
 def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)
+def absolute(x:UOp) -> UOp: return emit("absolute", x.dtype, x)
 def max_(x:UOp, y:UOp) -> UOp: return emit("max", x.dtype, x, y)
 def as_float(x:UOp) -> UOp:
   """Reinterprets the bits of dwords as fp32."""
@@ -239,12 +241,21 @@ def _alone(lanes:Any, page:Array, slot:Array, gate:Array) -> Array:
   lanes.check_alone("slot", slot, lanes.active & gate)
   return page
 
+def _element_number(lanes:Any, index:Array, first:Array, last:Array, there:Array, column:int, size:int, told:str) -> Array:
+  lanes.check_numbers(told, index, lanes.active & there & (first <= column) & (column <= last), size)
+  return index
+
 instruction("page_number", _page_number, "{0}", "{0}")
+instruction("element_number", _element_number, "{0}", "{0}")
 instruction("alone", _alone, "{0}", "{0}")
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   """Returns an entry of a block table, used only in lanes where `there` is true. The emulator stops if such an entry is not in 0..count-1."""
   return emit("page_number", dtypes.int, entry, there, count=count)
+def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, told:str) -> UOp:
+  """Returns an index into an axis of `size` elements of a caller's tensor. The emulator stops if the index is not in 0..size-1 in a lane where
+  `there` is true and whose `limits`, the first and the last column that its row sees, include `column`. `told` says whose index it is."""
+  return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, told=told)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
   """Returns the number of a page, and declares that this lane writes to the slot `slot` of this page if `gate` is true. The emulator stops if another
   lane of the grid writes to the same slot."""

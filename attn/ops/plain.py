@@ -33,8 +33,9 @@ def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 
 MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "load_where": plain_load_where, "uniform": number_of,
-                                                "page_number": lambda entry, there, *, count: number_of(entry)}
-NUMBER_CHECKS = ("page_number",)     # instructions that return a number unchanged and let the emulator check it
+                                                "page_number": lambda entry, there, *, count: number_of(entry),
+                                                "element_number": lambda index, *limits, **of: number_of(index)}
+NUMBER_CHECKS = ("page_number", "element_number")     # instructions that return a number unchanged and let the emulator check it
 
 # ***** a kernel *****
 

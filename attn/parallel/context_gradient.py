@@ -16,6 +16,7 @@ from attn.kernels.parts.grid.tensors import log_sums
 from attn.parallel.context import SharedRows, filled_with_rows, in_buffers, launch_problem, launch_tensors, passed, rows_in_buffer, shards_of
 from attn.parallel.sequence import in_order, shard_sequence
 from attn.parallel.shards import ContextLaunch, PieceRun
+from attn.score.masks import has_own_functions
 from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, cache_of_kernels
@@ -24,7 +25,9 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch."""
+  """Returns whether the backward kernels can compute every launch. A launch over the keys of one device counts keys from the device's first
+  one, so it cannot compute a caller's functions, which take places in the whole sequence."""
+  if has_own_functions(c.problem): return False
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:

@@ -169,10 +169,10 @@ class SequenceShards:
     only if something depends on them, because launches with equal problems share one kernel."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
-    if pieces and (goes_by_distance(p) or any(hiding(p))):
+    if pieces and (goes_by_distance(p) or any(hiding(p)) or p.functions):
       first = pieces[0].start
       jump = sum(y.start - x.start - y.at for x, y in itertools.pairwise(pieces))
-    heads = heads if p.layout == "bshd" or any(term.tensors for term in score_terms(p)) or p.sinks else (0, heads[1])
+    heads = heads if p.layout == "bshd" or any(term.tensors for term in score_terms(p)) or p.sinks or p.functions else (0, heads[1])
     rows = self.keys_gathered(p, device)
     def view(width:int) -> Strided:
       if self.count == 1: return Strided(p.B*p.Hkv*self.keys*width, 0, *strides(p.layout, p.Hkv, self.keys, width))

@@ -7,7 +7,8 @@ from attn.ops import common as ops
 from attn.ops.language import compound
 from attn.ops.operation import Value, emit, integer
 from attn.problem import TENSORS_OF_TERMS, Problem
-from attn.score.term import Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
+from attn.score.places import Positions
+from attn.score.term import Fragment, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 

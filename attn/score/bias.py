@@ -10,7 +10,8 @@ from attn.ops.language import compound
 from attn.ops.operation import Value, emit
 from attn.ops.softmax import LOWEST
 from attn.problem import BYTES, TENSORS_OF_TERMS, Problem
-from attn.score.term import NATURAL, Fragment, Positions, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
+from attn.score.places import Positions
+from attn.score.term import NATURAL, Fragment, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 

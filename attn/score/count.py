@@ -1,14 +1,16 @@
 """Hides columns beyond the last key or query of a sequence. Such columns exist if the tensor is larger than the sequence, or if the last tile is not
 full."""
 from __future__ import annotations
+from collections.abc import Mapping
 from typing import Any
+from attn.functions.interval import Interval
 from attn.problem import Problem
-from attn.score.mask import Interval, Mask, Walk
-from attn.score.term import Positions
+from attn.score.mask import Mask
+from attn.score.places import Positions, Walk
 from attn.tinygrad_compat import Tensor
 
 def _those_there(walk:Walk, row:Any) -> Interval: return Interval(last=walk.count - 1)
 
-def _belonging(p:Problem, at:Positions) -> Tensor|None: return at.belongs
+def _belonging(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None: return at.belongs
 
 COUNT = Mask("count", _those_there, _belonging)

@@ -1,16 +1,19 @@
 """Table of all masks, and questions about the masks of a problem."""
 from __future__ import annotations
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
+from attn.functions.interval import Interval
 from attn.problem import Problem
 from attn.score.count import COUNT
-from attn.score.mask import Interval, Mask, Walk, both_hold
-from attn.score.term import Positions
+from attn.score.mask import Mask, both_hold
+from attn.score.own import MASK_MOD
+from attn.score.places import Positions, Walk
+from attn.score.term import Fragment
 from attn.score.window import WINDOW_MASK
 from attn.tinygrad_compat import Tensor, UOp
 
-SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, COUNT)
+SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, MASK_MOD, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
   """Returns the interval of columns that each mask leaves to a row."""
@@ -35,8 +38,18 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
 
 def hides_some(walk:Walk, columns:int) -> bool:
   """Whether a mask may hide scores of a tile of `columns` columns."""
-  return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
+  return bool(scattered(walk.p)) or any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
+
+def scattered(p:Problem) -> tuple[Mask, ...]:
+  """Masks of a problem that may hide any score of a tile, and not only the scores before and after an interval of columns."""
+  return tuple(mask for mask in SCORE_MASKS if mask.each is not None and getattr(p, mask.name) is not None)
+
+def seen_each(at:Fragment) -> list[list[UOp]]|None:
+  """Says for each score of a fragment whether the masks that are no intervals leave it. None if the problem has no such mask."""
+  found = [mask.each(at) for mask in scattered(at.p) if mask.each is not None]
+  if not found: return None
+  return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
 
 class Hiding(NamedTuple):
   """Masks that hide keys before the first key that a query sees, and masks that hide keys after the last key that a query sees. COUNT, the end of the
@@ -53,14 +66,22 @@ def told(p:Problem, masks:tuple[Mask, ...]) -> str:
   """Returns a text with the fields of a problem that the given masks read, and the values of these fields."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
+def has_own_functions(p:Problem) -> bool:
+  """Whether a problem has a score_mod or mask_mod, which depend on places in the whole sequence."""
+  return bool(p.functions) or p.mask_bounds is not None
+
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError for a mask that depends on more than the distance of query and key. Devices that share rows cannot compute such a
-  mask."""
+  """Raises NotImplementedError for a mask that depends on more than the distance of query and key. Devices that share rows and do not gather the keys
+  cannot compute such a mask."""
+  if has_own_functions(p):
+    raise NotImplementedError("score_mod or mask_mod with k and v that devices share by their rows: a device that does not gather all keys counts "
+                              "them from its own first one, and functions need their places in the whole sequence; shard q along its rows, too, or "
+                              "q, k and v along batch or heads")
   if fixed := tuple(mask for masks in hiding(p) for mask in masks if not mask.moves):
     raise NotImplementedError(f"{told(p, fixed[:1])} with rows that devices share: each device counts keys from its own first one, and the "
                               "mask needs their places in the whole sequence; shard q, k and v along batch or heads instead")
 
-def plain_masks(p:Problem) -> Callable[[Positions], Tensor|None]:
+def plain_masks(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Positions], Tensor|None]:
   """Returns a function that applies all masks of a problem in tensor operations. The function says whether a query sees a key; None: every query sees
   every key."""
-  return lambda at: functools.reduce(both_hold, [mask.plain(p, at) for mask in SCORE_MASKS])
+  return lambda at: functools.reduce(both_hold, [mask.plain(p, at, given) for mask in SCORE_MASKS])

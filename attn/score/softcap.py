@@ -8,8 +8,10 @@ from attn.ops import common as ops
 from attn.ops.language import compound
 from attn.ops.operation import Value, emit
 from attn.problem import Problem
-from attn.score.term import LOG2E, Fragment, Positions, ScoreTerm, Unit
+from attn.score.places import Positions
+from attn.score.term import Fragment, ScoreTerm, Unit
 from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.values import LOG2E
 
 SMALL_CAP = 64.0           # up to this softcap the short formula has an error of at most 1e-5, less than the rounding of P to 16 bits
 

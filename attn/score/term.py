@@ -1,14 +1,13 @@
 """Definition of a term, which is a step that changes scores between Q K^T and the softmax, and of the data that a term may read."""
 from __future__ import annotations
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from attn.ops import common as ops
 from attn.problem import Problem, TensorOfTerm
+from attn.score.places import Positions, Walk
 from attn.tinygrad_compat import Tensor, UOp
-
-LOG2E, LN2 = math.log2(math.e), math.log(2)
+from attn.values import LN2, LOG2E
 
 # ***** scores as a lane holds them *****
 
@@ -48,8 +47,7 @@ class Fragment:
   given: Mapping[str, UOp]            # the problem's optional tensors, by name
   row: Row
   first: Row                          # the workgroup's first head and first row (row 0 where a tile has rows of several heads), the same in all lanes
-  over: str                           # what the columns are: "keys" or "queries"
-  diagonal: UOp                       # the column at which the diagonal meets the row
+  walk: Walk                          # the workgroup's walk over the columns, which are keys or queries
   tile: UOp                           # number of the tile
   size: int                           # columns of a tile
   group: UOp                          # the lane's group: its first column lies group*block beyond the tile's first column
@@ -57,23 +55,19 @@ class Fragment:
   columns: list[tuple[int, ...]]      # columns of each vector, counted from the lane's first column
   apart: int                          # columns from one vector to the next
   unit: Unit                          # unit of the scores after a term: BASE2 or NATURAL
+  limits: tuple[UOp|None, UOp]        # first and last column that the row sees, counted from the lane's first column; None: no mask hides the first
+  @property
+  def over(self) -> str:
+    """What the columns are: "keys" or "queries"."""
+    return self.walk.over
+  @property
+  def diagonal(self) -> UOp:
+    """Column at which the diagonal meets the row."""
+    return self.walk.diagonal(self.row.index)
   @property
   def begin(self) -> UOp:
     """The column to which the lane's first score belongs."""
     return self.tile*self.size + self.group*self.block
-
-# ***** scores in tensor operations *****
-
-@dataclass(frozen=True)
-class Positions:
-  """Positions of queries and keys in their sequences, as tensors. `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) says which keys exist for a
-  query; None: all keys exist. `query` (.., Sq, 1) counts queries such that a causal query sees the keys up to its own position. `key` has the shape
-  (1, Sk)."""
-  belongs: Tensor|None
-  query: Tensor
-  key: Tensor
-  counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
-  member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
 
 # ***** terms *****
 
@@ -126,6 +120,7 @@ class ScoreTerm:
 
     derivative: computes the derivative in the backward kernels. None: they cannot, and tinygrad differentiates `plain`
     differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
+    of: returns the row for one problem, where it depends on the problem. None: the row is the same for all problems
     placed: whether the term depends on how far a query and a key are apart in their sequence"""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
@@ -135,3 +130,4 @@ class ScoreTerm:
   registers: TermRegisters = TermRegisters.FEW
   placed: bool = False
   differentiable: bool = True
+  of: Callable[[Problem], ScoreTerm]|None = None

@@ -5,17 +5,19 @@ from collections.abc import Callable, Mapping
 from attn.problem import Problem
 from attn.score.alibi import ALIBI
 from attn.score.bias import BIAS
+from attn.score.own import SCORE_MOD
+from attn.score.places import Positions
 from attn.score.softcap import SOFTCAP
-from attn.score.term import Positions, ScoreTerm, TermRegisters, TermTensor, one
+from attn.score.term import ScoreTerm, TermRegisters, TermTensor, one
 from attn.tinygrad_compat import Tensor
 
-TERMS: tuple[ScoreTerm, ...] = (SOFTCAP, ALIBI, BIAS)
+TERMS: tuple[ScoreTerm, ...] = (SOFTCAP, ALIBI, BIAS, SCORE_MOD)
 
 TERM_TENSORS: dict[str, TermTensor] = {tensor.name: tensor for term in TERMS for tensor in term.tensors}
 
 def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
   """Returns the terms that a problem has, in the order of the table."""
-  return tuple(term for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
+  return tuple(term if term.of is None else term.of(p) for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
   """Returns the largest amount of registers that a term of a problem takes, as `TermRegisters`. None if the problem has no terms."""
@@ -60,7 +62,8 @@ def summed_tensor(p:Problem) -> TermTensor:
 
 def terms_after(term:ScoreTerm) -> set[str]:
   """Returns the names of the terms that apply after `term`."""
-  return {x.name for x in TERMS[TERMS.index(term) + 1:]}
+  names = [x.name for x in TERMS]
+  return {*names[names.index(term.name) + 1:]}
 
 def plain_terms(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Tensor, Positions], Tensor]:
   """Returns a function that applies all terms of a problem in tensor operations, to the scores softmax_scale * Q K^T and their positions."""

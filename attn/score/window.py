@@ -1,7 +1,9 @@
 """Window around the diagonal: a query sees the keys from `left` before its place to `right` after it. A causal mask is a window with right = 0."""
 from __future__ import annotations
 from typing import Any
-from attn.score.mask import Interval, Mask, Walk, by_places
+from attn.functions.interval import Interval
+from attn.score.mask import Mask, by_places
+from attn.score.places import Walk
 
 def _near(walk:Walk, row:Any) -> Interval:
   back, ahead = walk.p.window if walk.over == "keys" else walk.p.window[::-1]

@@ -1,9 +1,9 @@
 """Changes that attn makes to tinygrad within a process, besides its CUDA devices."""
 from __future__ import annotations
 import contextlib, functools, inspect, sqlite3, sys, warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 from tinygrad import Tensor, codegen, helpers
 from tinygrad.engine import realize
@@ -45,7 +45,8 @@ def method_of_tinygrad(name:str) -> FunctionType|None:
   method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 
-INSIDE = (str(Path(__file__).parents[1]), str(Path(helpers.__file__).parent))     # folders of attn and of tinygrad
+TINYGRAD = str(Path(helpers.__file__).parent)
+INSIDE = (str(Path(__file__).parents[1]), TINYGRAD)     # folders of attn and of tinygrad
 
 def levels_to_caller() -> int:
   """Returns the number of frames from the caller to the first frame outside attn and tinygrad. It is the `stacklevel` with which a warning names the
@@ -112,3 +113,17 @@ def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) ->
     built(ast := with_outputs(self), making[-1])
     return call(ast, *srcs, **kwargs)
   UOp.custom_kernel, UOp.call = watched_kernel, watched_call   # type: ignore[method-assign, assignment]
+
+def _in_tinygrad(frame:FrameType) -> bool: return frame.f_code.co_filename.startswith(TINYGRAD)
+
+@contextlib.contextmanager
+def equality_as_uops() -> Iterator[None]:
+  """Context manager in which `x == y` of UOps is the UOp x.eq(y), as for Tensors, in code outside tinygrad. Elsewhere `==` tells whether x and y are
+  the same UOp, and a caller's `i == j` would silently be False."""
+  own = UOp.__eq__
+  def equal(self:UOp, other:Any) -> Any:
+    if _in_tinygrad(sys._getframe(1)) or not isinstance(other, (UOp, int, float)): return self is other
+    return self.eq(other)
+  UOp.__eq__ = equal   # type: ignore[method-assign, assignment]
+  try: yield
+  finally: UOp.__eq__ = own   # type: ignore[method-assign]

@@ -74,6 +74,11 @@ def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[
   found = graph_rewrite(view.substitute(instead or {}).index(*indices), pm_mops + symbolic, name="attn view")
   return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
+def flat_element(index:UOp) -> UOp|None:
+  """Returns an element of a view of a parameter, INDEX of movement operations, as an element of the flat parameter. None if it is none."""
+  found = graph_rewrite(index, pm_mops + symbolic, name="attn element")
+  return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
+
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
   """Returns a CALL that copies one buffer, or a region of one, to another on any device. The buffers `held`, such as those of the regions, are only
   sources of the CALL, so that they stay in use."""

@@ -31,8 +31,8 @@ from attn.ops import common as ops, hopper, nvidia
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.reference import rounded, visible
-from attn.score.term import LOG2E
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
+from attn.values import LOG2E
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
 from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chip, chips_in_turn, floats, in_turn, ints, normal, problem
 

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import attn
+from attn.functions.interval import Interval
 from attn.kernels.parts.grid import workgroup
 from attn.kernels.parts.program.blocks import Blocks, Extent, blocks_seen, over_keys, over_queries
 from attn.problem import OF_MASKS, Problem
 from attn.reference import Array, visible
 from attn.score import masks
-from attn.score.mask import Interval, Mask, Walk, by_places
+from attn.score.mask import Mask, by_places
 from attn.score.masks import SCORE_MASKS, first_seen, hides_some, hiding, last_seen, plain_masks
-from attn.score.term import Positions
+from attn.score.places import Positions, Walk
 from attn.score.window import WINDOW_MASK
 from attn.tinygrad_compat import Tensor, UOp
 from api_cases import emulated, floats

@@ -120,7 +120,7 @@ class WgmmaForward:
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Returns the state after terms (bias, softcap, ...) and masks are applied to S."""
     scores = self.warps.group.scores
-    if not scores.raw:
+    if not scores.in_place:
       tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
       return s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s

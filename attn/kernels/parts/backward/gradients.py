@@ -16,9 +16,10 @@ from attn.kernels.tiles.common import numbers_of_queries, units_of_numbers
 from attn.ops import common as ops
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
-from attn.score.term import LOG2E, Row, ScoreTerm
+from attn.score.term import Row, ScoreTerm
 from attn.score.terms import terms_after
 from attn.tinygrad_compat import UOp, dtypes
+from attn.values import LOG2E
 
 OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # tensors by rows of queries and of keys: the first of each makes scores, the second dP
 WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each gradient sums the rows of a tensor, multiplied by these weights

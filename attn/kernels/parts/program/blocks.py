@@ -7,8 +7,8 @@ from attn.kernels.parts.program.counts import bounded
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import Count, Problem
-from attn.score.mask import Walk
-from attn.score.masks import first_seen, seen_up_to
+from attn.score.masks import first_seen, scattered, seen_up_to
+from attn.score.places import Walk
 from attn.tinygrad_compat import UOp
 
 def run_time(x:UOp, low:int, high:int) -> UOp:
@@ -126,6 +126,7 @@ def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)
   if isinstance(walk.own, UOp): seen, unseen = ((first < walk.own).where(n, 0) for n in (seen, unseen))   # a shorter sequence has no such block
   begin, end = unseen//block_n, (seen + block_n - 1)//block_n
+  if walk.p.mask_bounds is not None: begin = begin.minimum(end)     # a row may see no column: then its first one may lie after its last one
   full_begin = ((hidden(last) + block_n - 1)//block_n if masked_first else begin).minimum(end)
-  full_end = seen_up_to(walk, first)//block_n
+  full_end = seen_up_to(walk, first)//block_n if not scattered(walk.p) else full_begin
   return Blocks(begin, full_begin, full_end.maximum(full_begin).minimum(end), end, masked_first)

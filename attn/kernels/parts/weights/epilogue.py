@@ -13,8 +13,9 @@ from attn.kernels.parts.weights.scores import NEG_INF, Scores
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import BYTES, Problem
-from attn.score.term import LN2, LOG2E, Row
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, UOp, dtypes
+from attn.values import LN2, LOG2E
 
 OPTIMISED = "attn"   # tag on the SINK: tinygrad then leaves the ranges unchanged, and keeps the KernelInfo with our estimates
 OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence: the largest fp32 number, beside which every other lse vanishes

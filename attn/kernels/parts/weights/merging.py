@@ -16,8 +16,8 @@ from attn.kernels.parts.weights.epilogue import OF_NO_SEQUENCE, LogSum, store_ro
 from attn.kernels.parts.weights.scores import NEG_INF
 from attn.ops import common as ops
 from attn.problem import Problem
-from attn.score.term import LOG2E
 from attn.tinygrad_compat import AxisType, UOp
+from attn.values import LOG2E
 
 COMBINE_THREADS = 256       # the most threads of a workgroup
 

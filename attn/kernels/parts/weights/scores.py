@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.ops import common as ops
 from attn.problem import Problem
-from attn.score.mask import Walk
-from attn.score.masks import first_seen, last_seen
-from attn.score.term import BASE2, LOG2E, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
+from attn.score.masks import first_seen, last_seen, scattered, seen_each
+from attn.score.places import Walk
+from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
 from attn.score.terms import score_terms
 from attn.tinygrad_compat import UOp
+from attn.values import LOG2E
 
 NEG_INF = -math.inf
 
@@ -63,8 +64,8 @@ class Scores:
   def fragment(self, row:Row, tile:UOp) -> Fragment:
     """Returns the positions (query and key) of a row's scores in a tile, from which the terms compute their values."""
     mat = self.at.matrix
-    return Fragment(self.p, self.given, row, self.first, self.walk.over, self.walk.diagonal(row.index), tile, self.block_n, self.at.h, mat.block,
-                    self.walked, mat.tile_keys, self.unit_of_terms)
+    return Fragment(self.p, self.given, row, self.first, self.walk, tile, self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
+                    self.unit_of_terms, self.limits(row, tile))
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """Applies the problem's terms to raw scores. Without terms, only converts the scores to natural logarithms, if `natural` is set."""
@@ -94,10 +95,10 @@ class Scores:
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """Replaces scores by -inf where the key or query does not exist, or where the query does not see the key."""
-    return self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond)
+    return self._seen(self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond), row, tile, NEG_INF)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """Replaces elements of `x` by 0 where the key or query does not exist, or where the query does not see the key."""
-    return self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond)
+    return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
     """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key if the row is a query,
@@ -109,6 +110,16 @@ class Scores:
     first, last = self.limits(row, tile)
     if first is None: return [of_above(y, last, rows) for y, rows in zip(x, self.walked)]
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
+
+  def _seen(self, x:list[UOp], row:Row, tile:UOp, hidden:float) -> list[UOp]:
+    """Replaces numbers by `hidden` where a mask that is no interval of columns hides the key."""
+    if (seen := seen_each(self.fragment(row, tile))) is None: return x
+    return [ops.build(*[there.where(ops.extract(y, i), hidden) for i, there in enumerate(vector)]) for y, vector in zip(x, seen)]
+
+  @property
+  def in_place(self) -> bool:
+    """Whether masks can be applied in the registers that hold raw scores (`masks`)."""
+    return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
     """Returns statements that mask the raw scores of two rows, in the registers that hold the scores. The statements may run in any order."""

@@ -2,8 +2,8 @@
 from __future__ import annotations
 import functools
 from collections.abc import Iterable
-from attn.score.functions.edges import Edge, FloorStep, Steps, first_above, followed, last_below, then
-from attn.score.functions.symbols import KEY, QUERY
+from attn.functions.edges import Edge, FloorStep, Steps, first_above, followed, last_below, then
+from attn.functions.symbols import KEY, QUERY
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 MOST_CLAUSES = 64     # a disjunction that distributes into more clauses stays one literal

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from attn.functions.bounds import Bounds, mask_bounds
+from attn.functions.interval import Interval
+from attn.functions.symbols import FAR, QUERY_HEAD, KEY, QUERY, tensor_symbol
 from attn.reference import Array
-from attn.score.functions.bounds import Bounds, mask_bounds
-from attn.score.functions.symbols import FAR, QUERY_HEAD, KEY, QUERY, tensor_symbol
-from attn.score.mask import Interval
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 I, J = np.arange(-20, 61)[:, None], np.arange(61)[None, :]
 TABLES = {0: np.array([3, 1, 4, 1, 5, 9, 2, 6]), 1: np.array([True, False, False, True, True, False, True, False])}
-WORDS, FLAGS = tensor_symbol(0, (8,), "int"), tensor_symbol(1, (8,), "bool")
+WORDS, FLAGS = tensor_symbol(0, (8,), "int32"), tensor_symbol(1, (8,), "bool")
 
 # ***** numpy's value of a traced function *****
 

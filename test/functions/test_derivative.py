@@ -1,4 +1,4 @@
-"""Tests of attn/score/functions/derivative.py. Derivatives are evaluated in numpy and compared with closed forms, with differences of the function's
+"""Tests of attn/functions/derivative.py. Derivatives are evaluated in numpy and compared with closed forms, with differences of the function's
 values, and with tinygrad's own pass. Derivatives in float32 are free of NaN also where parts of the function overflow."""
 from __future__ import annotations
 import math
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from tinygrad.mixin.gradient import compute_gradient
-from attn.score.functions import derivative as module
-from attn.score.functions.derivative import derivative, derivative_or_reason, is_additive, why_no_derivative
-from attn.score.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, SCORE, tensor_symbol
+from attn.functions import derivative as module
+from attn.functions.derivative import derivative, derivative_or_reason, is_additive, why_no_derivative
+from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, SCORE, tensor_symbol
 from attn.tinygrad_compat import Ops, UOp, committed, dtypes
 
 Array = np.ndarray
@@ -62,7 +62,7 @@ def exact_constants() -> Iterator[None]:
     yield
   derivative_or_reason.cache_clear()
 
-TABLE, NARROW = tensor_symbol(0, (8,), "float"), tensor_symbol(1, (8, 100), "bfloat16")
+TABLE, NARROW = tensor_symbol(0, (8,), "float32"), tensor_symbol(1, (8, 100), "bfloat16")
 ELEMENT, HALF = TABLE[QUERY_HEAD], NARROW[QUERY_HEAD, QUERY - KEY + 50]
 NUMBERS: dict[UOp, Any] = {BATCH: 1, QUERY_HEAD: 3, QUERY: 7, KEY: 5, ELEMENT: 1.5, HALF: -0.75}
 SCORES = np.array([-30.5, -7.25, -2.0, -1.0, -0.3, 0.4, 1.0, 1.7, 2.5, 6.0, 11.0, 40.0])

@@ -18,9 +18,9 @@ import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
-from attn.score.functions.symbols import SCORE, elements_of
-from attn.score.term import LN2, LOG2E
+from attn.functions.symbols import SCORE, elements_of
 from attn.tinygrad_compat import Ops, UOp, committed, dtypes
+from attn.values import LN2, LOG2E
 
 _ZERO, _ONE = UOp.const(0.0), UOp.const(1.0)     # Python numbers: constants are rounded to float32 once, at the end
 

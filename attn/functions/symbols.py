@@ -5,8 +5,11 @@ A traced function is one scalar UOp, made of these symbols, constants, arithmeti
 from __future__ import annotations
 import math
 from attn.tinygrad_compat import Ops, UOp, dtypes
+from attn.values import FLOATS, INTS
 
 FAR = 2**28     # no place of a query or key is farther from 0 than this: attn.problem.MOST_ROWS
+
+FUNCTION_TENSOR_DTYPES = {**FLOATS, "bool": dtypes.bool, **INTS}      # dtypes of mod_tensors, by name
 
 def _number(name:str, least:int, most:int) -> UOp: return UOp.variable(name, least, most, dtypes.int, param=True)
 
@@ -16,8 +19,8 @@ QUERY, KEY = _number("i", -FAR, FAR), _number("j", 0, FAR)                      
 SYMBOLS = (SCORE, BATCH, QUERY_HEAD, QUERY, KEY)
 
 def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Symbol of tensor `number` of mod_tensors. `dtype` is tinygrad's name of the dtype."""
-  return UOp.placeholder(shape, getattr(dtypes, dtype), slot=number)
+  """Symbol of tensor `number` of mod_tensors. `dtype` is one of FUNCTION_TENSOR_DTYPES."""
+  return UOp.placeholder(shape, FUNCTION_TENSOR_DTYPES[dtype], slot=number)
 
 def is_element(u:UOp) -> bool:
   """Whether a UOp of a traced function is an element of a tensor."""

@@ -8,7 +8,7 @@ import functools, math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
-from attn.score.functions.symbols import FAR, KEY, QUERY
+from attn.functions.symbols import FAR, KEY, QUERY
 from attn.tinygrad_compat import UOp
 
 MOST_INSIDE = 2**30     # no number inside an edge is farther from 0, so that the offset of a problem can be added in int32

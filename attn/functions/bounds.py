@@ -5,9 +5,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from attn.score.functions.clauses import Clause, Literal, Reader, covers, without_contradicted
-from attn.score.functions.edges import Edge, FloorStep, larger, smaller
-from attn.score.mask import Interval
+from attn.functions.clauses import Clause, Literal, Reader, covers, without_contradicted
+from attn.functions.edges import Edge, FloorStep, larger, smaller
+from attn.functions.interval import Interval
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 Edges = tuple[Edge, ...]     # a clause of edges of one direction: at least one of them shows a pair

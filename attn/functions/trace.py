@@ -1,0 +1,226 @@
+"""Traces a caller's score_mod or mask_mod: calls it once with symbols, and checks that the UOp it returns can be computed inside a kernel."""
+from __future__ import annotations
+import inspect, math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+from attn import values
+from attn.functions.bounds import mask_bounds
+from attn.functions.symbols import BATCH, QUERY_HEAD, KEY, QUERY, SCORE, SYMBOLS, is_element, tensor_symbol
+from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, committed, dtypes, equality_as_uops, flat_element
+
+MOST_TENSORS = 8      # tensors in mod_tensors
+
+@dataclass(frozen=True)
+class Traced:
+  """A traced function. Two functions that compute the same have equal records.
+
+    value: the scalar UOp that the function returned, of the symbols in attn/functions/symbols.py
+    told: name of the function, its file and its line, for error messages"""
+  value: UOp
+  told: str = field(default="", compare=False)
+  @cached_property
+  def huge(self) -> bool:
+    """Whether a score_mod may return finite numbers so large that fp32 cannot hold them in base 2, such as the least number of fp32 as a mask."""
+    return may_be_huge(self.value)
+  def __repr__(self) -> str: return self.told
+
+@dataclass(frozen=True)
+class FunctionForm:
+  """What an argument of `attention` that is a function takes and returns."""
+  name: str                    # "score_mod" or "mask_mod"
+  symbols: tuple[UOp, ...]     # symbols of its first arguments; the tensors follow
+  parameters: str
+  returns: DType
+  @property
+  def form(self) -> str: return f"{self.name}({self.parameters}, *tensors) -> {values.dtype_text(self.returns)}"
+
+SCORE_FUNCTION = FunctionForm("score_mod", SYMBOLS, "score, b, h, i, j", dtypes.float)
+MASK_FUNCTION = FunctionForm("mask_mod", (BATCH, QUERY_HEAD, QUERY, KEY), "b, h, i, j", dtypes.bool)
+
+TensorKinds = tuple[tuple[tuple[int, ...], str], ...]     # shape and name of the dtype of each tensor in mod_tensors
+
+def described(function:Callable[..., Any]) -> str:
+  """Name of a function, with the file and line where it begins."""
+  code = getattr(inspect.unwrap(function), "__code__", None)
+  name = getattr(function, "__name__", type(function).__name__)
+  return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|None:
+  """Returns the traced function, or None if the function changes nothing: a score_mod that returns the score, a mask_mod that returns True.
+
+  A function that was traced before, with the same values in its closure, is not called again. Raises ValueError if the function does not take
+  the arguments of `signature`, returns something else than a scalar UOp of the right dtype, or returns another UOp when it is called again.
+  Raises NotImplementedError, with the name of the operation, for a UOp that cannot be computed inside a kernel."""
+  if not callable(function): raise values.wrong(signature.name, function, f"a function {signature.form}")
+  key = identity(function)
+  found = call_twice(signature, function, tensors) if key is None else traced_before(key, signature, Held(function), tensors)
+  return None if found.value in (SCORE, UOp.const(True, dtypes.bool)) else found
+
+@dataclass(frozen=True)
+class Held:
+  """A function beside the key that stands for it in a cache."""
+  function: Callable[..., Any] = field(compare=False)
+
+@lru_cache(256)
+def traced_before(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced: return call_twice(signature, held.function, tensors)
+
+def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Traced:
+  found, again = (checked(signature, function, called(signature, function, tensors)) for _ in range(2))
+  if found is not again:
+    raise ValueError(f"{signature.name}={described(function)} returned another expression when it was called a second time: it must compute the same "
+                     "each time, and read changing numbers from mod_tensors")
+  return Traced(found, described(function))
+
+def called(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Any:
+  """Calls a function with the symbols."""
+  arguments = (*signature.symbols, *(tensor_symbol(n, *kind) for n, kind in enumerate(tensors)))
+  try: inspect.signature(function).bind(*arguments)
+  except TypeError as e:
+    raise ValueError(f"{signature.name}={described(function)} cannot be called with {len(arguments)} arguments, {signature.parameters} and "
+                     f"{len(tensors)} of mod_tensors: {e}; it must be {signature.form}") from None
+  try:
+    with equality_as_uops(): return function(*arguments)
+  except Exception as e:
+    raise ValueError(f"{signature.name}={described(function)} raised {type(e).__name__}: {e}. It is called once, with UOps for numbers: use & | ~ and "
+                     ".where() in place of and, or, not, if and chained comparisons") from e
+
+ALLOWED = GroupOp.ALU - {Ops.THREEFRY} | {Ops.CAST, Ops.BITCAST, Ops.CONST, Ops.INDEX}
+REASONS = {Ops.BUFFER: "a buffer (give tensors as mod_tensors)", Ops.RANGE: "a loop", Ops.REDUCE: "a sum or maximum over an axis"}
+
+def checked(signature:FunctionForm, function:Callable[..., Any], x:Any) -> UOp:
+  """Returns the UOp `x` that a function returned, without loads, after a check that a kernel can compute it."""
+  what = f"{signature.name}={described(function)}"
+  if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
+  if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
+  if x._shape != (): raise ValueError(f"{what} returned a UOp of shape {values.shown_shape(x._shape or ())}: must be a scalar, {signature.form}; "
+                                      "index every axis of a tensor")
+  if x.dtype != signature.returns:
+    raise ValueError(f"{what} returned a UOp of dtype {values.dtype_text(x.dtype)}: must be {values.dtype_text(signature.returns)}, {signature.form}")
+  made = dict[UOp, UOp]()
+  for u in x.toposort():
+    if u._shape != () or u.op is Ops.STACK: continue     # tensors, and their shapes
+    if u in signature.symbols: made[u] = u
+    elif u.op is Ops.LOAD and u.src[0] in made: made[u] = made[u.src[0]]
+    elif u.op is Ops.INDEX: made[u] = element(what, u, made)
+    elif u.op in ALLOWED: made[u] = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
+    else: raise NotImplementedError(f"{what} uses {REASONS.get(u.op, f'the operation {u.op.name}')}: a function is computed for each score by "
+                                    "itself, from scalars and elements of mod_tensors")
+  return plainer(committed(made[x]))
+
+def plainer(value:UOp) -> UOp:
+  """Writes the absolute value of x, which tinygrad writes as x times its sign, as the maximum of x and -x."""
+  made = dict[UOp, UOp]()
+  for u in value.toposort():
+    new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
+    made[u] = new.src[0].maximum(-new.src[0]) if is_absolute(new) else new
+  return made[value]
+
+def is_absolute(u:UOp) -> bool:
+  """Whether a UOp is x times its sign, as UOp.abs writes it."""
+  return (u.op is Ops.MUL and u.src[1] is u.src[0].sign()) or (u.op is Ops.MUL and u.src[1] is committed(u.src[0].sign()))
+
+def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
+  """Returns an element of a tensor with an int32 index for each axis, or a flat index if the tensor was permuted, sliced or indexed in steps."""
+  while u.src[0].op is Ops.INDEX: u = u.src[0].src[0].index(*u.src[0].src[1:], *u.src[1:])     # t[x][y] is t[x, y]
+  plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
+  if not plain or len(u.src) - 1 != len(u.src[0].shape):
+    if (found := flat_element(u)) is None: raise NotImplementedError(f"{what} reads a tensor in a way that is no element of it: {values.shown(u)}")
+    u = found
+  tensor, indices = u.src[0], []
+  for axis, (index, size) in enumerate(zip(u.src[1:], tensor.shape)):
+    if not dtypes.is_int(index.dtype) and index.dtype != dtypes.weakint:
+      raise ValueError(f"{what} indexes axis {axis} of a tensor by a UOp of dtype {values.dtype_text(index.dtype)}: must be an int")
+    index = rebuilt(index, made)
+    if index.vmax < 0 or index.vmin >= size:
+      raise ValueError(f"{what} reads index {index.vmin if index.vmin == index.vmax else values.shown(index)} of axis {axis} of a tensor of shape "
+                       f"{values.shown_shape(tensor.shape)}: must lie in 0..{size - 1}")
+    indices.append(index.cast(dtypes.int))
+  return tensor.index(*indices)
+
+def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
+  """Replaces the parts of an index that have been rebuilt without loads."""
+  return u.substitute({old: new for old, new in made.items() if old is not new}) if u not in made else made[u]
+
+# ***** recognising a function *****
+
+SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
+
+def identity(function:Any) -> Hashable|None:
+  """Returns a key for what a Python function computes: its code, and the values that the code sees in closures, defaults and globals. Returns
+  None if one of these values may change without notice, such as an object or a list."""
+  try: return of_function(function, set())
+  except TypeError: return None
+
+def of_function(function:Any, seen:set[CodeType]) -> Hashable:
+  if not isinstance(function, FunctionType): raise TypeError
+  code = function.__code__
+  if code in seen: return code
+  seen.add(code)
+  closure = tuple(of_value(cell.cell_contents, seen) if is_filled(cell) else None for cell in function.__closure__ or ())
+  others = tuple((name, of_value(function.__globals__[name], seen)) for name in names_in(code) if name in function.__globals__)
+  defaults = of_value((function.__defaults__ or (), tuple(sorted((function.__kwdefaults__ or {}).items()))), seen)
+  return code, closure, defaults, others
+
+def is_filled(cell:Any) -> bool:
+  """Whether a cell of a closure has a value yet."""
+  try: return cell.cell_contents is not cell
+  except ValueError: return False
+
+def names_in(code:CodeType) -> list[str]:
+  """Global names that a function's code and the code of functions inside it may use."""
+  inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+  return sorted({*code.co_names, *(name for x in inner for name in names_in(x))})
+
+def of_value(x:Any, seen:set[CodeType]) -> Hashable:
+  if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
+  if isinstance(x, tuple): return tuple(of_value(y, seen) for y in x)
+  if isinstance(x, ModuleType): return x.__name__
+  if isinstance(x, type): return x
+  if isinstance(x, UOp): return x
+  return of_function(x, seen)
+
+# ***** how large a function's numbers may be *****
+
+MODERATE = 2.0**64     # constants up to this cannot make a score too large for fp32 in base 2
+
+def may_be_huge(value:UOp) -> bool:
+  """Whether a score_mod may return finite numbers that fp32 cannot hold in base 2, such as the least number of fp32 as a mask. An element of a tensor
+  may be so large if it is added to a score or chosen instead of it. A factor of a score is not expected to be."""
+  parts = [u for u in value.toposort() if dtypes.is_float(u.dtype)]
+  bounded = {x for u in parts if is_sigmoid(u) for x in (u, *u.src, *u.src[0].src)}
+  chosen, seen = [value], set[UOp]()
+  while chosen:
+    if (u := chosen.pop()) in seen: continue
+    seen.add(u)
+    if is_element(u) and u.dtype in (dtypes.float, dtypes.bfloat16): return True
+    if u.op in (Ops.ADD, Ops.MAX, Ops.CAST) or (u.op is Ops.MUL and any(s.op is Ops.CONST for s in u.src)): chosen += u.src
+    if u.op is Ops.WHERE: chosen += u.src[1:]
+  return any(is_large(u) for u in parts if u not in bounded)
+
+def is_large(u:UOp) -> bool:
+  """Whether an operation may return very large numbers from moderate ones, or is such a number."""
+  if u.op is Ops.CONST: return MODERATE < abs(u.val) < math.inf
+  return u.op in (Ops.RECIPROCAL, Ops.EXP2, Ops.POW, Ops.BITCAST)
+
+def is_sigmoid(u:UOp) -> bool:
+  """Whether a UOp is 1/(1 + exp2(x)), which lies in 0..1."""
+  if u.op is not Ops.RECIPROCAL or u.src[0].op is not Ops.ADD: return False
+  one, power = sorted(u.src[0].src, key=lambda x: x.op is Ops.EXP2)
+  return one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2
+
+# ***** the functions of a call *****
+
+def functions_of(score_mod:Any, mask_mod:Any, tensors:TensorKinds) -> dict[str, Any]:
+  """Traces the functions of a call, each None or a function. Returns the fields of Problem that say what they compute."""
+  if tensors and score_mod is None and mask_mod is None: raise ValueError(f"mod_tensors has {len(tensors)} tensors: they need score_mod or mask_mod")
+  if len(tensors) > MOST_TENSORS: raise NotImplementedError(f"mod_tensors has {len(tensors)} tensors: at most {MOST_TENSORS} are supported")
+  found: dict[str, Any] = {}
+  if score_mod is not None: found["score_mod"] = trace(SCORE_FUNCTION, score_mod, tensors)
+  if mask_mod is not None and (mask := trace(MASK_FUNCTION, mask_mod, tensors)) is not None:
+    found["mask_bounds"] = mask_bounds(mask.value)
+    rest = found["mask_bounds"].rest
+    if rest is not None: found["mask_mod"] = replace(mask, value=rest)
+  return found

@@ -1,0 +1,37 @@
+"""Computes a caller's function in tensor operations, for all pairs of queries and keys, with the gradients of attn/functions/derivative.py."""
+from __future__ import annotations
+import math
+from collections.abc import Mapping
+from attn.functions.derivative import derivative
+from attn.functions.symbols import BATCH, QUERY_HEAD, KEY, QUERY, SCORE, elements_of, indices_of, is_element, number_of_tensor
+from attn.score.places import Positions
+from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
+
+def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
+  """Computes a traced function. Returns each of its parts, the elements of tensors among them, as tensors that broadcast to the scores
+  (B, Hkv, query heads of each, Sq, Sk). `s` are the scores before the function, None for a function without a score."""
+  places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
+  made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})
+  for u in value.toposort():
+    if u in made or u._shape != () or u.op is Ops.STACK: continue
+    if is_element(u): made[u] = gathered(given[f"mod_tensor{number_of_tensor(u)}"], [made[x] for x in indices_of(u)])
+    else: made[u] = Tensor(u.replace(src=tuple(made[x].uop for x in u.src)) if u.src else u)
+  return made
+
+def gathered(t:Tensor, indices:list[Tensor]) -> Tensor:
+  """Elements of a tensor. An index outside the tensor is moved to its border."""
+  flat = Tensor(0, dtype=dtypes.int, device=t.device)
+  for index, size in zip(indices, map(int, t.shape)): flat = flat*size + index.clamp(0, size - 1)
+  return t.flatten()[flat]
+
+def with_gradients(value:UOp, s:Tensor, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
+  """Computes a score_mod. tinygrad differentiates the result, but by the derivatives of attn/functions/derivative.py: tinygrad's own rules give NaN
+  where a branch that is not taken has an infinite derivative. Where the result is -inf, P is 0, and nothing has a gradient there."""
+  made = parts_in_tensors(value, s, at, given)
+  found = made[value].detach()
+  for part in (SCORE, *[u for u in elements_of(value) if dtypes.is_float(u.dtype)]):
+    slope = parts_in_tensors(derivative(value, part), s, at, given)[derivative(value, part)].detach()
+    finite = made[part].float().isfinite()
+    x = finite.where(made[part].float(), 0.0)
+    found = found + ((found != -math.inf) & finite).where(slope, 0.0)*(x - x.detach())
+  return found

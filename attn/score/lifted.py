@@ -1,0 +1,220 @@
+"""Computes a caller's function on a fragment of scores: one UOp for each element, or one for each vector of fp32 numbers.
+
+A traced function (attn/functions) is written in symbols. Its parts fall into three kinds, and each part is computed once:
+- parts that are equal for all columns of the fragment are scalars. Most of them do not change in a kernel's loop, so compilers compute them before it
+- parts that differ between columns and are integers or conditions are scalars too, one for each element
+- other parts that differ between columns, and parts that depend on the score, are vectors of fp32 numbers: the operations of attn/ops add and
+  multiply whole vectors, as the chip's packed instructions do
+
+A constant factor of the result, such as the unit of the scores, goes into the constants of the function where that is possible (`scaled`)."""
+from __future__ import annotations
+import functools, math
+from dataclasses import dataclass
+from typing import Any
+from attn.functions.symbols import BATCH, FAR, QUERY_HEAD, KEY, QUERY, SCORE, indices_of, is_element, number_of_tensor, tensor_of
+from attn.ops import common as ops
+from attn.ops.operation import integer
+from attn.score.term import Fragment
+from attn.tinygrad_compat import Ops, UOp, dtypes
+from attn.values import DTYPE_NAMES
+
+Elementwise = list[list[UOp]]     # scalars: for each vector of the fragment, one UOp per element
+
+@dataclass(frozen=True)
+class Evaluated:
+  """A computed part of a function: `same`, a scalar for all columns, or `each`, a scalar per element, or `vectors` of fp32 numbers."""
+  same: UOp|None = None
+  each: Elementwise|None = None
+  vectors: list[UOp]|None = None
+
+def linear_in(u:UOp, symbol:UOp) -> int|None:
+  """Coefficient of `symbol` in an int expression that is linear in it. None if the expression is not linear in it, or has no such coefficient."""
+  if u is symbol: return 1
+  if symbol not in u.toposort(): return 0
+  if u.op is Ops.ADD:
+    x, y = (linear_in(s, symbol) for s in u.src)
+    return None if x is None or y is None else x + y
+  if u.op is Ops.MUL and u.src[1].op is Ops.CONST:
+    return None if (x := linear_in(u.src[0], symbol)) is None else x*int(u.src[1].val)
+  return None
+
+IN_DWORDS = ("float16", "bfloat16", "float32", "int32", "uint32")     # dtypes whose elements a buffer load returns as dwords
+EXACT = 2**24     # whole numbers up to this are exact in fp32
+
+class Lifted:
+  """The evaluation of a function on one fragment. `told` names the function. `raw` are the scores before the function, as vectors; None for a
+  function without a score, such as a mask. `factor` makes these scores natural."""
+  def __init__(self, at:Fragment, told:str, raw:list[UOp]|None=None, factor:float=1.0) -> None:
+    self.at, self.told, self.raw, self.factor = at, told, raw, factor
+    self.lengths = [len(columns) for columns in at.columns]
+    own, first = integer(at.row.index), integer(at.begin)
+    shift = integer(at.diagonal - at.row.index)                  # from the number of a row to the column where the diagonal meets it
+    self.walked = KEY if at.over == "keys" else QUERY            # the symbol that differs between columns
+    self.first = first if at.over == "keys" else first - shift   # its value at the lane's first column
+    owned = {QUERY: own + shift} if at.over == "keys" else {KEY: own}
+    start = at.given.get("dropout_start")                        # numbers of the device's first batch and first head
+    batch, head = (integer(x) if start is None else integer(x) + start[n].load().cast(dtypes.int)
+                   for n, x in enumerate((at.row.batch, at.row.head)))
+    self.symbols: dict[UOp, UOp] = {BATCH: batch, QUERY_HEAD: head, **owned}
+    self.parts = dict[UOp, Evaluated]()
+    self.factors = dict[tuple[UOp, float], list[UOp]]()
+
+  # ***** parts *****
+  def part(self, u:UOp) -> Evaluated:
+    """Computes a function, or a part of one."""
+    for x in u.toposort(gate=lambda x: x not in self.parts):
+      if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
+    return self.parts[u]
+
+  def computed(self, u:UOp) -> Evaluated:
+    """Computes a UOp whose sources are computed already."""
+    if u in self.symbols: return Evaluated(same=self.symbols[u])
+    if u is SCORE:
+      assert self.raw is not None
+      return Evaluated(vectors=[ops.mul(x, self.factor) for x in self.raw] if self.factor != 1 else self.raw)
+    if u is self.walked: return Evaluated(each=self.columns_from(self.first, 1))
+    if u.op is Ops.CONST: return Evaluated(same=u)
+    if is_element(u): return self.element(u)
+    parts = [self.parts[s] for s in u.src]
+    if all(x.same is not None for x in parts): return Evaluated(same=u.replace(src=tuple(x.same for x in parts if x.same is not None)))
+    if u.op is Ops.CAST and u.dtype == dtypes.float and is_element(u.src[0]) and parts[0].each is not None:      # 16-bit floats are loaded as fp32
+      return Evaluated(vectors=[ops.build(*map(as_fp32, x)) for x in parts[0].each])
+    if u.op is Ops.CAST and u.dtype == dtypes.float and (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0]):
+      return Evaluated(vectors=self.numbers_from(self.at_first(u.src[0]), step))
+    if u.op is Ops.MUL and u.dtype == dtypes.float and (found := constant_factor(u)) is not None: return Evaluated(vectors=self.scaled(*found))
+    if is_magnitude(u): return Evaluated(vectors=[ops.absolute(x) for x in self.vectors(u.src[0])])
+    if u.dtype == dtypes.float and u.op in OF_VECTORS: return Evaluated(vectors=OF_VECTORS[u.op](*[self.vectors(s) for s in u.src]))
+    made = [[u.replace(src=tuple(xs)) for xs in zip(*vector)] for vector in zip(*[self.each(s) for s in u.src])]
+    return Evaluated(vectors=[ops.build(*x) for x in made]) if u.dtype == dtypes.float else Evaluated(each=made)
+
+  def each(self, u:UOp) -> Elementwise:
+    """Returns a part as one scalar per element."""
+    x = self.parts[u]
+    if x.same is not None: return [[x.same]*n for n in self.lengths]
+    if x.each is not None: return x.each
+    assert x.vectors is not None
+    return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
+
+  def vectors(self, u:UOp) -> list[UOp]:
+    """Returns a part of dtype float as vectors."""
+    x = self.parts[u]
+    if x.vectors is not None: return x.vectors
+    if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
+    return [ops.build(*map(as_fp32, y)) for y in self.each(u)]
+
+  # ***** columns *****
+  def column(self, vector:int, i:int) -> int:
+    """Column of an element, counted from the lane's first column."""
+    return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
+  def columns_from(self, first:UOp, step:int) -> Elementwise:
+    return [[first + step*self.column(n, i) for i in range(size)] for n, size in enumerate(self.lengths)]
+  def numbers_from(self, first:UOp, step:int) -> list[UOp]:
+    """Returns first + step*column as fp32 vectors. All vectors use the same few constants."""
+    steps = [UOp.const(float(step*self.column(0, i)), dtypes.float) for i in range(self.lengths[0])]
+    def vector(n:int) -> UOp:
+      start = (first + step*n*self.at.apart).cast(dtypes.float)
+      return ops.add(ops.splat(start, self.lengths[n]), ops.build(*steps[:self.lengths[n]]))
+    return [vector(n) for n in range(len(self.lengths))]
+  def at_first(self, u:UOp) -> UOp:
+    """Returns an int expression of the symbols at the lane's first column."""
+    return u.substitute({**self.symbols, self.walked: self.first})
+  def is_exact(self, u:UOp) -> bool:
+    """Whether an int expression is small enough on this fragment for fp32 to hold it exactly."""
+    first = self.at_first(u)
+    reach = abs(linear_in(u, self.walked) or 0)*(self.column(len(self.lengths) - 1, self.lengths[-1] - 1) + 1)
+    return first.vmin - reach > -EXACT and first.vmax + reach < EXACT
+
+  # ***** elements of tensors *****
+  def element(self, u:UOp) -> Evaluated:
+    """Loads an element of a tensor for all columns, or one element per column. A place where no query or key is may have an index outside the tensor:
+    it reads another element, and the result is dropped."""
+    parts = [self.parts[s] for s in indices_of(u)]
+    if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))
+    each = [[[*zip(*vector)][i] for i in range(n)] for vector, n in zip(zip(*[self.each(s) for s in indices_of(u)]), self.lengths)]
+    found = [[self.loaded(u, list(xs), self.column(n, i)) for i, xs in enumerate(vector)] for n, vector in enumerate(each)]
+    return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
+
+  def loaded(self, u:UOp, indices:list[UOp], column:int|None=None) -> UOp:
+    """Loads an element, for one column or, if `column` is None, for all."""
+    number, shape = number_of_tensor(u), [int(n) for n in tensor_of(u).shape]
+    buffer, count = ops.flat(self.at.given[f"mod_tensor{number}"]), math.prod(shape)
+    checked = [self.checked(x, column, size, number, axis) for axis, (x, size) in enumerate(zip(indices, shape))]
+    nbytes, name = count*u.dtype.itemsize, DTYPE_NAMES.get(u.dtype)
+    if column is None or name not in IN_DWORDS or nbytes > ops.MAX_RECORDS:
+      return buffer[flat_index([within(x, n) for x, n in zip(checked, shape)], shape)].load()
+    offset = flat_index(checked, shape)*u.dtype.itemsize
+    words = ops.buffer_load(buffer[0], UOp.const(nbytes), offset.maximum(0) if offset.vmin < 0 else offset, u.dtype.itemsize)
+    if u.dtype in (dtypes.half, dtypes.bfloat16): return ops.widen_to_float(words, 1, name).cast(u.dtype)
+    return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
+
+  def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:
+    """Returns an index that the emulator checks, unless it lies inside the axis at every place."""
+    if index.vmin >= 0 and index.vmax < size: return index
+    first, last = self.at.limits
+    limits = (UOp.const(0, dtypes.int), integer(last if first is None else last - first.maximum(0))) if column is None else \
+             (UOp.const(-FAR, dtypes.int) if first is None else integer(first), integer(last))
+    told = f"{self.told}: index of axis {axis} of mod_tensors[{number}], counted from 0,"
+    return ops.element_number(index, limits, self.at.row.there, column or 0, size, told)
+
+  # ***** with a factor *****
+  def scaled(self, u:UOp, k:float) -> list[UOp]:
+    """Computes k times a part of dtype float, as vectors. The factor goes into the constants of the function where that is possible."""
+    if u not in self.parts: self.part(u)
+    if (u, k) not in self.factors: self.factors[u, k] = self._scaled(u, k)
+    return self.factors[u, k]
+
+  def _scaled(self, u:UOp, k:float) -> list[UOp]:
+    if k == 1 and u in self.parts: return self.vectors(u)
+    if u is SCORE and self.raw is not None: return [ops.mul(x, self.factor*k) for x in self.raw]
+    if u.op is Ops.CONST: return [ops.splat(float(u.val)*k, n) for n in self.lengths]
+    if u.op is Ops.MUL:
+      if (found := constant_factor(u)) is not None and math.isfinite(found[1]*k): return self.scaled(found[0], found[1]*k)
+      for x, y in (u.src, u.src[::-1]):     # the factor goes into an operand that is equal for all columns
+        if (same := self.parts[x].same) is not None: return [ops.mul(v, ops.mul(as_fp32(same), k)) for v in self.vectors(y)]
+    if u.op is Ops.WHERE: return selected(self.each(u.src[0]), *[self.scaled(s, k) for s in u.src[1:]])
+    if u.op is Ops.ADD:
+      x, y = u.src if takes_factor(u.src[1]) else u.src[::-1]
+      if takes_factor(x): return [ops.add(a, b) for a, b in zip(self.scaled(x, k), self.scaled(y, k))]
+      return [ops.fma(a, k, b) for a, b in zip(self.vectors(x), self.scaled(y, k))]
+    return [ops.mul(x, k) for x in self.vectors(u)]
+
+def constant_factor(u:UOp) -> tuple[UOp, float]|None:
+  """Returns the operands of a product with a finite constant: the other operand, and the constant. None for another product."""
+  for x, y in (u.src, u.src[::-1]):
+    if x.op is Ops.CONST and math.isfinite(x.val): return y, float(x.val)
+  return None
+
+def is_magnitude(u:UOp) -> bool:
+  """Whether a UOp is the absolute value of an fp32 number, max(x, -x)."""
+  return u.op is Ops.MAX and u.dtype == dtypes.float and u.src[1].op is Ops.MUL and constant_factor(u.src[1]) == (u.src[0], -1.0)
+
+def takes_factor(u:UOp) -> bool:
+  """Whether a factor of a part costs nothing, because it goes into a constant."""
+  if u is SCORE or u.op is Ops.CONST: return True
+  if u.op is Ops.MUL: return any(s.op is Ops.CONST for s in u.src)
+  return u.op in (Ops.ADD, Ops.WHERE) and all(takes_factor(s) for s in u.src if s.dtype != dtypes.bool)
+
+def as_fp32(x:UOp) -> UOp:
+  if x.op is Ops.CAST and x.src[0].dtype == dtypes.float: return x.src[0]     # a 16-bit float that was loaded as fp32
+  return x if x.dtype == dtypes.float else x.cast(dtypes.float)
+
+def flat_index(indices:list[UOp], shape:list[int]) -> UOp:
+  return functools.reduce(lambda flat, of: flat*of[1] + of[0], zip(indices, shape), UOp.const(0, dtypes.int))
+
+def within(index:UOp, size:int) -> UOp:
+  """Returns an index, moved into 0..size-1 if it may lie outside."""
+  if index.vmin < 0: index = index.maximum(0)
+  return index if index.vmax < size else index.minimum(size - 1)
+
+def selected(seen:Elementwise, x:list[UOp], y:list[UOp]) -> list[UOp]:
+  """Returns the elements of x where a condition holds, and those of y elsewhere."""
+  def element(condition:UOp, n:int, i:int) -> UOp: return condition.where(ops.extract(x[n], i), ops.extract(y[n], i))
+  return [ops.build(*[element(c, n, i) for i, c in enumerate(conditions)]) for n, conditions in enumerate(seen)]
+
+def by_vector(operation:Any) -> Any:
+  """Makes an operation on lists of vectors from one on vectors."""
+  return lambda *lists: [operation(*xs) for xs in zip(*lists)]
+
+# operations of traced functions that attn/ops has for vectors
+OF_VECTORS: dict[Ops, Any] = {Ops.ADD: by_vector(ops.add), Ops.MUL: by_vector(ops.mul), Ops.SUB: by_vector(ops.sub), Ops.MAX: by_vector(ops.max_),
+                              Ops.RECIPROCAL: by_vector(ops.rcp), Ops.EXP2: by_vector(ops.exp2), Ops.LOG2: by_vector(ops.log2)}

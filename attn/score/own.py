@@ -1,0 +1,71 @@
+"""A caller's own scores and masks: score_mod, a term, and mask_mod, a mask (attn/functions traces them)."""
+from __future__ import annotations
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from attn.functions.derivative import derivative, is_additive, tidied, why_no_derivative
+from attn.functions.interval import Interval
+from attn.functions.symbols import SCORE
+from attn.functions.trace import Traced
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.score.in_tensors import parts_in_tensors, with_gradients
+from attn.score.lifted import Elementwise, Lifted
+from attn.score.mask import Mask, both_hold
+from attn.score.places import Positions, Walk
+from attn.score.term import Fragment, ScoreTerm, TermRegisters, Unit, one
+from attn.tinygrad_compat import Tensor, UOp
+
+# ***** score_mod *****
+
+def score_function(p:Problem) -> Traced:
+  assert p.score_mod is not None
+  return p.score_mod
+
+def _value(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+  mod = score_function(at.p)
+  return Lifted(at, f"score_mod={mod}", x, unit.natural).scaled(tidied(mod.value), at.unit.of_natural)
+
+def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+  """Computes the derivative with respect to the score. Where the score after the function is -inf, P is 0, and the derivative is set to 0: the
+  derivative could be infinite there, or NaN, and its product with P must be 0."""
+  mod = score_function(at.p)
+  slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, SCORE), 1.0)
+  def element(slope:UOp, x:UOp, i:int) -> UOp: return ops.extract(x, i).eq(-math.inf).where(0.0, ops.extract(slope, i))
+  return [ops.build(*[element(slope, x, i) for i in range(ops.length(x))]) for slope, x in zip(slopes, after)]
+
+def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
+  return with_gradients(score_function(p).value, s, at, given)
+
+def _of(p:Problem) -> ScoreTerm:
+  """Returns the row for a problem: a function that only adds to the score has the derivative 1, and a function without a derivative says so."""
+  mod = score_function(p)
+  if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)
+  return replace(SCORE_MOD, derivative=one) if is_additive(mod.value) else SCORE_MOD
+
+SCORE_MOD = ScoreTerm("score_mod", _value, _slope, _plain, (), TermRegisters.COLUMNS, placed=True, of=_of)
+
+# ***** mask_mod *****
+
+def _interval(walk:Walk, row:Any) -> Interval:
+  if (bounds := walk.p.mask_bounds) is None: return Interval()
+  if walk.over == "keys": return bounds.keys_of(walk.place(row))
+  first, last = bounds.queries_of(row)
+  return Interval(None if first is None else walk.column(first), None if last is None else walk.column(last))
+
+def _seen(at:Fragment) -> Elementwise:
+  mod = at.p.mask_mod
+  assert mod is not None
+  lifted = Lifted(at, f"mask_mod={mod}")
+  lifted.part(mod.value)
+  return lifted.each(mod.value)
+
+def _sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
+  found = None
+  if p.mask_bounds is not None:
+    first, last = p.mask_bounds.keys_of(at.place_of_query)
+    found = both_hold(None if first is None else at.place_of_key >= first, None if last is None else at.place_of_key <= last)
+  return found if p.mask_mod is None else both_hold(found, parts_in_tensors(p.mask_mod.value, None, at, given)[p.mask_mod.value])
+
+MASK_MOD = Mask("mask_mod", _interval, _sees, _seen)

@@ -1,0 +1,46 @@
+"""Places of queries and keys in their sequences: in a kernel's walk, and as tensors."""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Any
+from attn.problem import Problem
+from attn.tinygrad_compat import Tensor, UOp
+
+@dataclass(frozen=True)
+class Walk:
+  """The rows and columns of a workgroup's loop. The workgroup owns `own` rows, and loops over `count` columns: rows are queries and columns are keys,
+  or the reverse. The place of a key is its number. The place of a query is its number plus the offset of the problem. A query and a key with the same
+  place meet on the diagonal."""
+  p: Problem
+  over: str            # "keys" or "queries"
+  offset: int|UOp      # from the number of a row to the column where the diagonal meets it
+  count: int|UOp
+  own: int|UOp
+  def place(self, row:Any) -> Any:
+    """Returns the place of a row on the axis that queries and keys share: the number of a key, or the number of a query plus the problem's offset."""
+    return row + self.offset if self.over == "keys" else row
+  def column(self, place:Any) -> Any:
+    """Returns the column at a place on the axis that queries and keys share. See `Walk`."""
+    return place if self.over == "keys" else place + self.offset
+  def diagonal(self, row:UOp) -> UOp:
+    """Returns the column where the diagonal meets a row."""
+    return row + self.offset
+
+@dataclass(frozen=True)
+class Positions:
+  """Positions of queries and keys in their sequences, as tensors. `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) says which keys exist for a
+  query; None: all keys exist. `query` (.., Sq, 1) counts queries such that a causal query sees the keys up to its own position. `key` has the shape
+  (1, Sk)."""
+  belongs: Tensor|None
+  query: Tensor
+  key: Tensor
+  counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
+  head: Tensor                             # query heads, broadcastable to (Hkv, query heads of each, 1, 1)
+  member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
+  @property
+  def place_of_key(self) -> Tensor:
+    """Number of a key in its sequence, counted from the sequence's first key."""
+    return self.counted[2]
+  @property
+  def place_of_query(self) -> Tensor:
+    """Place of a query on the axis of its keys, counted from the sequence's first key."""
+    return self.query - (self.key - self.counted[2])[..., :1]
