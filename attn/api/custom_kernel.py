@@ -1,17 +1,20 @@
 """Kernels for `Tensor.custom_kernel`: `flash_attention` for attention without options, `flash_attention_fn` for attention with options."""
 from __future__ import annotations
+from collections.abc import Callable
 from attn import values
 from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip
 from attn.calls.gradient import gradient_of
 from attn.calls.options import KernelOptions
 from attn.choose.dispatch import single_kernel
-from attn.problem import EXTRAS, problem_of
+from attn.functions.trace import functions_of
+from attn.problem import EXTRAS, MOD_TENSORS, GivenExtras, problem_of
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels, static_shape
 
 def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
-                       softcap:float=0.0, dropout_p:float=0.0, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False,
-                       arch:str|None=None, extras:tuple[str, ...]=()) -> KernelFunction:
+                       softcap:float=0.0, score_mod:Callable[..., UOp]|None=None, mask_mod:Callable[..., UOp]|None=None, dropout_p:float=0.0,
+                       max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False, arch:str|None=None,
+                       extras:tuple[str, ...]=()) -> KernelFunction:
   """Returns a kernel function for `Tensor.custom_kernel`. Equal options return the identical object.
 
     fn = attn.flash_attention_fn(causal=True)
@@ -25,13 +28,15 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     softcap        a score becomes softcap*tanh(score/softcap); 0: no cap
     causal         False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i
     window         (left, right): number of keys seen before and after the diagonal key, which is seen too; -1: no bound
+    score_mod      your own function of a score; see attn.attention. Its tensors are extras: mod_tensor0, mod_tensor1, ...
+    mask_mod       your own mask; see attn.attention
     dropout_p      probability with which an element of P becomes 0, the others P/(1 - dropout_p); needs dropout_seed, uint32 (2), among the extras
     max_seqlen_q   longest sequence of q, for "thd"
     max_seqlen_k   longest sequence of k, for "thd"
     return_lse     also write the natural-log sum of exponentials, float32 (B, H, Sq)
     arch           chip, for example "gfx942"; by default the chip of tinygrad's default device
     extras         names of the tensors after v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
-                   dropout_start (their shapes and dtypes: see attn.problem.Problem)
+                   dropout_start, mod_tensor0 to mod_tensor7 (their shapes and dtypes: see attn.problem.Problem)
 
   A query that sees no key gives o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""
@@ -50,9 +55,12 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     if len(placeholders) != len(names): raise ValueError(f"{len(placeholders)} tensors given: this kernel takes ({', '.join(names)})")
     t = dict(zip(names, placeholders))
     shapes = {name: static_shape(name, u.shape) for name, u in t.items()}
+    given: GivenExtras = {n: (shapes[n], dtype_of(n, t[n])) for n in extras}
+    kinds = tuple((shapes[n], dtype_of(n, t[n])) for n in MOD_TENSORS if n in given)
     found = named_chip(options.arch) if options.arch is not None else device_arch()
+    posed = options.posed | functions_of(options.score_mod, options.mask_mod, kinds)
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
-                   lse=shapes["lse"] if options.return_lse else None, extras={n: (shapes[n], dtype_of(n, t[n])) for n in extras}, **options.posed)
+                   lse=shapes["lse"] if options.return_lse else None, extras=given, **posed)
     sink = single_kernel(p, found)[0](*placeholders)
     check_means(sink, found)
     return CheckedKernel(sink, outputs, options.arch, gradient_of(p, found, names), kept=True)

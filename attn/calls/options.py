@@ -1,6 +1,7 @@
 """The options of attention, each declared once: default, check and meaning. test/calls/test_options.py compares these records with the signatures
 of `attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the tables of README.md and docs/options.md."""
 from __future__ import annotations
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 from attn import values
@@ -59,8 +60,10 @@ class KernelOptions:
   layout: str = option("bhsd", check_layout, '"bhsd" (B, H, S, D), "bshd" (B, S, H, D), "nsd" (B*H, S, D), "thd" (total, H, D): sequences in a row')
   window: tuple[int, int] = option((-1, -1), check_window, "(left, right): keys seen before and after the diagonal key, itself seen; -1: no bound")
   softcap: float = option(0.0, check_softcap, "a score becomes softcap * tanh(score / softcap); 0: no cap")
-  score_mod: Any = option(None, unless_none(check_mod), "function of UOps (score, b, h, i, j, *tensors) that returns the score to use instead")
-  mask_mod: Any = option(None, unless_none(check_mod), "function of UOps (b, h, i, j, *tensors): whether the query at i sees the key at j")
+  score_mod: Callable[..., UOp]|None = option(None, unless_none(check_mod),
+                                              "function of UOps (score, b, h, i, j, *tensors) that returns the score to use instead")
+  mask_mod: Callable[..., UOp]|None = option(None, unless_none(check_mod),
+                                             "function of UOps (b, h, i, j, *tensors): whether the query at i sees the key at j")
   dropout_p: float = option(0.0, check_dropout_p, "probability that an element of P becomes 0, below 1; the others become P / (1 - dropout_p)")
   max_seqlen_q: int|None = option(None, unless_none(check_longest), 'longest sequence of q, for layout "thd"; rows beyond are 0')
   max_seqlen_k: int|None = option(None, unless_none(check_longest), 'longest sequence of k, for layout "thd"; keys beyond do not exist')
@@ -81,7 +84,7 @@ class AttentionOptions(KernelOptions):
   v_dim: int|None = option(None, unless_none(check_v_dim), "V is k[..., :v_dim] and v is None: latent attention (MLA), which reads K once")
   alibi_slopes: Tensor|None = option(None, values.tensor_or_none, "(H) or (B, H): adds -slope * abs(i + offset - j)")
   bias: Tensor|None = option(None, values.tensor_or_none, "added to the scores, broadcastable to (B, H, Sq, Sk); -inf masks")
-  mod_tensors: tuple[Tensor, ...] = option((), check_tensors, "tensors that score_mod and mask_mod read, after their other arguments")
+  mod_tensors: Sequence[Tensor] = option((), check_tensors, "tensors that score_mod and mask_mod read, after their other arguments")
   sinks: Tensor|None = option(None, values.tensor_or_none, "(H): score of one extra key per head that has no value")
   kv_lengths: int|UOp|Tensor|None = option(None, unless_none(check_lengths),
                                            "number of keys that exist, int, Variable or int32 (B); rows beyond have no effect")

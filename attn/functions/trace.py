@@ -65,7 +65,9 @@ class Held:
   function: Callable[..., Any] = field(compare=False)
 
 @lru_cache(256)
-def traced_before(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced: return call_twice(signature, held.function, tensors)
+def traced_before(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced:
+  """Returns the traced function that `key` stands for, and traces it the first time."""
+  return call_twice(signature, held.function, tensors)
 
 def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Traced:
   found, again = (checked(signature, function, called(signature, function, tensors)) for _ in range(2))
@@ -84,8 +86,8 @@ def called(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKi
   try:
     with equality_as_uops(): return function(*arguments)
   except Exception as e:
-    raise ValueError(f"{signature.name}={described(function)} raised {type(e).__name__}: {e}. It is called once, with UOps for numbers: use & | ~ and "
-                     ".where() in place of and, or, not, if and chained comparisons") from e
+    raise ValueError(f"{signature.name}={described(function)} raised {type(e).__name__}: {e}. It is called with UOps for numbers: use & | ~ "
+                     "and .where() in place of and, or, not, if and chained comparisons") from e
 
 ALLOWED = GroupOp.ALU - {Ops.THREEFRY} | {Ops.CAST, Ops.BITCAST, Ops.CONST, Ops.INDEX}
 REASONS = {Ops.BUFFER: "a buffer (give tensors as mod_tensors)", Ops.RANGE: "a loop", Ops.REDUCE: "a sum or maximum over an axis"}

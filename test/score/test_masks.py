@@ -72,8 +72,8 @@ def test_both_sides_see_what_the_reference_does(Sq:int, Sk:int, name:str) -> Non
     for n in (1, 4, 5): assert hides_some(walk, n) or (seen.all() and seen.shape[1] % n == 0)
   query, key = np.arange(p.Sq)[:, None] + p.offset, np.arange(p.Sk)[None]
   with emulated("gfx942"):
-    at = Positions(None, *(Tensor(x, device="EMU") for x in (query, key)), counted=(Tensor(0),)*3)
-    sees = plain_masks(p)(at)
+    at = Positions(None, *(Tensor(x, device="EMU") for x in (query, key)), counted=(Tensor(0),)*3, head=Tensor(0))
+    sees = plain_masks(p, {})(at)
     np.testing.assert_array_equal(np.ones((Sq, Sk), np.bool_) if sees is None else np.broadcast_to(sees.numpy(), (Sq, Sk)), walks(p)[0][1])
 
 def test_which_masks_a_problem_has() -> None:

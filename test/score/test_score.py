@@ -6,14 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import attn
+from attn.functions.trace import SCORE_FUNCTION, trace
 from attn.ops import common as ops
 from attn.ops.plain import plain
 from attn.problem import EXTRAS, OF_TERMS, TENSORS_OF_TERMS, Problem
 from attn.reference import Options, exact, exact_backward
 from attn.score import terms
 from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
+from attn.score.places import Walk
 from attn.score.terms import TERMS
-from attn.tinygrad_compat import AxisType, KernelInfo, Tensor, UOp
+from attn.tinygrad_compat import AxisType, KernelInfo, Tensor, UOp, dtypes
 from api_cases import emulated, floats
 from cases import problem
 
@@ -21,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 N = 64     # scores; each thread handles four keys
 OPTIONS: dict[str, dict[str, Any]] = {
-  "softcap": dict(softcap=1.5), "alibi": dict(extras={"alibi_slopes": np.float32([0.25, 0.5])}), "bias": dict(extras={"bias": floats(1, 2, 5, N)})}
+  "softcap": dict(softcap=1.5), "alibi": dict(extras={"alibi_slopes": np.float32([0.25, 0.5])}), "bias": dict(extras={"bias": floats(1, 2, 5, N)}),
+  "score_mod": dict(score_mod=trace(SCORE_FUNCTION, lambda score, b, h, i, j: (score*0.5).tanh()*score + (i - j).cast(dtypes.float)*0.01, ()))}
 
 def test_the_fields_of_a_problem_are_the_terms() -> None:
   assert tuple(term.name for term in TERMS) == OF_TERMS == tuple(OPTIONS)
@@ -40,7 +43,8 @@ def applied(term:ScoreTerm, p:Problem, unit:Unit, to:Unit, given:dict[str, np.nd
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
     r, zero = UOp.range(N//4, 0, AxisType.GLOBAL), UOp.const(0)
     row, first = (Row(zero, UOp.const(1), i, UOp.const(True)) for i in (UOp.const(3), zero))
-    at = Fragment(p, dict(zip(given, tensors)), row, first, "keys", UOp.const(40), r, 4, zero, 4, [(0, 1, 2, 3)], 4, to)
+    walk = Walk(p, "keys", 37, N, p.Sq)
+    at = Fragment(p, dict(zip(given, tensors)), row, first, walk, r, 4, zero, 4, [(0, 1, 2, 3)], 4, to, (None, UOp.const(N - 1)))
     before = [ops.build(*[scores[r*4 + i].load() for i in range(4)])]
     after = term.value(before, at, unit)
     assert term.derivative is not None
