@@ -46,7 +46,7 @@ FILES = [path.relative_to(ROOT) for name in ("*.*", ".ci/*", *(f"{folder}/**/*.*
          for path in ROOT.glob(name)]
 TYPES = "py|md|csv|txt|svg|png|sh|toml"
 # Files of other projects, and files that a command of a page writes.
-ELSEWHERE = {"examples/gpt2.py", "examples/llama.py", "examples/whisper.py", "tinygrad/llm/model.py",
+ELSEWHERE = {"examples/gpt2.py", "examples/llama.py", "examples/whisper.py", "extra/models/t5.py", "tinygrad/llm/model.py",
              "docs/compatibility/compatibility-matrix-historical-6.0.csv",
              "docs/mem_latency.md", "docs/mfma-valu-coissue.md", "h200.csv", "h200.png", "f.csv", "f.png", "trip.svg"}
 

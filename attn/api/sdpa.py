@@ -7,6 +7,7 @@ from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
 from attn.api.slices import SdpaCall, call_of_any_length, dtypes_of, is_symbolic
+from attn.api.written_out import WrittenOut
 from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_caller, method_of_tinygrad
@@ -99,6 +100,7 @@ class Installed:
   active: bool = False
   before: Any = None
   rerouted: Rerouted|None = None
+  written_out: WrittenOut|None = None
   said: set[str] = field(default_factory=set)     # the reasons that a warning gave
 
 installation = Installed()
@@ -111,20 +113,28 @@ def _decide(x:SdpaCall) -> Decision:
   if choice.kernel == "three_pass": return Decision(None, "; ".join(f"{name}: {reason}" for name, reason in choice.refused))
   return Decision(choice.kernel, str(choice))
 
+def _attended_if_possible(call:SdpaCall) -> Tensor|None:
+  """Decides about a call, notes the decision, and runs the call if a kernel computes it. Else returns None, after a warning."""
+  try: decision = _decide(call)
+  except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
+  decisions.append(decision)
+  if decision.kernel is not None: return attended(call)
+  if decision.reason not in installation.said:
+    installation.said.add(decision.reason)
+    warnings.warn(f"scaled_dot_product_attention goes to tinygrad's own: {decision.reason}", stacklevel=levels_to_caller())
+  return None
+
 def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
-  decision = Decision(None, "uninstalled, but another library still calls this function, which it found in place of tinygrad's own")
-  if installation.active:
+  if installation.active:      # if not, another library still calls this function, which it found in place of tinygrad's own
     call = SdpaCall(self, key, value, attn_mask, dropout_p if TRAINING else 0.0, is_causal, enable_gqa, scale)
-    try: decision = _decide(call)
-    except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
-    decisions.append(decision)
-    if decision.kernel is None and decision.reason not in installation.said:
-      installation.said.add(decision.reason)
-      warnings.warn(f"scaled_dot_product_attention goes to tinygrad's own: {decision.reason}", stacklevel=levels_to_caller())
-    if decision.kernel is not None: return attended(call)
+    if (found := _attended_if_possible(call)) is not None: return found
   if scale is not None: self = self*(scale*math.sqrt(self.shape[-1]))      # tinygrad's own has no such argument
-  return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+  with contextlib.nullcontext() if installation.written_out is None else installation.written_out.paused():
+    return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+
+def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, scale:float) -> Tensor|None:
+  return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale))
 
 def install() -> deque[Decision]:
   """Makes `Tensor.scaled_dot_product_attention` run one of these kernels if a kernel can compute the call, and otherwise the function that was there
@@ -136,6 +146,8 @@ def install() -> deque[Decision]:
   lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If such a length is an int, one kernel serves all lengths from the second length
   on, except where TRAINING is set.
   A name that was bound to tinygrad's method earlier, as extra/models/unet.py binds one when it is imported, reaches these kernels as well.
+  Attention that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four dimensions, counts as a call. Blocks with latent
+  attention of tinygrad.llm get their cache in half.
   A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
     if (own := method_of_tinygrad(NAME)) is not None:
@@ -144,6 +156,7 @@ def install() -> deque[Decision]:
     else:
       installation.before = Tensor.scaled_dot_product_attention
       setattr(Tensor, NAME, _installed)
+  if installation.written_out is None: installation.written_out = WrittenOut(_attend_written_out)
   installation.active = True
   return decisions
 
@@ -154,6 +167,8 @@ def uninstall() -> None:
   if installation.rerouted is not None: installation.rerouted.end()
   elif Tensor.scaled_dot_product_attention is _installed: setattr(Tensor, NAME, installation.before)
   installation.rerouted = None
+  if installation.written_out is not None: installation.written_out.end()
+  installation.written_out = None
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:

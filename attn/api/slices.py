@@ -127,13 +127,16 @@ def sliced_call(x:SdpaCall) -> SlicedCall:
   if keys is None or queries is None:
     raise NotImplementedError(f"query and key have shapes {values.shown_shape(q.shape)} and {values.shown_shape(k.shape)}: a symbolic length must "
                               "be a sum of bound Variables and a number")
+  v_in_k = cache is not None and in_v.places == in_k.places and Dv <= D and buffer_under(k.uop) is buffer_under(v.uop)
   p = Problem(B, H, of_k//in_k.group, Sq, Sk, D, Dv, dtype, out_dtype, "bshd", window, 0 if top_left else Sk - Sq,
               D**-.5 if x.scale is None else check_softmax_scale("scale", x.scale), top_left=top_left, sk_variable=keys[0],
-              sq_variable=None if isinstance(n_q, int) else queries[0], k_view=in_k.places, v_view=in_v.places, num_splits=0)
+              sq_variable=None if isinstance(n_q, int) else queries[0], k_view=in_k.places, v_view=None if v_in_k else in_v.places,
+              v_in_k=v_in_k, num_splits=0)
   rows = q.transpose(1, 2)
   if not isinstance(n_q, int): rows = rows.pad_to((B, Sq, H, D))
   variables = tuple({u.src[0].expr: u for u in (*keys[1], *queries[1])}.values())
-  return SlicedCall(CheckedCall(p, {"q": rows, "k": k, "v": v}, arch_of(device), Placement(device), None, variables), n_q, column)
+  tensors = {"q": rows, "k": k} | ({} if v_in_k else {"v": v})
+  return SlicedCall(CheckedCall(p, tensors, arch_of(device), Placement(device), None, variables), n_q, column)
 
 # ***** a cache that grows by an int *****
 

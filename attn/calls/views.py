@@ -150,14 +150,18 @@ def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|N
 
 # ***** the causal mask *****
 
+def just_stored(u:UOp) -> UOp|None:
+  """Returns the value of a tensor to which a single store has just been made, of all its elements. Returns None for other tensors."""
+  if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
+  stored_to, value = u.src[1].src[:2]
+  return value if stored_to is u.src[0] else None
+
 def filled_with(u:UOp) -> float|None:
   """Returns the number that every element of a tensor equals, if the tensor's expression shows this: it is a constant, or a buffer that was just
   filled with a constant. Returns None for other tensors."""
   while u.op in (Ops.RESHAPE, Ops.EXPAND, Ops.PERMUTE, Ops.SHRINK): u = u.src[0]
   if u.op is Ops.CONST: return float(u.val)
-  if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
-  stored_to, value = u.src[1].src[:2]
-  return filled_with(value) if stored_to is u.src[0] else None
+  return None if (value := just_stored(u)) is None else filled_with(value)
 
 def is_causal_mask(mask:Tensor, n_q:Size, n_k:Size) -> bool:
   """Returns whether a mask (..., n_q, n_k) is the causal mask of the last n_q of n_k positions, for all values of the Variables: -inf for keys j > i

@@ -45,6 +45,13 @@ def method_of_tinygrad(name:str) -> FunctionType|None:
   method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 
+def maker_of_latent_cache() -> FunctionType|None:
+  """Returns the method that makes the cache of a block with latent attention in tinygrad's language models. Returns None if tinygrad.llm cannot be
+  imported, as in the wheel of release 0.14.0."""
+  try: from tinygrad.llm.model import MLATransformerBlock
+  except ImportError: return None
+  return MLATransformerBlock._init_state     # type: ignore[return-value]
+
 TINYGRAD = str(Path(helpers.__file__).parent)
 INSIDE = (str(Path(__file__).parents[1]), TINYGRAD)     # folders of attn and of tinygrad
 

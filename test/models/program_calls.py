@@ -133,4 +133,42 @@ class Whisper(Program):
       at += n
     return found
 
-PROGRAMS: list[Callable[..., Any]] = [Bert, Clip, Vit, Unet, Vae, Gpt2, Llama, Whisper]
+class T5(Program):
+  """extra/models/t5.py: attention written out, without a scale, with a learned bias of positions, softmax in float32."""
+  calls = 1
+  def run(self) -> list[Tensor]:
+    self.weights("q", "k", "v")
+    x, bias = self.draw(2, ROWS, WIDTH), self.draw(ROWS, ROWS, HEADS).permute([2, 0, 1]).unsqueeze(0)
+    q, k, v = ((x @ w).view(2, -1, HEADS, D).transpose(1, 2) for w in (self.q, self.k, self.v))
+    scores = Tensor.matmul(q, k.transpose(3, 2))
+    scores += bias
+    weights = Tensor.softmax(scores.float(), axis=-1).cast(scores.dtype)
+    return [Tensor.matmul(weights, v).transpose(1, 2).contiguous().view(2, -1, WIDTH)]
+
+class Mla(Program):
+  """The latent blocks of tinygrad/llm/model.py: attention written out, with values that are the first columns of the keys, one head of keys, and a
+  cache that is read after the store of the newest rows."""
+  calls = 3
+  latent = 24
+  def step(self, x:Tensor, start:Any) -> Tensor:
+    T = x.shape[1]
+    q, row = (x @ self.q).reshape(1, T, HEADS, D).transpose(1, 2) @ self.absorbed, x @ self.k
+    k = Tensor(self.cache.uop.after(self.cache[:, :, start:start + T, :].uop.store(row.reshape(1, 1, T, WIDTH).uop)))[:, :, 0:start + T, :]
+    v = k[..., :self.latent]
+    mask = None if isinstance(T, int) and T == 1 else Tensor.full((1, 1, T, start + T), float("-inf"), dtype=x.dtype, buffer=False).triu(start + 1)
+    scores = q @ k.transpose(-1, -2)*(1.0/24**.5)
+    if mask is not None: scores = scores + mask
+    return merged((scores.softmax(-1) @ v) @ self.out.transpose(-1, -2)).realize()
+  def run(self) -> list[Tensor]:
+    self.weights("q", "k")
+    self.absorbed, self.out = (self.draw(HEADS, D, n, factor=D**-.5) for n in (WIDTH, self.latent))
+    self.cache = Tensor.empty(1, 1, ROWS, WIDTH, dtype=self.dtype)
+    step, found, at = TinyJit(self.step), list[Tensor](), 0
+    chunk = self.draw(1, 7, WIDTH)[:, :UOp.variable("toks", 1, 7).bind(5)]
+    for x in (chunk, *(self.draw(1, 1, WIDTH) for _ in range(3))):
+      o = (step if at else self.step)(x, Variable("start_pos", 0, ROWS - 1).bind(at))
+      found.append((o if at else o.pad_to((1, 7, HEADS*D))[:, :5]).clone().realize())
+      at += 1 if at else 5
+    return found
+
+PROGRAMS: list[Callable[..., Any]] = [Bert, Clip, Vit, Unet, Vae, Gpt2, Llama, Whisper, T5, Mla]

@@ -1,0 +1,86 @@
+"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v, as tinygrad's models with latent attention
+(MLA) and extra/models/t5.py do."""
+from __future__ import annotations
+import contextlib
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+from attn.calls.views import filled_with, just_stored
+from attn.tinygrad_compat import Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad
+
+class WrittenScores(NamedTuple):
+  """WrittenScores as a model has written them: q times transposed keys, times `scale`, plus masks."""
+  q: UOp
+  keys: UOp
+  scale: float = 1.0
+  masks: tuple[UOp, ...] = ()
+
+AttendWritten = Callable[[Tensor, Tensor, Tensor, Tensor|None, float], Tensor|None]     # of q, k, v, mask and scale; None if no kernel computes it
+
+def uncast(u:UOp) -> UOp:
+  """Returns what lies under casts between floating-point dtypes, and under assignments such as scores += bias."""
+  while True:
+    if u.op is Ops.CAST and dtypes.is_float(u.src[0].dtype): u = u.src[0]
+    elif (value := just_stored(u)) is not None: u = value
+    else: return u
+
+class WrittenOut:
+  """Watches matrix products and softmax, and hands the product of softmax(scores) and values to `attend`. A model's own product is computed if
+  `attend` returns None. Products and softmax are known as long as something else refers to them."""
+  def __init__(self, attend:AttendWritten) -> None:
+    self.attend, self.watching = attend, True
+    self.products: WeakKeyDictionary[UOp, WrittenScores] = WeakKeyDictionary()
+    self.weights: WeakKeyDictionary[UOp, UOp] = WeakKeyDictionary()      # result of softmax -> scores
+    self.rerouted: list[Rerouted] = []
+    for own, to in ((method_of_tinygrad("dot"), self.dot), (method_of_tinygrad("softmax"), self.softmax),
+                    (maker_of_latent_cache(), self.init_state)):
+      if own is not None: self.reroute(own, to)
+
+  def reroute(self, own:FunctionType, to:Callable[..., Any]) -> None:
+    found = Rerouted(own, lambda *args, **kwargs: to(found.before, *args, **kwargs))
+    self.rerouted.append(found)
+
+  def end(self) -> None:
+    for x in self.rerouted: x.end()
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """Context in which nothing is recognised: tinygrad's own attention is written out, too."""
+    self.watching = False
+    try: yield
+    finally: self.watching = True
+
+  def scores(self, u:UOp) -> WrittenScores|None:
+    """Returns what the scores `u` were computed from, or None if `u` is no expression of a known product."""
+    if (u := uncast(u)) in self.products: return self.products[u]
+    if u.op not in (Ops.ADD, Ops.MUL): return None
+    for of, other in (u.src, u.src[::-1]):
+      if (found := self.scores(of)) is None: continue
+      if u.op is Ops.ADD: return found._replace(masks=(*found.masks, other))
+      factor = 1/filled if other.op is Ops.RECIPROCAL and (filled := filled_with(other.src[0])) else filled_with(other)
+      return None if factor is None or found.masks else found._replace(scale=found.scale*factor)
+    return None
+
+  def softmax(self, own:Callable[..., Tensor], x:Any, axis:int=-1, dtype:Any=None) -> Any:
+    found = own(x, axis, dtype)
+    if self.watching and isinstance(x, Tensor) and axis in (-1, x.ndim - 1) and self.scores(x.uop) is not None: self.weights[found.uop] = x.uop
+    return found
+
+  def dot(self, own:Callable[..., Tensor], x:Any, w:Any, dtype:Any=None) -> Any:
+    if not self.watching or not isinstance(x, Tensor) or not isinstance(w, Tensor) or min(x.ndim, w.ndim) < 4 or x.ndim != w.ndim:
+      return own(x, w, dtype)
+    if dtype is None and (scores := self.weights.get(uncast(x.uop))) is not None and (found := self.scores(scores)) is not None:
+      mask = sum(map(Tensor, found.masks[1:]), Tensor(found.masks[0])) if found.masks else None
+      o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, mask, found.scale)
+      if o is not None: return o.cast(own(x, w).dtype)
+    product = own(x, w, dtype)
+    self.products[uncast(product.uop)] = WrittenScores(x.uop, w.uop)
+    return product
+
+  @staticmethod
+  def init_state(own:Callable[..., None], block:Any, x:Tensor) -> None:
+    """Makes the cache of a latent block in half, as tinygrad makes those of its other blocks: no kernel takes a row of 576 float32."""
+    new = not hasattr(block, "cache_k")
+    own(block, x)
+    if new: block.cache_k = Tensor.empty(*block.cache_k.shape, dtype=dtypes.half, device=block.cache_k.device)

@@ -1,0 +1,95 @@
+"""Tests of attention that a model writes out in operations of Tensor: `attn.installed()` recognises it, and nothing that is not attention."""
+from __future__ import annotations
+import math
+from collections.abc import Callable
+import numpy as np
+import pytest
+import attn
+from attn.tinygrad_compat import Context, Tensor, dtypes
+from api_cases import draw, emulated
+from cases import array, in_turn
+
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
+ROWS, KEYS, D = 6, 9, 16
+
+def mask() -> Tensor: return draw(1, 1, ROWS, KEYS, dtype="float32", seed=4)
+
+def in_place(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+  scores = q.matmul(k.transpose(2, 3))
+  scores += mask().cast(q.dtype)
+  return scores.softmax() @ v
+
+FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+  "bare": lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-1) @ v,
+  "scale": lambda q, k, v: (q @ k.transpose(-1, -2)*0.3).softmax(-1) @ v,
+  "scale first": lambda q, k, v: (0.3*(q @ k.transpose(-1, -2))).softmax(-1).matmul(v),
+  "divided": lambda q, k, v: (q @ k.transpose(-1, -2)/math.sqrt(D)).softmax(-1) @ v,
+  "mask": lambda q, k, v: (q @ k.transpose(-1, -2)*0.3 + mask()).softmax(-1) @ v,
+  "two masks": lambda q, k, v: (mask() + q @ k.transpose(-1, -2)*0.3 + mask()[:, :, :1]).softmax(3) @ v,
+  "float32": lambda q, k, v: (q @ k.transpose(-1, -2)*0.3 + mask().half()).float().softmax(-1).cast(dtypes.half) @ v,
+  "in place": in_place,
+}
+
+@in_turn("form, arch", FORMS, ("gfx942", "gfx1100", "sm_80"), among=9)
+def test_attention_is_recognised(form:str, arch:str) -> None:
+  """The result keeps its dtype. Its error against float32 is at most twice the error of the model's own operations."""
+  with emulated(arch):
+    x = draw(2, 4, ROWS, D), draw(2, 4, KEYS, D, seed=1), draw(2, 4, KEYS, D, seed=2)
+    exact, own = array(FORMS[form](*(t.float() for t in x))), FORMS[form](*x)
+    with attn.installed() as decisions:
+      decisions.clear()
+      ours = FORMS[form](*x)
+      assert [d.kernel is not None for d in decisions] == [True] and ours.dtype == own.dtype
+      assert np.abs(array(ours) - exact).max() <= 2*np.abs(array(own) - exact).max()
+
+def other_scores(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+  scores = q @ k.transpose(-1, -2)
+  return (scores*scores).softmax(-1) @ v
+
+NOT_ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+  "another axis": lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-2) @ v,
+  "a scale after the mask": lambda q, k, v: ((q @ k.transpose(-1, -2) + mask())*0.3).softmax(-1) @ v,
+  "a scale for each key": lambda q, k, v: (q @ k.transpose(-1, -2)*mask()).softmax(-1) @ v,
+  "weights changed": lambda q, k, v: ((q @ k.transpose(-1, -2)).softmax(-1)*2) @ v,
+  "squares": other_scores,
+  "no product": lambda q, k, v: mask().expand(2, 4, ROWS, KEYS).softmax(-1) @ v,
+  "a clip": lambda q, k, v: (q @ k.transpose(-1, -2)).maximum(0).softmax(-1) @ v,
+}
+
+@pytest.mark.parametrize("form", NOT_ATTENTION)
+def test_other_products_are_left_alone(form:str) -> None:
+  with emulated("gfx942"):
+    x = draw(2, 4, ROWS, D), draw(2, 4, KEYS, D, seed=1), draw(2, 4, KEYS, D, seed=2)
+    with attn.installed() as decisions:
+      decisions.clear()
+      NOT_ATTENTION[form](*x)
+      assert not decisions
+
+@pytest.mark.thorough
+def test_gradients_go_through() -> None:
+  with emulated("gfx942"), Context(TRAINING=1):
+    x = draw(1, 2, ROWS, D), draw(1, 2, KEYS, D, seed=1), draw(1, 2, KEYS, D, seed=2)
+    def gradients(*x:Tensor) -> list[np.ndarray]: return [array(g) for g in FORMS["scale"](*x).float().square().sum().gradient(*x)]
+    exact = gradients(*(t.float() for t in x))
+    with attn.installed() as decisions:
+      decisions.clear()
+      ours = gradients(*x)
+      assert [d.kernel is not None for d in decisions] == [True]
+    for g, want in zip(ours, exact): np.testing.assert_allclose(g, want, atol=4e-3*np.abs(want).max())
+
+def test_tinygrads_own_attention_is_decided_once() -> None:
+  """tinygrad's own attention, which computes what no kernel takes, is written out as well."""
+  dot, softmax = Tensor.dot, Tensor.softmax
+  with emulated("gfx942"):
+    q = draw(1, 2, 4, 600)
+    with attn.installed() as decisions, pytest.warns(UserWarning, match="goes to tinygrad's own"):
+      decisions.clear()
+      attn.api.sdpa.installation.said.clear()
+      q.scaled_dot_product_attention(q, q)
+      assert [d.kernel for d in decisions] == [None]
+      FORMS["bare"](q, q, q)
+      assert [d.kernel for d in decisions] == [None]*2
+    decisions.clear()
+    FORMS["bare"](q, q, q)
+    assert not decisions and Tensor.dot is dot and Tensor.softmax is softmax
