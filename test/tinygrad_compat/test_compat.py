@@ -154,8 +154,8 @@ NOT_IMPORTABLE = {"tinygrad.llm.model:MLATransformerBlock": ("_init_state", "cac
 def test_what_cannot_be_imported_is_there(name:str) -> None:
   module, owner = name.split(":")
   method, assigned = NOT_IMPORTABLE[name]
-  of = next(n for n in ast.walk(ast.parse(Path(str(tinygrad.__file__)).parent.joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()))
-            if isinstance(n, ast.ClassDef) and n.name == owner)
+  source = Path(str(helpers.__file__)).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+  of = next(n for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.ClassDef) and n.name == owner)
   body = next(n for n in of.body if isinstance(n, ast.FunctionDef) and n.name == method)
   targets = [ast.unparse(t) for n in ast.walk(body) if isinstance(n, ast.Assign) for t in n.targets]
   assert [a.arg for a in body.args.args] == ["self", "x"] and f"self.{assigned}" in targets, changed(f"{name} has another {method}")
