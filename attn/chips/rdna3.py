@@ -33,6 +33,7 @@ DQ_ON_RDNA3 = (
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, by_item=True)))
 DKDV_ON_RDNA3 = (
   UpTo(64, BackwardShape(4, 16), whole=True), UpTo(64, BackwardShape(4, 16, fenced=2, prefetch=0)),
+  UpTo(64, BackwardShape(4, 16, fenced=2), whole=True, llvm=21), UpTo(64, BackwardShape(4, 16, fenced=2, prefetch=0), llvm=21),
   UpTo(128, BackwardShape(4, 16, BOTH, fenced=2), whole=True),
   UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2)),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, passes=2, read_ahead=3), whole=True),

@@ -11,7 +11,7 @@ from attn.chips.matrix import MMA
 from attn.chips.nvidia import DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, cautious_backward
 from attn.choose.refusals import wgmma_refuses
-from attn.choose.rows import burden, fitting, in_units
+from attn.choose.rows import burden, fitting, in_units, rows_for
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
@@ -94,5 +94,5 @@ def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:boo
 def _chosen(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool,
             plain:tuple[UpTo[BackwardShape], ...]=()) -> BackwardTile:
   kept = tuned.kept_rows(p, arch, kernel, BackwardShape, tuned.check_matrix)
-  rows = (*kept, *_plain(p, arch, plain, keys), *(table or cautious_backward(arch.matrix[p.dtype][0], keys)))
+  rows = (*kept, *_plain(p, arch, plain, keys), *(rows_for(table, arch.llvm) or cautious_backward(arch.matrix[p.dtype][0], keys)))
   return next(fitting(kernel, p, arch, rows, lambda row: backward_tile(p, arch, row, keys)))
