@@ -14,6 +14,7 @@ SAYS = {
   "long_context": ["^y .*largest difference from one device"],
   "decode_kv_cache": ["^6 tokens on EMU, the same with the cache as without, position by position, by one compiled step"],
   "train_gpt": [r"8 steps, the loss curves at most 0\.0\d+ apart, 0\.06\d+ allowed; forward: 2 calls"],
+  "llm_chat": [r"^latent on EMU: 2\d tokens over HTTP, the same with these kernels \(forward: 3 calls\) as with tinygrad's own attention"],
   "serve": [r"^5 requests, 30 tokens on EMU, up to 3 at a time: [\d.]+ tokens per second", "^the same text alone"],
   "stable_diffusion_vae_attention": [r"^64 positions, one head of 512, float on EMU", r"these kernels: .* ms a call, 0\.000 MB",
                                      r"difference \d\.\de-0[67]"],
@@ -29,7 +30,8 @@ def test_every_example_is_here() -> None: assert {path.stem for path in EXAMPLES
 # Smaller runs of the examples: each new prompt length and each layer of a training step needs its own kernels. NOOPT=1 stops tinygrad from
 # unrolling its own kernels.
 SETTINGS = {"train_gpt": {"STEPS": "8", "LAYERS": "1", "NOOPT": "1"}, "long_context": {"GRADIENT": "0", "NOOPT": "1"}, "tiny_gpt": {"TOKENS": "2"},
-            "decode_kv_cache": {"TOKENS": "6"}, "serve": {"NOOPT": "1"}}
+            "decode_kv_cache": {"TOKENS": "6"}, "serve": {"NOOPT": "1"},
+            "llm_chat": {"MODEL": "latent", "LAYERS": "1", "TOKENS": "3", "QUESTIONS": "1", "NOOPT": "1"}}
 
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name:str) -> None:
@@ -40,6 +42,13 @@ def test_example(name:str) -> None:
 def test_source_for_another_chip() -> None:
   result = run("show_hip_source", "gfx1201")
   assert result.returncode == 0 and "__builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(" in result.stdout
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("device", ["EMU::gfx942", "EMU::gfx1100", "EMU::sm_80"])
+@pytest.mark.parametrize("model", ["grouped", "latent", "hybrid"])
+def test_two_questions_to_a_model(model:str, device:str) -> None:
+  result = run("llm_chat", MODEL=model, DEV=device, NOOPT="1")
+  assert result.returncode == 0 and re.search(rf"^{model} on EMU: \d+ tokens .*: [1-9]\d* calls\)", result.stdout, re.MULTILINE), result.stderr
 
 @pytest.mark.thorough
 def test_a_long_training() -> None:

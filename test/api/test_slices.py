@@ -203,6 +203,40 @@ def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
       (g,) = query.scaled_dot_product_attention(keys, keys, enable_gqa=True).float().sum().gradient(query)
       assert np.isfinite(array(g)).all()
 
+@pytest.mark.parametrize("rows, arch", [pytest.param(n, arch, marks=pytest.mark.thorough if (n, arch) != (16385, "gfx942") else ())
+                                        for n in (16383, 16384, 16385, 131072) for arch in ("gfx942", "gfx1100", "sm_80")])
+def test_a_long_cache(rows:int, arch:str) -> None:
+  """The newest query sees exactly the rows that the Variable counts: rows beyond the length are NaN and have no effect."""
+  with emulated(arch), attn.installed() as decisions:
+    decisions.clear()
+    q, k, v = numbers(1, 2, 1, 16), *(numbers(1, 1, rows, 16, seed=seed) for seed in (1, 2))
+    k[0, 0, -1] = 4*q[0, 0, 0]      # the newest row weighs most, so that a length one short shows
+    cache = tensor(np.pad(np.stack([k, v]), [(0, 0)]*3 + [(0, 40), (0, 0)], constant_values=np.nan), "float16").realize()
+    keys, values_ = (cache[i, :, :, :Variable("start_pos", 0, rows + 30).bind(rows - 1) + 1] for i in (0, 1))
+    o = tensor(q, "float16").realize().scaled_dot_product_attention(keys, values_, enable_gqa=True)
+    assert decisions[-1].kernel == "split_kv"
+    law, _ = law_of(q, *(x.astype(np.float16).astype(np.float32) for x in (k, v)), 16**-.5, (-1, -1), rows - 1, dtype="float16", out_dtype="float16")
+    assert (verdict := judge(array(o), law)).ok, verdict
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80"))
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_latent_cache(queries:int, arch:str) -> None:
+  """Attention as a latent block of tinygrad.llm writes it, of DeepSeek's size: 512 + 64 columns, whose first 512 are the values, read in place."""
+  D, Dv, n = 576, 512, 70
+  with emulated(arch), attn.installed() as decisions:
+    decisions.clear()
+    q, k = numbers(1, 16, queries, D), numbers(1, 1, n, D, seed=1)
+    cache = tensor(np.pad(k, [(0, 0), (0, 0), (0, 20), (0, 0)], constant_values=np.nan), "float16").realize()
+    start = Variable("start_pos", 0, 80).bind(n - queries)
+    keys = cache[:, :, :start + queries]
+    scores = tensor(q, "float16").realize().float() @ keys.transpose(-1, -2)*(1/192**.5)
+    if queries > 1: scores = scores + Tensor.full((1, 1, queries, start + queries), INF, buffer=False).triu(start + 1)
+    o = scores.softmax(-1) @ keys[..., :Dv]
+    assert [x.kernel in ("split_kv", "mla", "mla_mma") for x in decisions] == [True] and o.dtype == dtypes.float
+    law, _ = law_of(q, k, k[..., :Dv], 192**-.5, (-1, 0), n - queries, dtype="float16", out_dtype="float32")
+    assert (verdict := judge(array(o), law)).ok, verdict
+
 def test_room_for_rows() -> None:
   """A cache may grow until its buffer ends, or its next head or batch begins."""
   def room(t:Tensor) -> int:

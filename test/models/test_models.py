@@ -8,7 +8,7 @@ import attn
 from attn.tinygrad_compat import Tensor, dtypes
 from api_cases import computed_on
 from cases import array
-from program_calls import PROGRAMS, Clip, Unet, Vae, Vit
+from program_calls import PROGRAMS, Clip, Gpt2, Mla, Unet, Vae, Vit
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -19,7 +19,7 @@ def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
   Tensor.manual_seed(1)
   return [array(x.float()) for x in program(TYPES[dtype], exact).run()]
 
-NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae)      # whose calls other tests make as well
+NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae, Gpt2, Mla)      # whose calls other tests make as well
 
 def by_default(place:int, dtype:str, device:str) -> bool:
   """Each other program runs once by default, in half or bfloat16 in turn, on the emulated chips in turn."""
