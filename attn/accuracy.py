@@ -37,9 +37,9 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class Law:
-  """The accuracy law of an output: the limit of the error of each element. `alike` marks elements that a root mean square must leave out. An element
-  is marked if roundings of equal numbers make its errors few, or equal to the errors of other elements, or if the element lies below the normal
-  numbers of its dtype."""
+  """The accuracy law of an output: for each element the exact value and the limit of the error. `alike` marks the elements that the root mean square
+  of the errors must leave out. Equal numbers round equally, so an element's error may come from few different roundings, or be equal to another
+  element's error: such elements are marked, and elements below the normal numbers of the dtype."""
   exact: Array
   sigma: Array
   slack: Array
@@ -200,9 +200,9 @@ def _rows_with_equals(values:Array) -> Array:
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects `total` (..., n, columns) for the rows that have groups of equal `values` (..., n, m). The terms of such a group are added before they
-  are squared; the row's total is the sum of these squares over its groups. Also returns which rows are corrected (..., n, 1). `terms(rows, order)`
-  returns the terms of some rows (count, m, columns), in the order (count, m)."""
+  """Corrects `total` (..., n, columns), the sums of squares of terms, for rows that have groups of equal `values` (..., n, m). The terms of a group
+  are added before they are squared, and the row's total is the sum of these squares over its groups. `terms(rows, order)` returns the terms of some
+  rows as (count, m, columns), sorted by `order` (count, m). Also returns which rows were corrected (..., n, 1)."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))

@@ -282,7 +282,7 @@ class Problem:
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def functions(self) -> tuple[Traced, ...]:
-    """The caller's own functions that kernels compute for each score."""
+    """Returns the caller's own functions (score_mod, mask_mod) that a kernel computes for each score."""
     return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
   @property
   def kept(self) -> float:

@@ -53,7 +53,7 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel refuses a problem, with facts about the kernel."""
+  """The reason why a kernel cannot compute a problem, with facts about the kernel."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str

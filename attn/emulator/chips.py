@@ -55,8 +55,8 @@ DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("
 # ***** the layouts *****
 
 class Layout:
-  """Layout of a matrix over elements and lanes. `spec` is "element-factors lane-factors -> row-factors column-factors". A lane factor that is in
-  neither the row nor the column means that lanes hold duplicates."""
+  """Layout of a matrix over a lane's elements and over lanes. `spec` is "element-factors lane-factors -> row-factors column-factors", where each
+  letter names one factor of an index. A lane factor that is in neither the row nor the column means that lanes hold duplicates."""
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]

@@ -1,1 +1,2 @@
-"""A caller's own scores and masks: functions of UOps, traced once, then evaluated, differentiated and bounded as any expression of UOps is."""
+"""A caller's own functions for scores and masks. attn calls such a function once on UOps (traces it). The resulting expression of UOps is then
+evaluated, differentiated, and bounded by intervals of visible keys."""

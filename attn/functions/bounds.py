@@ -1,5 +1,5 @@
-"""Bounds of a traced mask function: the interval of keys that each query sees, the interval of queries that see each key, and what the intervals do
-not say."""
+"""Bounds of a traced mask function: the interval of keys that each query sees, the interval of queries that see each key, and the part of the mask
+that intervals cannot express."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -14,27 +14,27 @@ Edges = tuple[Edge, ...]     # a clause of edges of one direction: at least one 
 
 @dataclass(frozen=True)
 class Bounds:
-  """A mask: intervals and `rest` together. The mask shows a pair if each clause and `rest` show it. From one row to the next, neither the first nor
-  the last column becomes smaller.
+  """A mask as intervals and a further condition `rest`. A query sees a key if every clause and `rest` allow it. A clause is a list of edges, of which
+  at least one must allow it. From one row to the next, neither the first nor the last column decreases.
 
     before: clauses that hide the keys before an edge
     after: clauses that hide the keys after an edge
-    rest: condition on the symbols that the intervals do not say. None: the intervals say all"""
+    rest: the part of the mask that intervals cannot express, as a condition on the symbols. None: there is no such part"""
   before: tuple[Edges, ...]
   after: tuple[Edges, ...]
   rest: UOp|None
 
   def keys_of(self, i:Any) -> Interval:
-    """Interval of keys that the query at place i sees."""
+    """Returns the interval of keys that the query at place i sees."""
     return Interval(_combined(self.before, lambda x: x.key(i), smaller, larger), _combined(self.after, lambda x: x.key(i), larger, smaller))
   def queries_of(self, j:Any) -> Interval:
-    """Interval of the places of the queries that see the key at place j."""
+    """Returns the interval of the places of the queries that see the key at place j."""
     return Interval(_combined(self.after, lambda x: x.query(j), smaller, larger), _combined(self.before, lambda x: x.query(j), larger, smaller))
 
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Border of the region that all clauses show. None: there are no clauses."""
+  """Returns a border of the visible region of all clauses together: its first or its last column. Returns None if there are no clauses."""
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:
@@ -42,19 +42,20 @@ def _conjuncts(u:UOp) -> list[UOp]:
   return [u]
 
 def _condition(clauses:list[Clause]) -> UOp:
-  """Clauses as a UOp."""
+  """Turns clauses into a single condition, a UOp that is true if all clauses hold."""
   def of(x:Literal) -> UOp: return x.condition if isinstance(x, Edge) else x
   return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
 
 def _direction(clause:Clause) -> bool|None:
-  """Whether all literals of a clause are edges that hide keys after them, or all hide keys before them. None: neither."""
+  """Returns True if all literals of a clause are edges that hide the keys after them, and False if all are edges that hide the keys before them.
+  Otherwise returns None."""
   found = {x.upper if isinstance(x, Edge) else None for x in clause}
   return found.pop() if len(found) == 1 else None
 
 NO_PAIR = Edge(True, (FloorStep(0, -1, 1),))     # no query sees a key
 
 def mask_bounds(mask:UOp) -> Bounds:
-  """Bounds of a traced mask function."""
+  """Returns the bounds of a traced mask function."""
   reader, conjuncts = Reader(), _conjuncts(mask)
   read = [reader.clauses(u) for u in conjuncts]
   clauses = without_contradicted(tuple(x for found in read for x in found))

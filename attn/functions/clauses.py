@@ -1,4 +1,5 @@
-"""A traced mask as a conjunction of clauses. A clause is a disjunction of literals. A literal is an edge, or any other condition as a UOp."""
+"""A traced mask as a conjunction of clauses: all clauses must hold. A clause is a disjunction of literals: at least one literal must hold. A literal
+is an edge, or any other condition as a UOp."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable
@@ -22,21 +23,22 @@ def not_(literal:Literal) -> Literal:
   return literal.src[0] if literal.op is Ops.CMPNE and literal.src[1].op is Ops.CONST and literal.src[1].arg is True else literal.logical_not()
 
 def implies(x:Literal, y:Literal) -> bool:
-  """Whether it is known that y holds where x holds."""
+  """Returns whether y is known to hold wherever x holds."""
   return x.implies(y) if isinstance(x, Edge) and isinstance(y, Edge) else x is y
 
 def covers(x:Clause, y:Clause) -> bool:
-  """Whether it is known that the clause y holds where the clause x holds."""
+  """Returns whether the clause y is known to hold wherever the clause x holds."""
   return all(any(implies(a, b) for b in y) for a in x)
 
 def _joined(x:Clause, y:Clause) -> Clause|None:
-  """Disjunction of two clauses, without literals that others cover. None: it always holds."""
+  """Returns the disjunction of two clauses. Leaves out literals that imply another literal of the result. Returns None if the disjunction always
+  holds."""
   found = dict.fromkeys(x + y)
   if any(implies(not_(a), b) for a in found for b in found): return None
   return tuple(a for k, a in enumerate(found) if not any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
-  """Removes each clause that another clause covers."""
+  """Removes each clause that follows from another clause."""
   kept: list[Clause] = []
   for x in clauses:
     if not any(covers(y, x) for y in kept): kept = [y for y in kept if not covers(x, y)] + [x]
@@ -45,7 +47,7 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Removes from each clause the literals that contradict a clause of one literal."""
+  """Removes from each clause the literals that cannot hold, because a clause of a single literal contradicts them."""
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
     fewer = tuple(x if len(x) == 1 else tuple(a for a in x if not any(implies(b, not_(a)) for b in single)) for x in clauses)
@@ -68,12 +70,12 @@ def _terms(x:TermSum) -> list[tuple[UOp, int]]: return [(u, n) for u, n in x.ite
 def _constant(u:UOp) -> int|None: return int(u.arg) if u.op is Ops.CONST else None
 
 def _division(u:UOp) -> tuple[UOp, int]|None:
-  """Dividend and divisor of a division by a positive constant that rounds down."""
+  """Returns the dividend and the divisor of an integer that is divided by a positive constant and rounded down."""
   if u.op is not Ops.FLOORDIV and not (u.op is Ops.CDIV and u.src[0].vmin >= 0): return None
   return (u.src[0], over) if (over := _constant(u.src[1]) or 0) > 0 else None
 
 def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
-  """Condition of an integer that is one of two, and the two: if the condition holds, and if not."""
+  """Reads an integer that a condition chooses from two. Returns the condition, the integer if it holds, and the integer if it does not hold."""
   if u.op is Ops.WHERE: return u.src[0], u.src[1], u.src[2]
   if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool: return u.src[0], ONE, ONE*0
   if u.op is Ops.MUL:
@@ -82,11 +84,11 @@ def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
   return None
 
 def _all(*found:Clauses|None) -> Clauses|None:
-  """Conjunction of clauses. None: some are too many."""
+  """Returns the conjunction of all given clauses, or None if one of them is None, because it has too many clauses."""
   return functools.reduce(lambda x, y: None if x is None or y is None else conjoined(x, y), found)
 
 class Reader:
-  """Reads traced conditions. Keeps what it found, because a function's UOps may share parts."""
+  """Reads traced conditions as clauses. Keeps the results, because UOps of a function may be used several times."""
   def __init__(self) -> None:
     self.sums: dict[UOp, TermSum] = {}
     self.found: dict[tuple[UOp, bool], Clauses] = {}
@@ -94,7 +96,7 @@ class Reader:
   # *** conditions ***
 
   def clauses(self, u:UOp, holds:bool=True) -> Clauses:
-    """Clauses that say that a condition holds, or that it does not hold."""
+    """Returns clauses that say that a condition holds, or, with `holds` false, that it does not hold."""
     if (u, holds) not in self.found: self.found[u, holds] = self._clauses(u, holds)
     return self.found[u, holds]
   def _clauses(self, u:UOp, holds:bool) -> Clauses:
@@ -108,10 +110,11 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Clauses of a choice. The last ones follow from the others: they say what holds in any case."""
+    """Returns the clauses of a choice: `yes` where the condition c holds, `no` where it does not. The last clauses follow from the others: they say
+    what holds in both cases."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
-    """Clauses of a condition on conditions. None: they are too many."""
+    """Returns the clauses of a condition that combines other conditions, such as AND or OR. Returns None if there are too many."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None
@@ -123,7 +126,7 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Clauses of a comparison of integers. None: no clause consists of edges alone."""
+    """Returns the clauses of a comparison of integers, or None if no clause consists of edges alone."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)
@@ -137,7 +140,7 @@ class Reader:
   # *** integers ***
 
   def sum(self, u:UOp) -> TermSum:
-    """Integer as a sum of terms."""
+    """Writes an integer as a sum of terms, each with the number of times that it is added."""
     if u not in self.sums: self.sums[u] = self._sum(u)
     return self.sums[u]
   def _sum(self, u:UOp) -> TermSum:
@@ -157,7 +160,7 @@ class Reader:
       case Ops.FLOORMOD if n is not None and n > 0: return _plus(self.sum(x), {x//n: 1}, -n)
     return {u: 1}
   def not_positive(self, x:TermSum) -> Clauses|None:
-    """Clauses that say that a sum is at most 0. None: they are too many."""
+    """Returns the clauses that say that a sum is at most 0, or None if there are too many."""
     terms, plus = _terms(x), x.get(ONE, 0)
     if not terms: return ALWAYS if plus <= 0 else NEVER
     for u, n in terms:
@@ -174,8 +177,8 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Edge that says that terms + plus is at most 0. None: the terms are more than one function of the query's place and one of the key's place, or
-    the edge would fall, or its numbers are too large for int32."""
+    """Returns the edge that says that the sum of `terms`, plus `plus`, is at most 0. Returns None if no edge says that: if the terms are not one
+    function of the query's place and one of the key's place, if the edge would fall, or if its numbers are too large for int32."""
     found: dict[UOp, tuple[int, Steps]] = {}
     for u, n in terms:
       if (chain := self._chain(u)) is None or chain[0] in found: return None
@@ -186,7 +189,8 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Symbol, sign and steps of a term: it is sign * steps(symbol). None: it is no such function of one place."""
+    """Writes a term as sign * steps(symbol), where the symbol is the place of the query or of the key. Returns (symbol, sign, steps), or None if the
+    term has another form."""
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None
     x, over = self.sum(divided[0]), divided[1]

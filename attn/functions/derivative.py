@@ -53,12 +53,12 @@ def _exponent_of_sigmoid(u:UOp) -> UOp|None:
   return power.src[0] if one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2 else None
 
 def _limit_of_symbol(u:UOp) -> float:
-  """Returns a number that the absolute value of a constant, a symbol, an element or an integer does not exceed. A score may be -inf."""
+  """Returns an upper limit for the absolute value of a constant, a symbol, an element of a tensor, or an integer. A score may be -inf."""
   if u is SCORE: return math.inf
   return _LARGEST if u.op is Ops.INDEX and dtypes.is_float(u.dtype) else max(abs(u.vmin), abs(u.vmax))
 
 def _limit(value:UOp) -> float:
-  """Returns a number that the absolute value of an expression does not exceed: infinity if the pass finds none."""
+  """Returns an upper limit for the absolute value of an expression: infinity if none is found."""
   found = dict[UOp, float]()
   for u in value.toposort(lambda u: dtypes.is_float(u.dtype) and u.op not in (Ops.CONST, Ops.PARAM, Ops.INDEX)):
     of = [found[x] if x in found else _limit_of_symbol(x) for x in u.src]
@@ -136,7 +136,7 @@ def _has_slope_zero(u:UOp) -> bool:
   return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
 
 def _shown_part(value:UOp) -> UOp:
-  """Returns an expression that equals a function where no WHERE makes the function -inf. The expression lacks these WHEREs."""
+  """Returns a simpler expression that equals the function wherever no WHERE makes the function -inf. The expression lacks these WHEREs."""
   made = dict[UOp, UOp]()
   for u in value.toposort(lambda u: u.op in (Ops.WHERE, Ops.ADD)):
     src = tuple(made.get(x, x) for x in u.src)
@@ -145,13 +145,13 @@ def _shown_part(value:UOp) -> UOp:
   return made.get(value, value)
 
 def tidied(u:UOp) -> UOp:
-  """Simplifies an expression of float32. Elements stay as they are, so that a kernel recognises those that it has read."""
+  """Simplifies an expression of float32. Elements of tensors stay as they are, so that a kernel recognises elements that it has already read."""
   instead = {x: UOp.variable(f"element{n}", x.dtype.min, x.dtype.max, x.dtype, param=True) for n, x in enumerate(elements_of(u))}
   return committed(u.substitute(instead).simplify().cast(dtypes.float)).substitute({y: x for x, y in instead.items()})
 
 @lru_cache(256)
 def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
-  """Returns the derivative, or what has none."""
+  """Returns the derivative, or, if there is none, the name of the operation that has no derivative."""
   shown, at = _shown_part(value), {of: Slope(_ONE, False)}
   for u in shown.toposort(lambda u: not _has_slope_zero(u)):
     moving = [at[x] for x in u.src if x in at]

@@ -14,8 +14,8 @@ from attn.tinygrad_compat import UOp
 MOST_INSIDE = 2**30     # no number inside an edge is farther from 0, so that the offset of a problem can be added in int32
 
 class FloorStep(NamedTuple):
-  """Function (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of the numerator,
-  and 0 counts as positive: the edge i >= 3 shows all keys to each query from 3 on, and is `j <= (i - 3)//0`."""
+  """The function (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of the
+  numerator, where 0 counts as positive. For example, a mask that shows keys only to queries i >= 3 is the edge `j <= (i - 3)//0`."""
   times: int
   plus: int
   over: int
@@ -23,7 +23,7 @@ class FloorStep(NamedTuple):
 Steps = tuple[FloorStep, ...]     # functions applied one after another
 
 def then(steps:Steps, step:FloorStep) -> Steps:
-  """Appends a step, and joins it with the last one if one step says both."""
+  """Appends a step to a function of several steps. If the last step and the new one can be written as one step, joins them."""
   common = math.gcd(step.times, step.over)
   step = FloorStep(step.times//common, step.plus//common, step.over//common)
   if step == (1, 0, 1): return steps
@@ -36,20 +36,20 @@ def then(steps:Steps, step:FloorStep) -> Steps:
 def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
 
 def last_below(steps:Steps) -> Steps:
-  """Returns the inverse G with: F(x) <= y exactly if x <= G(y)."""
+  """Returns the inverse function G of F: F(x) <= y exactly if x <= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def first_above(steps:Steps) -> Steps:
-  """Returns the inverse G with: F(x) >= y exactly if x >= G(y)."""
+  """Returns the inverse function G of F: F(x) >= y exactly if x >= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def larger(x:Any, y:Any) -> Any:
-  """Maximum of numbers, UOps or Tensors."""
+  """Returns the maximum of two numbers, UOps or Tensors."""
   if isinstance(x, int): return max(x, y) if isinstance(y, int) else y.maximum(x)
   return x.maximum(y)
 
 def smaller(x:Any, y:Any) -> Any:
-  """Minimum of numbers, UOps or Tensors."""
+  """Returns the minimum of two numbers, UOps or Tensors."""
   if isinstance(x, int): return min(x, y) if isinstance(y, int) else y.minimum(x)
   return x.minimum(y)
 
@@ -64,11 +64,12 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Value of the function for a number, UOp or Tensor. FAR stands for infinity. A constant function returns an int."""
+  """Returns the value of a function, given by its steps, for a number, UOp or Tensor x. FAR stands for infinity. A constant function returns an
+  int."""
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """First and last x for which no number inside the function is beyond MOST_INSIDE."""
+  """Returns the first and the last x for which all numbers in the computation of a function stay within -MOST_INSIDE..MOST_INSIDE."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
@@ -76,19 +77,20 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Whether the function is beyond all places wherever it leaves its exact range. Then a clamped x gives the same intervals."""
+  """Returns whether x may be clamped to the exact range of a function without a change of the mask. This is so if, outside of that range, the
+  function lies beyond all places of queries and keys."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 
 def clamped(steps:Steps, x:Any) -> Any:
-  """Value of the function, computed in int32 without overflow."""
+  """Returns the value of a function for x, computed in int32 without overflow: x is clamped to the function's exact range."""
   first, last = exact_range(steps)
   if first > -FAR: x = larger(x, first)
   if last < FAR: x = smaller(x, last)
   return applied(steps, x)
 
 def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
-  """Slope of a function F, and the least and the largest F(x) - slope*x. None: F is infinite."""
+  """Returns the slope of a function F, and the smallest and the largest value of F(x) - slope*x. None: F is infinite."""
   slope, least, most = Fraction(1), Fraction(0), Fraction(0)
   for times, plus, over in steps:
     if over == 0: return None
@@ -96,7 +98,7 @@ def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
   return slope, least, most
 
 def never_above(f:Steps, g:Steps) -> bool:
-  """Whether F(x) <= G(x) is known for each x."""
+  """Returns whether F(x) <= G(x) is known to hold for each x."""
   (*start, x), (*other_start, y) = f or (FloorStep(1, 0, 1),), g or (FloorStep(1, 0, 1),)
   if start == other_start and (x.times, x.over) == (y.times, y.over): return x.plus <= y.plus
   one, two = _band(f), _band(g)
@@ -104,23 +106,23 @@ def never_above(f:Steps, g:Steps) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Edge:
-  """Pairs with `j <= F(i)` if `upper`, or else pairs with `j >= F(i)`. `steps` is F."""
+  """A condition on the place i of a query and the place j of a key: `j <= F(i)` if `upper`, otherwise `j >= F(i)`. `steps` is the function F."""
   upper: bool
   steps: Steps
 
   @functools.cached_property
   def inverse(self) -> Steps:
-    """Returns G: the edge shows the pairs with `i >= G(j)` if `upper`, or else those with `i <= G(j)`."""
+    """The inverse function G of F. The condition is `i >= G(j)` if `upper`, otherwise `i <= G(j)`."""
     return first_above(self.steps) if self.upper else last_below(self.steps)
   def key(self, i:Any) -> Any:
-    """Last key, or first key, that the query at place i sees."""
+    """Returns the last key (or, unless `upper`, the first key) that the query at place i sees."""
     return clamped(self.steps, i)
   def query(self, j:Any) -> Any:
-    """First query, or last query, that sees the key at place j."""
+    """Returns the first query (or, unless `upper`, the last query) that sees the key at place j."""
     return clamped(self.inverse, j)
   @property
   def known(self) -> bool|None:
-    """Whether all pairs are shown, or none. None: some."""
+    """True if all pairs of a query and a key fulfil the condition, False if no pair does, None otherwise."""
     least, most = applied(self.steps, -FAR), applied(self.steps, FAR)
     if self.upper: return True if least >= FAR else False if most < 0 else None
     return True if most <= 0 else False if least > FAR else None
@@ -129,12 +131,12 @@ class Edge:
   @property
   def negated(self) -> Edge: return Edge(not self.upper, then(self.steps, FloorStep(1, 1 if self.upper else -1, 1)))
   def implies(self, other:Edge) -> bool:
-    """Whether another edge is known to show all pairs that this edge shows."""
+    """Returns whether each pair that fulfils this condition is known to fulfil the other one."""
     if self.upper != other.upper: return False
     return never_above(self.steps, other.steps) if self.upper else never_above(other.steps, self.steps)
   @property
   def condition(self) -> UOp:
-    """Condition on the symbols of a query and a key."""
+    """The condition as a UOp, on the symbols of a query and a key."""
     if any(step.over == 0 for step in self.steps): x, y = (self.query(KEY), QUERY) if self.upper else (QUERY, self.query(KEY))
     else: x, y = (KEY, self.key(QUERY)) if self.upper else (self.key(QUERY), KEY)
     return x <= y

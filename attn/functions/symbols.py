@@ -19,31 +19,31 @@ QUERY, KEY = _number("i", -FAR, FAR), _number("j", 0, FAR)                      
 SYMBOLS = (SCORE, BATCH, QUERY_HEAD, QUERY, KEY)
 
 def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Symbol of tensor `number` of mod_tensors. `dtype` is one of FUNCTION_TENSOR_DTYPES."""
+  """Makes the symbol of a tensor that a traced function reads: the tensor number `number` of mod_tensors. `dtype` is tinygrad's name of the dtype."""
   return UOp.placeholder(shape, FUNCTION_TENSOR_DTYPES[dtype], slot=number)
 
 def is_element(u:UOp) -> bool:
-  """Whether a UOp of a traced function is an element of a tensor."""
+  """Returns whether a UOp of a traced function is an element of a tensor."""
   return u.op is Ops.INDEX
 
 def tensor_of(element:UOp) -> UOp:
-  """Tensor symbol that an element belongs to."""
+  """Returns the symbol of the tensor to which an element belongs."""
   return element.src[0]
 
 def indices_of(element:UOp) -> tuple[UOp, ...]:
-  """Index of an element along each axis of its tensor."""
+  """Returns the index of an element along each axis of its tensor."""
   return element.src[1:]
 
 def number_of_tensor(element:UOp) -> int:
-  """Number of the tensor in mod_tensors that an element belongs to."""
+  """Returns the number, in mod_tensors, of the tensor to which an element belongs."""
   base = tensor_of(element)
   while base.op is Ops.RESHAPE: base = base.src[0]
   return int(base.arg.slot)
 
 def elements_of(value:UOp) -> list[UOp]:
-  """Elements of tensors that a traced function reads, those that an index needs before those that it reads."""
+  """Returns the elements of tensors that a traced function reads. An element that serves as an index of another element comes first."""
   return [u for u in value.toposort() if is_element(u)]
 
 def depends(value:UOp, *symbols:UOp) -> bool:
-  """Whether a traced function depends on one of the symbols."""
+  """Returns whether a traced function depends on one of the symbols."""
   return any(u in symbols for u in value.toposort())

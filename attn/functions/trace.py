@@ -1,4 +1,5 @@
-"""Traces a caller's score_mod or mask_mod: calls it once with symbols, and checks that the UOp it returns can be computed inside a kernel."""
+"""Traces a caller's score_mod or mask_mod: calls the Python function once, with UOps (symbols) in place of numbers, and checks that the UOp which it
+returns can be computed inside a kernel."""
 from __future__ import annotations
 import inspect, math
 from collections.abc import Callable, Hashable
@@ -15,21 +16,22 @@ MOST_TENSORS = 8      # tensors in mod_tensors
 
 @dataclass(frozen=True)
 class Traced:
-  """A traced function. Two functions that compute the same have equal records.
+  """A caller's function after tracing. Two functions that compute the same are equal as `Traced`.
 
-    value: the scalar UOp that the function returned, of the symbols in attn/functions/symbols.py
+    value: the scalar UOp that the function returned, made of the symbols in attn/functions/symbols.py
     told: name of the function, its file and its line, for error messages"""
   value: UOp
   told: str = field(default="", compare=False)
   @cached_property
   def huge(self) -> bool:
-    """Whether a score_mod may return finite numbers so large that fp32 cannot hold them in base 2, such as the least number of fp32 as a mask."""
+    """Returns whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e). An example is the lowest
+    number of fp32, which callers use as a mask."""
     return may_be_huge(self.value)
   def __repr__(self) -> str: return self.told
 
 @dataclass(frozen=True)
 class FunctionForm:
-  """What an argument of `attention` that is a function takes and returns."""
+  """The form that a caller's score_mod or mask_mod must have: its arguments, and the dtype that it returns."""
   name: str                    # "score_mod" or "mask_mod"
   symbols: tuple[UOp, ...]     # symbols of its first arguments; the tensors follow
   parameters: str
@@ -43,7 +45,7 @@ MASK_FUNCTION = FunctionForm("mask_mod", (BATCH, QUERY_HEAD, QUERY, KEY), "b, h,
 TensorKinds = tuple[tuple[tuple[int, ...], str], ...]     # shape and name of the dtype of each tensor in mod_tensors
 
 def described(function:Callable[..., Any]) -> str:
-  """Name of a function, with the file and line where it begins."""
+  """Returns the name of a function, with its file and the line where it begins."""
   code = getattr(inspect.unwrap(function), "__code__", None)
   name = getattr(function, "__name__", type(function).__name__)
   return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
@@ -51,9 +53,9 @@ def described(function:Callable[..., Any]) -> str:
 def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|None:
   """Returns the traced function, or None if the function changes nothing: a score_mod that returns the score, a mask_mod that returns True.
 
-  A function that was traced before, with the same values in its closure, is not called again. Raises ValueError if the function does not take
-  the arguments of `signature`, returns something else than a scalar UOp of the right dtype, or returns another UOp when it is called again.
-  Raises NotImplementedError, with the name of the operation, for a UOp that cannot be computed inside a kernel."""
+  A function that was traced before, with the same values in its closure, is not called again. Raises ValueError if the function does not take the
+  arguments of `signature`, returns something other than a scalar UOp of the right dtype, or returns another UOp when it is called again. Raises
+  NotImplementedError, with the name of the operation, for a UOp that cannot be computed inside a kernel."""
   if not callable(function): raise values.wrong(signature.name, function, f"a function {signature.form}")
   key = identity(function)
   found = call_twice(signature, function, tensors) if key is None else traced_before(key, signature, Held(function), tensors)
@@ -61,12 +63,13 @@ def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|N
 
 @dataclass(frozen=True)
 class Held:
-  """A function beside the key that stands for it in a cache."""
+  """A caller's function as an argument of a function with an `lru_cache`. The cache does not compare it: the other arguments decide which entry is
+  found."""
   function: Callable[..., Any] = field(compare=False)
 
 @lru_cache(256)
 def traced_before(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced:
-  """Returns the traced function that `key` stands for, and traces it the first time."""
+  """Returns the traced function that `key` stands for. It is traced only the first time; later calls find it in the cache."""
   return call_twice(signature, held.function, tensors)
 
 def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Traced:
@@ -77,7 +80,7 @@ def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:Tens
   return Traced(found, described(function))
 
 def called(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Any:
-  """Calls a function with the symbols."""
+  """Calls a caller's function with symbols (UOps) as its arguments, and returns its result."""
   arguments = (*signature.symbols, *(tensor_symbol(n, *kind) for n, kind in enumerate(tensors)))
   try: inspect.signature(function).bind(*arguments)
   except TypeError as e:
@@ -93,7 +96,8 @@ ALLOWED = GroupOp.ALU - {Ops.THREEFRY} | {Ops.CAST, Ops.BITCAST, Ops.CONST, Ops.
 REASONS = {Ops.BUFFER: "a buffer (give tensors as mod_tensors)", Ops.RANGE: "a loop", Ops.REDUCE: "a sum or maximum over an axis"}
 
 def checked(signature:FunctionForm, function:Callable[..., Any], x:Any) -> UOp:
-  """Returns the UOp `x` that a function returned, without loads, after a check that a kernel can compute it."""
+  """Checks that a kernel can compute the UOp `x` that a caller's function returned. Returns the UOp with its LOADs removed: an element of a tensor is
+  then an INDEX alone."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -113,7 +117,7 @@ def checked(signature:FunctionForm, function:Callable[..., Any], x:Any) -> UOp:
   return plainer(committed(made[x]))
 
 def plainer(value:UOp) -> UOp:
-  """Writes the absolute value of x, which tinygrad writes as x times its sign, as the maximum of x and -x."""
+  """Replaces each absolute value, which tinygrad writes as x times the sign of x, by the maximum of x and -x."""
   made = dict[UOp, UOp]()
   for u in value.toposort():
     new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
@@ -121,11 +125,12 @@ def plainer(value:UOp) -> UOp:
   return made[value]
 
 def is_absolute(u:UOp) -> bool:
-  """Whether a UOp is x times its sign, as UOp.abs writes it."""
+  """Returns whether a UOp is x times the sign of x, as UOp.abs writes the absolute value."""
   return (u.op is Ops.MUL and u.src[1] is u.src[0].sign()) or (u.op is Ops.MUL and u.src[1] is committed(u.src[0].sign()))
 
 def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Returns an element of a tensor with an int32 index for each axis, or a flat index if the tensor was permuted, sliced or indexed in steps."""
+  """Returns an element of a tensor, with one int32 index for each axis. If the tensor was permuted, sliced or indexed in steps, the element has a
+  single index, into the flat tensor."""
   while u.src[0].op is Ops.INDEX: u = u.src[0].src[0].index(*u.src[0].src[1:], *u.src[1:])     # t[x][y] is t[x, y]
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
@@ -143,7 +148,7 @@ def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
   return tensor.index(*indices)
 
 def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Replaces the parts of an index that have been rebuilt without loads."""
+  """Returns an index in which every part that `made` lists is replaced by its new form, which has no loads."""
   return u.substitute({old: new for old, new in made.items() if old is not new}) if u not in made else made[u]
 
 # ***** recognising a function *****
@@ -151,8 +156,8 @@ def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
 SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
 
 def identity(function:Any) -> Hashable|None:
-  """Returns a key for what a Python function computes: its code, and the values that the code sees in closures, defaults and globals. Returns
-  None if one of these values may change without notice, such as an object or a list."""
+  """Returns a key for what a Python function computes: its code, and the values that the code reads from closures, defaults and globals. Returns None
+  if one of these values may change unnoticed, such as an object or a list."""
   try: return of_function(function, set())
   except TypeError: return None
 
@@ -167,12 +172,12 @@ def of_function(function:Any, seen:set[CodeType]) -> Hashable:
   return code, closure, defaults, others
 
 def is_filled(cell:Any) -> bool:
-  """Whether a cell of a closure has a value yet."""
+  """Returns whether a variable of a closure has a value yet. `cell` is Python's cell of this variable."""
   try: return cell.cell_contents is not cell
   except ValueError: return False
 
 def names_in(code:CodeType) -> list[str]:
-  """Global names that a function's code and the code of functions inside it may use."""
+  """Returns the names of globals that a function, and functions defined inside it, may use."""
   inner = [x for x in code.co_consts if isinstance(x, CodeType)]
   return sorted({*code.co_names, *(name for x in inner for name in names_in(x))})
 
@@ -189,8 +194,9 @@ def of_value(x:Any, seen:set[CodeType]) -> Hashable:
 MODERATE = 2.0**64     # constants up to this cannot make a score too large for fp32 in base 2
 
 def may_be_huge(value:UOp) -> bool:
-  """Whether a score_mod may return finite numbers that fp32 cannot hold in base 2, such as the least number of fp32 as a mask. An element of a tensor
-  may be so large if it is added to a score or chosen instead of it. A factor of a score is not expected to be."""
+  """Returns whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e), such as the lowest number
+  of fp32 as a mask. An element of a tensor may be so large if the function adds it to a score or chooses it instead of a score. An element that
+  multiplies a score is assumed to be moderate."""
   parts = [u for u in value.toposort() if dtypes.is_float(u.dtype)]
   bounded = {x for u in parts if is_sigmoid(u) for x in (u, *u.src, *u.src[0].src)}
   chosen, seen = [value], set[UOp]()
@@ -203,12 +209,12 @@ def may_be_huge(value:UOp) -> bool:
   return any(is_large(u) for u in parts if u not in bounded)
 
 def is_large(u:UOp) -> bool:
-  """Whether an operation may return very large numbers from moderate ones, or is such a number."""
+  """Returns whether a UOp is a very large constant, or an operation that may turn moderate numbers into very large ones."""
   if u.op is Ops.CONST: return MODERATE < abs(u.val) < math.inf
   return u.op in (Ops.RECIPROCAL, Ops.EXP2, Ops.POW, Ops.BITCAST)
 
 def is_sigmoid(u:UOp) -> bool:
-  """Whether a UOp is 1/(1 + exp2(x)), which lies in 0..1."""
+  """Returns whether a UOp is 1/(1 + exp2(x)), which lies in 0..1."""
   if u.op is not Ops.RECIPROCAL or u.src[0].op is not Ops.ADD: return False
   one, power = sorted(u.src[0].src, key=lambda x: x.op is Ops.EXP2)
   return one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2
@@ -216,7 +222,7 @@ def is_sigmoid(u:UOp) -> bool:
 # ***** the functions of a call *****
 
 def functions_of(score_mod:Any, mask_mod:Any, tensors:TensorKinds) -> dict[str, Any]:
-  """Traces the functions of a call, each None or a function. Returns the fields of Problem that say what they compute."""
+  """Traces the score_mod and the mask_mod of a call to attention; either may be None. Returns the fields of Problem that describe them."""
   if tensors and score_mod is None and mask_mod is None: raise ValueError(f"mod_tensors has {len(tensors)} tensors: they need score_mod or mask_mod")
   if len(tensors) > MOST_TENSORS: raise NotImplementedError(f"mod_tensors has {len(tensors)} tensors: at most {MOST_TENSORS} are supported")
   found: dict[str, Any] = {}

@@ -25,8 +25,8 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch. A launch over the keys of one device counts keys from the device's first
-  one, so it cannot compute a caller's functions, which take places in the whole sequence."""
+  """Returns whether the backward kernels can compute every launch. They cannot if the caller gave a score_mod or mask_mod: these take places in the
+  whole sequence, but a launch over the keys of one device counts keys from the first key of this device."""
   if has_own_functions(c.problem): return False
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 

@@ -1,4 +1,5 @@
-"""Computes a caller's function in tensor operations, for all pairs of queries and keys, with the gradients of attn/functions/derivative.py."""
+"""Computes a caller's score_mod or mask_mod in tensor operations, for all pairs of queries and keys. The gradients are those of
+attn/functions/derivative.py."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -8,8 +9,9 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
-  """Computes a traced function. Returns each of its parts, the elements of tensors among them, as tensors that broadcast to the scores
-  (B, Hkv, query heads of each, Sq, Sk). `s` are the scores before the function, None for a function without a score."""
+  """Computes a traced function in tensor operations. Returns a tensor for each UOp inside the function, also for the elements of tensors that it
+  reads. The tensors broadcast to the scores (B, Hkv, query heads of each, Sq, Sk). `s` are the scores that the function gets; None for a function
+  without a score, such as a mask."""
   places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
   made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})
   for u in value.toposort():
@@ -19,14 +21,14 @@ def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, 
   return made
 
 def gathered(t:Tensor, indices:list[Tensor]) -> Tensor:
-  """Elements of a tensor. An index outside the tensor is moved to its border."""
+  """Returns the elements of a tensor at the given indices. An index outside an axis is moved to the axis's first or last element."""
   flat = Tensor(0, dtype=dtypes.int, device=t.device)
   for index, size in zip(indices, map(int, t.shape)): flat = flat*size + index.clamp(0, size - 1)
   return t.flatten()[flat]
 
 def with_gradients(value:UOp, s:Tensor, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
-  """Computes a score_mod. tinygrad differentiates the result, but by the derivatives of attn/functions/derivative.py: tinygrad's own rules give NaN
-  where a branch that is not taken has an infinite derivative. Where the result is -inf, P is 0, and nothing has a gradient there."""
+  """Computes a score_mod in tensor operations. Its gradients are the derivatives of attn/functions/derivative.py, because tinygrad's own derivatives
+  give NaN where a branch that is not chosen has an infinite derivative. Where the result is -inf, the weight P is 0, and all gradients are 0."""
   made = parts_in_tensors(value, s, at, given)
   found = made[value].detach()
   for part in (SCORE, *[u for u in elements_of(value) if dtypes.is_float(u.dtype)]):

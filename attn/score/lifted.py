@@ -1,12 +1,14 @@
-"""Computes a caller's function on a fragment of scores: one UOp for each element, or one for each vector of fp32 numbers.
+"""Computes a caller's score_mod or mask_mod on a fragment, which is the scores that a lane holds: one UOp for each element, or one for each vector of
+fp32 numbers.
 
-A traced function (attn/functions) is written in symbols. Its parts fall into three kinds, and each part is computed once:
-- parts that are equal for all columns of the fragment are scalars. Most of them do not change in a kernel's loop, so compilers compute them before it
-- parts that differ between columns and are integers or conditions are scalars too, one for each element
-- other parts that differ between columns, and parts that depend on the score, are vectors of fp32 numbers: the operations of attn/ops add and
-  multiply whole vectors, as the chip's packed instructions do
+A traced function is a UOp of symbols, which stand for its arguments (attn/functions). Each UOp inside it is computed once, in one of three ways:
+- what is equal for all columns of the fragment is a scalar. Most such scalars do not change in a kernel's loop, so compilers compute them before it
+- what differs between columns, and is an integer or a condition, is a scalar for each element
+- what differs between columns, or depends on the score, and is a float, is a list of vectors. The operations of attn/ops add and multiply whole
+  vectors, as the chip's packed instructions do
 
-A constant factor of the result, such as the unit of the scores, goes into the constants of the function where that is possible (`scaled`)."""
+A constant that multiplies the result, such as log2(e) for scores in base 2, is multiplied into the function's own constants where that is possible
+(`scaled`)."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
@@ -22,13 +24,15 @@ Elementwise = list[list[UOp]]     # scalars: for each vector of the fragment, on
 
 @dataclass(frozen=True)
 class Evaluated:
-  """A computed part of a function: `same`, a scalar for all columns, or `each`, a scalar per element, or `vectors` of fp32 numbers."""
+  """A part of a function, computed: `same` is one scalar for all columns, `each` a scalar per element, `vectors` are vectors of fp32 numbers. Two of
+  the three are None."""
   same: UOp|None = None
   each: Elementwise|None = None
   vectors: list[UOp]|None = None
 
 def linear_in(u:UOp, symbol:UOp) -> int|None:
-  """Coefficient of `symbol` in an int expression that is linear in it. None if the expression is not linear in it, or has no such coefficient."""
+  """Returns the factor of `symbol` in an int expression that is linear in the symbol, or 0 if the symbol does not occur in it. Returns None if the
+  expression is not linear in the symbol."""
   if u is symbol: return 1
   if symbol not in u.toposort(): return 0
   if u.op is Ops.ADD:
@@ -42,8 +46,9 @@ IN_DWORDS = ("float16", "bfloat16", "float32", "int32", "uint32")     # dtypes w
 EXACT = 2**24     # whole numbers up to this are exact in fp32
 
 class Lifted:
-  """The evaluation of a function on one fragment. `told` names the function. `raw` are the scores before the function, as vectors; None for a
-  function without a score, such as a mask. `factor` makes these scores natural."""
+  """Computes a caller's function on one fragment, the scores that a lane holds. `told` names the function in error messages. `raw` are the scores
+  that the function gets, as vectors; None for a function without a score, such as a mask. `raw` times `factor` are the scores in units of the natural
+  logarithm."""
   def __init__(self, at:Fragment, told:str, raw:list[UOp]|None=None, factor:float=1.0) -> None:
     self.at, self.told, self.raw, self.factor = at, told, raw, factor
     self.lengths = [len(columns) for columns in at.columns]
@@ -61,13 +66,13 @@ class Lifted:
 
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
-    """Computes a function, or a part of one."""
+    """Computes a function, or a UOp inside a function."""
     for x in u.toposort(gate=lambda x: x not in self.parts):
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
   def computed(self, u:UOp) -> Evaluated:
-    """Computes a UOp whose sources are computed already."""
+    """Computes a UOp whose sources have been computed."""
     if u in self.symbols: return Evaluated(same=self.symbols[u])
     if u is SCORE:
       assert self.raw is not None
@@ -88,7 +93,7 @@ class Lifted:
     return Evaluated(vectors=[ops.build(*x) for x in made]) if u.dtype == dtypes.float else Evaluated(each=made)
 
   def each(self, u:UOp) -> Elementwise:
-    """Returns a part as one scalar per element."""
+    """Returns a computed UOp as one scalar per element of the fragment."""
     x = self.parts[u]
     if x.same is not None: return [[x.same]*n for n in self.lengths]
     if x.each is not None: return x.each
@@ -96,7 +101,7 @@ class Lifted:
     return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
 
   def vectors(self, u:UOp) -> list[UOp]:
-    """Returns a part of dtype float as vectors."""
+    """Returns a computed UOp of a float dtype as vectors of fp32 numbers."""
     x = self.parts[u]
     if x.vectors is not None: return x.vectors
     if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
@@ -104,30 +109,30 @@ class Lifted:
 
   # ***** columns *****
   def column(self, vector:int, i:int) -> int:
-    """Column of an element, counted from the lane's first column."""
+    """Returns the column of element `i` of a vector, counted from the first column of which the lane holds scores."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def columns_from(self, first:UOp, step:int) -> Elementwise:
     return [[first + step*self.column(n, i) for i in range(size)] for n, size in enumerate(self.lengths)]
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
-    """Returns first + step*column as fp32 vectors. All vectors use the same few constants."""
+    """Returns first + step*column for each element, as fp32 vectors. All vectors use the same few constants."""
     steps = [UOp.const(float(step*self.column(0, i)), dtypes.float) for i in range(self.lengths[0])]
     def vector(n:int) -> UOp:
       start = (first + step*n*self.at.apart).cast(dtypes.float)
       return ops.add(ops.splat(start, self.lengths[n]), ops.build(*steps[:self.lengths[n]]))
     return [vector(n) for n in range(len(self.lengths))]
   def at_first(self, u:UOp) -> UOp:
-    """Returns an int expression of the symbols at the lane's first column."""
+    """Returns the value that an int expression has at the first column of which the lane holds scores."""
     return u.substitute({**self.symbols, self.walked: self.first})
   def is_exact(self, u:UOp) -> bool:
-    """Whether an int expression is small enough on this fragment for fp32 to hold it exactly."""
+    """Returns whether fp32 holds every value exactly that an int expression has on this fragment."""
     first = self.at_first(u)
     reach = abs(linear_in(u, self.walked) or 0)*(self.column(len(self.lengths) - 1, self.lengths[-1] - 1) + 1)
     return first.vmin - reach > -EXACT and first.vmax + reach < EXACT
 
   # ***** elements of tensors *****
   def element(self, u:UOp) -> Evaluated:
-    """Loads an element of a tensor for all columns, or one element per column. A place where no query or key is may have an index outside the tensor:
-    it reads another element, and the result is dropped."""
+    """Loads an element of a caller's tensor: one element for all columns, or one per column. At a place beyond the queries or keys the index may lie
+    outside the tensor. Another element is then loaded, and the result is not used."""
     parts = [self.parts[s] for s in indices_of(u)]
     if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))
     each = [[[*zip(*vector)][i] for i in range(n)] for vector, n in zip(zip(*[self.each(s) for s in indices_of(u)]), self.lengths)]
@@ -135,7 +140,7 @@ class Lifted:
     return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
 
   def loaded(self, u:UOp, indices:list[UOp], column:int|None=None) -> UOp:
-    """Loads an element, for one column or, if `column` is None, for all."""
+    """Loads an element of a caller's tensor, for one column of the fragment, or for all columns if `column` is None."""
     number, shape = number_of_tensor(u), [int(n) for n in tensor_of(u).shape]
     buffer, count = ops.flat(self.at.given[f"mod_tensor{number}"]), math.prod(shape)
     checked = [self.checked(x, column, size, number, axis) for axis, (x, size) in enumerate(zip(indices, shape))]
@@ -148,7 +153,8 @@ class Lifted:
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
   def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:
-    """Returns an index that the emulator checks, unless it lies inside the axis at every place."""
+    """Returns an index unchanged, and lets the emulator check that it lies inside its axis. No check is needed for an index that can never lie
+    outside."""
     if index.vmin >= 0 and index.vmax < size: return index
     first, last = self.at.limits
     limits = (UOp.const(0, dtypes.int), integer(last if first is None else last - first.maximum(0))) if column is None else \
@@ -158,7 +164,7 @@ class Lifted:
 
   # ***** with a factor *****
   def scaled(self, u:UOp, k:float) -> list[UOp]:
-    """Computes k times a part of dtype float, as vectors. The factor goes into the constants of the function where that is possible."""
+    """Returns k times a UOp of a float dtype, as vectors. The factor k is multiplied into the function's own constants where that is possible."""
     if u not in self.parts: self.part(u)
     if (u, k) not in self.factors: self.factors[u, k] = self._scaled(u, k)
     return self.factors[u, k]
@@ -179,17 +185,17 @@ class Lifted:
     return [ops.mul(x, k) for x in self.vectors(u)]
 
 def constant_factor(u:UOp) -> tuple[UOp, float]|None:
-  """Returns the operands of a product with a finite constant: the other operand, and the constant. None for another product."""
+  """Returns (the other operand, the constant) of a product with a finite constant, and None for another product."""
   for x, y in (u.src, u.src[::-1]):
     if x.op is Ops.CONST and math.isfinite(x.val): return y, float(x.val)
   return None
 
 def is_magnitude(u:UOp) -> bool:
-  """Whether a UOp is the absolute value of an fp32 number, max(x, -x)."""
+  """Returns whether a UOp is the absolute value of an fp32 number, written as max(x, -x)."""
   return u.op is Ops.MAX and u.dtype == dtypes.float and u.src[1].op is Ops.MUL and constant_factor(u.src[1]) == (u.src[0], -1.0)
 
 def takes_factor(u:UOp) -> bool:
-  """Whether a factor of a part costs nothing, because it goes into a constant."""
+  """Returns whether multiplying a UOp by a constant costs nothing, because the constant can be multiplied into a constant inside the UOp."""
   if u is SCORE or u.op is Ops.CONST: return True
   if u.op is Ops.MUL: return any(s.op is Ops.CONST for s in u.src)
   return u.op in (Ops.ADD, Ops.WHERE) and all(takes_factor(s) for s in u.src if s.dtype != dtypes.bool)
@@ -202,17 +208,17 @@ def flat_index(indices:list[UOp], shape:list[int]) -> UOp:
   return functools.reduce(lambda flat, of: flat*of[1] + of[0], zip(indices, shape), UOp.const(0, dtypes.int))
 
 def within(index:UOp, size:int) -> UOp:
-  """Returns an index, moved into 0..size-1 if it may lie outside."""
+  """Returns an index that lies in 0..size-1: an index outside is moved to the nearest end of this range."""
   if index.vmin < 0: index = index.maximum(0)
   return index if index.vmax < size else index.minimum(size - 1)
 
 def selected(seen:Elementwise, x:list[UOp], y:list[UOp]) -> list[UOp]:
-  """Returns the elements of x where a condition holds, and those of y elsewhere."""
+  """Returns the elements of the vectors x where the condition `seen` holds, and those of the vectors y elsewhere."""
   def element(condition:UOp, n:int, i:int) -> UOp: return condition.where(ops.extract(x[n], i), ops.extract(y[n], i))
   return [ops.build(*[element(c, n, i) for i, c in enumerate(conditions)]) for n, conditions in enumerate(seen)]
 
 def by_vector(operation:Any) -> Any:
-  """Makes an operation on lists of vectors from one on vectors."""
+  """Turns an operation on vectors into the same operation on lists of vectors."""
   return lambda *lists: [operation(*xs) for xs in zip(*lists)]
 
 # operations of traced functions that attn/ops has for vectors

@@ -37,16 +37,17 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def hides_some(walk:Walk, columns:int) -> bool:
-  """Whether a mask may hide scores of a tile of `columns` columns."""
+  """Returns whether a mask may hide scores of a tile of `columns` columns."""
   return bool(scattered(walk.p)) or any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 
 def scattered(p:Problem) -> tuple[Mask, ...]:
-  """Masks of a problem that may hide any score of a tile, and not only the scores before and after an interval of columns."""
+  """Returns the masks of a problem that may hide any score of a tile, and not only the scores outside an interval of columns."""
   return tuple(mask for mask in SCORE_MASKS if mask.each is not None and getattr(p, mask.name) is not None)
 
 def seen_each(at:Fragment) -> list[list[UOp]]|None:
-  """Says for each score of a fragment whether the masks that are no intervals leave it. None if the problem has no such mask."""
+  """Returns, for each score that a lane holds, whether the masks that are not intervals leave it visible. Returns None if the problem has no such
+  mask."""
   found = [mask.each(at) for mask in scattered(at.p) if mask.each is not None]
   if not found: return None
   return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
@@ -67,7 +68,7 @@ def told(p:Problem, masks:tuple[Mask, ...]) -> str:
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def has_own_functions(p:Problem) -> bool:
-  """Whether a problem has a score_mod or mask_mod, which depend on places in the whole sequence."""
+  """Returns whether a problem has a score_mod or mask_mod. These depend on places in the whole sequence."""
   return bool(p.functions) or p.mask_bounds is not None
 
 def check_moves(p:Problem) -> None:

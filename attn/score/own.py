@@ -1,4 +1,4 @@
-"""A caller's own scores and masks: score_mod, a term, and mask_mod, a mask (attn/functions traces them)."""
+"""The caller's own function of a score (score_mod, a term) and own mask (mask_mod). attn/functions traces the functions."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ def _value(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   return Lifted(at, f"score_mod={mod}", x, unit.natural).scaled(tidied(mod.value), at.unit.of_natural)
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
-  """Computes the derivative with respect to the score. Where the score after the function is -inf, P is 0, and the derivative is set to 0: the
-  derivative could be infinite there, or NaN, and its product with P must be 0."""
+  """Computes the derivative of a score_mod with respect to the score. It is set to 0 where the function returns -inf: the weight P is 0 there, and so
+  must its product with the derivative be, but the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, SCORE), 1.0)
   def element(slope:UOp, x:UOp, i:int) -> UOp: return ops.extract(x, i).eq(-math.inf).where(0.0, ops.extract(slope, i))
@@ -39,7 +39,8 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   return with_gradients(score_function(p).value, s, at, given)
 
 def _of(p:Problem) -> ScoreTerm:
-  """Returns the row for a problem: a function that only adds to the score has the derivative 1, and a function without a derivative says so."""
+  """Returns the table row of score_mod for one problem. A function that only adds to the score has the derivative 1. A function that attn cannot
+  differentiate is marked as not differentiable."""
   mod = score_function(p)
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)
   return replace(SCORE_MOD, derivative=one) if is_additive(mod.value) else SCORE_MOD

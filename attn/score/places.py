@@ -1,4 +1,4 @@
-"""Places of queries and keys in their sequences: in a kernel's walk, and as tensors."""
+"""Places of queries and keys in their sequences: as a workgroup's loop counts them, and as tensors."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any

@@ -125,8 +125,8 @@ def _in_tinygrad(frame:FrameType) -> bool: return frame.f_code.co_filename.start
 
 @contextlib.contextmanager
 def equality_as_uops() -> Iterator[None]:
-  """Context manager in which `x == y` of UOps is the UOp x.eq(y), as for Tensors, in code outside tinygrad. Elsewhere `==` tells whether x and y are
-  the same UOp, and a caller's `i == j` would silently be False."""
+  """Context manager that changes what `x == y` of UOps means in code outside tinygrad: it is the UOp x.eq(y), as for Tensors. Otherwise `==` says
+  whether x and y are the same UOp, and `i == j` in a caller's mask would silently be False."""
   own = UOp.__eq__
   def equal(self:UOp, other:Any) -> Any:
     if _in_tinygrad(sys._getframe(1)) or not isinstance(other, (UOp, int, float)): return self is other

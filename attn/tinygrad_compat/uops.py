@@ -75,7 +75,8 @@ def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[
   return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def flat_element(index:UOp) -> UOp|None:
-  """Returns an element of a view of a parameter, INDEX of movement operations, as an element of the flat parameter. None if it is none."""
+  """Rewrites an element of a view of a parameter (an INDEX of movement operations such as a permute) as an element of the flat parameter. Returns
+  None if that is not possible."""
   found = graph_rewrite(index, pm_mops + symbolic, name="attn element")
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 

@@ -87,18 +87,18 @@ def dropped(function:str) -> None:
 SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
 
 def kept(mask:Tensor) -> np.ndarray:
-  """Reads S_dmask. tinygrad's lowering of this kernel fails without its optimizations (NOOPT=1), as these tests run."""
+  """Returns which elements S_dmask shows as kept by dropout. The tests run with NOOPT=1, but tinygrad cannot lower the kernel that reads S_dmask
+  without its optimizations: here NOOPT is 0."""
   with Context(NOOPT=0): return array(mask) >= 0
 
 def seeded(function:str) -> None:
-  """Checks that with dropout_seed out is that of `attention` with this seed."""
+  """Checks that `out` of a call with dropout_seed equals the result of `attention` with this seed."""
   seed = Tensor(SEED, device="EMU")
   got, want = array(whole(function, dropout_p=DROPPED_P, dropout_seed=seed)), array(ours(function, dropout_p=DROPPED_P, dropout_seed=seed))
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=0, atol=2e-3)     # another tile rounds otherwise
 
 def probabilities(function:str) -> None:
-  """Checks that S_dmask shows what out was computed with, where tinygrad's generator draws the seed: out is P, with the elements dropped that S_dmask
-  says, times V."""
+  """Checks S_dmask where tinygrad's generator draws the dropout seed: `out` is V times those elements of P that S_dmask shows as kept."""
   q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (Q, *((x[:, :SQ].repeat(2, 2) for x in (K, V)) if "qkvpacked" in function else (K, V))))
   k, v = (x.repeat(H//x.shape[1], 1) for x in (k, v))
   o, _, mask = whole(function, dropout_p=DROPPED_P, return_attn_probs=True)

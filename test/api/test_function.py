@@ -22,8 +22,8 @@ Layer = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Call:
-  """Attention in a function: the function, the shapes of its 16-bit arguments, and further arguments by their numbers. The arguments get gradients,
-  except those of integers."""
+  """A call of attention inside a `@function`: the function, the shapes of its 16-bit arguments, and the values of its other arguments. The arguments
+  get gradients, except integer arguments."""
   layer: Layer
   shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
   others: tuple[np.ndarray, ...] = ()
@@ -44,7 +44,7 @@ def twice(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   return (*causal(first, k, v), first)
 def nested(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(function(causal)(q, k, v)[0], k, v)
 def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Takes slices that begin inside a unit of memory, and lengths."""
+  """Calls attention with kv_lengths, and with a slice as K that begins inside a 16-byte unit of memory."""
   return (attn.attention(q, k.flatten()[3:3 + 24*32].reshape(v.shape), v, kv_lengths=20),)
 def splits(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q[:, :, :1], k, v, num_splits=2),)
 def by_tinygrad(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v),)
@@ -67,7 +67,7 @@ def arguments(call:Call) -> list[Tensor]:
   return [t.shard(TWO, call.axis if t.ndim == 4 else None).realize() for t in drawn]
 
 def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
-  """Outputs of two layers, one after another, and the gradients of a loss of both."""
+  """Returns the outputs of a layer, and the gradients of a loss of two calls of this layer."""
   tensors = arguments(call)
   def step(*given:Tensor) -> tuple[Tensor, ...]:
     first, second = layer(*given), layer(given[0]*0.5, *given[1:])
@@ -92,7 +92,8 @@ def test_same_as_outside(name:str, way:str, jit:bool) -> None:
 
 @pytest.mark.parametrize("q_axis", [None, 2])
 def test_rows_shared_by_devices_are_refused_in_one_sentence(q_axis:int|None) -> None:
-  """Inside a function `installed()` leaves such a call to tinygrad's own function."""
+  """Attention inside a function refuses a sequence whose rows lie on several devices. Under `installed()` tinygrad's own attention computes such a
+  call."""
   q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, axis).realize() for i, axis in enumerate((q_axis, 2, 2)))
   with emulated("gfx942"):
     with pytest.raises(NotImplementedError, match="sharded along rows inside tinygrad's @function"): function(causal)(q, k, v)
@@ -103,7 +104,7 @@ def test_rows_shared_by_devices_are_refused_in_one_sentence(q_axis:int|None) -> 
     assert [(d.kernel, "sharded along rows inside" in d.reason) for d in decisions] == [(None, True)]
 
 def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
-  """The inputs of attention stay known if its output is the first argument of a function, and the loss was computed before."""
+  """A gradient finds the inputs of attention if attention's output is the first argument of a function, also if the loss has been computed before."""
   def gradients(layer:Layer, read:bool) -> list[np.ndarray]:
     q, k, v = arguments(CALLS["causal"])
     loss = layer(causal(q, k, v)[0], k)[0].float().square().sum()
@@ -117,7 +118,7 @@ def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
       np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
 
 def test_equal_steps_are_scheduled_once() -> None:
-  """The buffers of a function and of its gradient have the same numbers in every step, and no number of a tensor's buffer."""
+  """Equal steps of training are scheduled once: the numbers of the buffers in a function and its gradient do not change from step to step."""
   layer = function(causal, precompile=True, precompile_backward=True)
   def step() -> None:
     q, k, v = arguments(CALLS["causal"])

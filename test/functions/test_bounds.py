@@ -1,5 +1,5 @@
-"""Tests of bounds of mask functions: intervals and `rest` together are the mask, for each pair of a query and a key, from both sides. What is
-expected comes from a plain Python function, or from numpy's value of the traced one."""
+"""Tests of the bounds of mask functions. The intervals and the rest of a mask, joined, are the mask for each pair of a query and a key, both as
+intervals of keys and as intervals of queries. The expected mask comes from a plain Python function, or from the traced function computed by numpy."""
 from __future__ import annotations
 import functools, itertools, operator
 from collections.abc import Callable
@@ -25,7 +25,7 @@ VALUES: dict[Ops, Callable[..., Any]] = {
   Ops.SHL: np.left_shift, Ops.SHR: np.right_shift, Ops.CDIV: lambda x, y: np.trunc(x/y).astype(np.int64)}
 
 def value(u:UOp, i:Array, j:Array) -> Array:
-  """Value of a traced function at the given places, for head 2."""
+  """Computes a traced function with numpy for the places i of queries and j of keys, for head 2."""
   found: dict[UOp, Array] = {QUERY: i, KEY: j, QUERY_HEAD: np.array(2)}
   for x in u.toposort():
     if x in found: continue
@@ -38,14 +38,15 @@ def value(u:UOp, i:Array, j:Array) -> Array:
 # ***** what is checked of each mask *****
 
 def shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Array:
-  """Table of the columns in the interval of each row. Checks that no first or last column falls from one row to the next."""
+  """Returns a table (rows, columns) that says which columns lie in the interval of each row. Also checks that the first and the last column never
+  decrease from one row to the next."""
   found = [interval(int(row)) for row in rows]
   for numbers in zip(*found):
     assert all(x is None for x in numbers) or all(x <= y for x, y in itertools.pairwise(numbers)), numbers
   return np.stack([(columns >= (-FAR if first is None else first)) & (columns <= (FAR if last is None else last)) for first, last in found])
 
 def hold(mask:UOp, want:Array) -> Bounds:
-  """Checks that intervals and `rest` are the mask for each pair, from both sides."""
+  """Checks that the intervals and the rest of a mask, joined, are the mask `want`: with the intervals of keys, and with the intervals of queries."""
   found = mask_bounds(mask)
   rest = np.broadcast_to(True if found.rest is None else value(found.rest, I, J), want.shape)
   np.testing.assert_array_equal(shown(found.keys_of, I[:, 0], J[0]) & rest, want)
@@ -132,7 +133,7 @@ def test_intervals_and_rest_are_the_mask(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_far_places(name:str) -> None:
-  """The intervals also hold at the ends of what a place can be."""
+  """The intervals also hold for queries and keys at the smallest and largest places that are allowed."""
   mask, plain = EDGES[name]
   found = mask_bounds(mask)
   for place in (-FAR + 1, -FAR//7, -12345678, FAR//16, 123456789, FAR - 2):
@@ -144,7 +145,7 @@ def test_far_places(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_numbers_of_kernels_fit_in_int32(name:str) -> None:
-  """A kernel computes an interval in int32, adds the offset of the problem, and multiplies nothing."""
+  """A kernel computes an interval in int32, and then only adds the problem's offset. Neither overflows."""
   found = mask_bounds(EDGES[name][0])
   for end in (*found.keys_of(QUERY), *found.queries_of(KEY)):
     if isinstance(end, UOp): assert all(max(-x.vmin, x.vmax) <= 3*2**29 for x in end.toposort() if x.dtype in (dtypes.int, ANY_INT))

@@ -1,5 +1,5 @@
-"""Tests of attn/functions/derivative.py. Derivatives are evaluated in numpy and compared with closed forms, with differences of the function's
-values, and with tinygrad's own pass. Derivatives in float32 are free of NaN also where parts of the function overflow."""
+"""Tests of attn/functions/derivative.py. Derivatives are computed in numpy and compared with known formulas, with differences of the function's
+values, and with tinygrad's own differentiation. Derivatives in float32 contain no NaN, also where parts of the function overflow."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ OPERATIONS: dict[Ops, Callable[..., Any]] = {
   Ops.AND: np.bitwise_and, Ops.OR: np.bitwise_or, Ops.XOR: np.bitwise_xor, Ops.FLOORDIV: np.floor_divide, Ops.FLOORMOD: np.mod}
 
 def as_dtype(x:Any, u:UOp, real:Real) -> Any:
-  """Converts numbers to the dtype of `u`, each float to `real`."""
+  """Converts numbers to the dtype of the UOp `u`. A float dtype becomes `real`."""
   return np.asarray(x).astype(real if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, numbers:Given, real:Real) -> Array:
@@ -42,7 +42,8 @@ def computed(value:UOp, numbers:Given, real:Real) -> Array:
   return np.broadcast_to(found[value], np.broadcast(*(found[u] for u in numbers), found[value]).shape)
 
 def differences(value:UOp, of:UOp, numbers:Given) -> tuple[Array, Array]:
-  """Returns central differences of a function, and where the function is smooth: differences over two distances agree there."""
+  """Returns central differences of a function, and where the function is smooth. A place counts as smooth if the differences over two distances
+  agree."""
   def over(step:float) -> Array:
     h = np.longdouble(step)
     after, before = (computed(value, {**numbers, of: np.asarray(numbers[of], np.longdouble) + x}, np.longdouble) for x in (h, -h))
@@ -55,7 +56,7 @@ def hold_near(found:Array, expected:Array, tolerance:float) -> None:
 
 @contextmanager
 def exact_constants() -> Iterator[None]:
-  """Leaves constants of derivatives as Python numbers, not rounded to float32."""
+  """Context manager in which the constants of derivatives stay Python numbers. Otherwise they are rounded to float32."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(module, "committed", lambda u: u)
     derivative_or_reason.cache_clear()
@@ -125,7 +126,7 @@ def test_closed_forms(name:str) -> None:
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_no_nan_where_the_value_is_finite(name:str) -> None:
-  """Scores of every size, and -inf, have a derivative in float32 wherever the function is finite."""
+  """The derivative in float32 is no NaN wherever the function is finite, for scores of every size and for -inf."""
   value = CLOSED[name][0](SCORE)
   numbers = {**NUMBERS, SCORE: np.append(EXTREME, -np.inf)}
   finite = np.isfinite(computed(value, numbers, np.float32))
@@ -194,7 +195,7 @@ def test_a_function_that_adds_to_the_score() -> None:
                 SCORE + SCORE.bitcast(dtypes.int).bitcast(dtypes.float)): assert not is_additive(value), value
 
 def test_a_hidden_score_that_returns_counts() -> None:
-  """A WHERE that is -inf hides a score from the whole function only through additions and other WHEREs."""
+  """A WHERE that gives -inf hides a score only if additions and other WHEREs alone lead from it to the result of the function."""
   hidden = (KEY < 3).where(SCORE, -math.inf)
   value = (QUERY < 5).where(hidden, hidden.exp() + SCORE)
   found = computed(derivative(value, SCORE), {QUERY: [7, 7, 3], KEY: [5, 1, 1], SCORE: 0.5}, np.float64)
@@ -208,7 +209,8 @@ def test_selections_only_where_a_factor_can_be_infinite(name:str) -> None:
   assert sum(u.op is Ops.WHERE for u in found.toposort()) == SELECTIONS[name]
 
 def test_a_softcap_takes_its_derivative_from_its_value() -> None:
-  """The derivative takes 1/(1 + 2^y) from the value and adds r*r, -1 times the product (part of a fused multiply-add), r - r*r and one product."""
+  """The derivative of a softcap reuses r = 1/(1 + 2^y) from the softcap's value. It adds four operations: r*r, its product with -1 (which becomes
+  part of a fused multiply-add), r - r*r, and one product."""
   value = (SCORE/30).tanh()*30
   there = set(committed(value.simplify()).toposort())
   added = [u for u in derivative(value, SCORE).toposort() if u not in there and u.op is not Ops.CONST]
@@ -266,7 +268,7 @@ TWO_ARGUMENTS: tuple[Callable[[UOp, UOp], UOp], ...] = (
   lambda x, y: (QUERY < KEY).where(x, y), lambda x, y: (x.abs() + 1)**y.tanh())
 
 def larger(inner:st.SearchStrategy[UOp]) -> st.SearchStrategy[UOp]:
-  """Draws an operation on functions that `inner` draws."""
+  """Returns a hypothesis strategy for an operation whose operands are functions that `inner` draws."""
   return st.one_of(st.builds(lambda f, x: f(x), st.sampled_from(ONE_ARGUMENT), inner),
                    st.builds(lambda f, x, y: f(x, y), st.sampled_from(TWO_ARGUMENTS), inner, inner))
 
@@ -275,7 +277,7 @@ FUNCTIONS = st.recursive(st.sampled_from(LEAVES), larger, max_leaves=8).map(lamb
 RANDOM:dict[UOp, Any] = {**NUMBERS, ELEMENT: 1.4371, HALF: -0.7613, SCORE: SCORES/4 + 0.0123}     # numbers at which few functions have a tie
 
 def random_functions(check:Callable[[UOp], None]) -> None:
-  """Calls a check with 150 functions, the same ones each time."""
+  """Runs a check with 150 random functions, which are the same in each run."""
   @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
   @given(FUNCTIONS)
   def checked(value:UOp) -> None: check(value)
@@ -294,7 +296,7 @@ def test_random_functions_have_the_slope_of_their_values() -> None:
   assert compared > 3000
 
 def test_random_functions_agree_with_tinygrad() -> None:
-  """Where tinygrad's derivative is finite in numbers with a wide exponent, the derivative is equal, and is no NaN in float32."""
+  """The derivative equals tinygrad's wherever tinygrad's is finite, both computed in numbers of a wide exponent. It is also no NaN in float32."""
   compared = 0
   def check(value:UOp) -> None:
     nonlocal compared

@@ -13,7 +13,8 @@ D = WIDTH//HEADS
 BOUND_AT_IMPORT = Tensor.scaled_dot_product_attention      # as extra/models/unet.py binds the method
 
 class Program:
-  """Base of the programs: weights and inputs, drawn in the order of the calls and rounded to `dtype`. If `exact`, they are then cast to float32."""
+  """Base of the small programs. It holds their weights and inputs, drawn at random in the order of the calls and rounded to `dtype`. If `exact`, they
+  are then converted to float32."""
   def __init__(self, dtype:Any, exact:bool=False) -> None:
     self.rng, self.rounded, self.dtype = np.random.default_rng(1), dtype, dtypes.float if exact else dtype
   def draw(self, *shape:int, factor:float=1.0) -> Tensor:

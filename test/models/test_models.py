@@ -22,7 +22,8 @@ def results(program:Any, dtype:str, exact:bool=False) -> list[np.ndarray]:
 NEVER_BY_DEFAULT = (Clip, Vit, Unet, Vae, Gpt2, Mla)      # whose calls other tests make as well
 
 def by_default(place:int, dtype:str, device:str) -> bool:
-  """Each other program runs once by default, in half or bfloat16 in turn, on the emulated chips in turn."""
+  """Returns whether a case runs by default. Each program outside NEVER_BY_DEFAULT has one such case: with half and bfloat16 by turns, and on the
+  emulated chips by turns."""
   return PROGRAMS[place] not in NEVER_BY_DEFAULT and dtype == ("half", "bfloat16")[place % 2] and device == DEVICES[place % 3]
 
 OWN = Tensor.scaled_dot_product_attention

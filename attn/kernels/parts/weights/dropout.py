@@ -37,8 +37,8 @@ class Kept:
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Returns a vector of the dwords that hold the bits of some scores, and the (dword, position) of each score's bit. `at` lists these scores as
-    (row, n)."""
+    """Returns a vector of the dwords whose bits say which of some scores dropout keeps, and for each score the (dword, position) of its bit. `at`
+    lists the scores as (row, n)."""
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)

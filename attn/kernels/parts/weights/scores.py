@@ -112,13 +112,13 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def _seen(self, x:list[UOp], row:Row, tile:UOp, hidden:float) -> list[UOp]:
-    """Replaces numbers by `hidden` where a mask that is no interval of columns hides the key."""
+    """Replaces numbers by `hidden` where the caller's mask_mod, which may hide any score of a tile, hides the key."""
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
     return [ops.build(*[there.where(ops.extract(y, i), hidden) for i, there in enumerate(vector)]) for y, vector in zip(x, seen)]
 
   @property
   def in_place(self) -> bool:
-    """Whether masks can be applied in the registers that hold raw scores (`masks`)."""
+    """Returns whether masks can be applied in the registers that hold the raw scores (see `masks`)."""
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
