@@ -114,7 +114,8 @@ def _decide(x:SdpaCall) -> Decision:
   return Decision(choice.kernel, str(choice))
 
 def _attended_if_possible(call:SdpaCall) -> Tensor|None:
-  """Decides about a call, notes the decision, and runs the call if a kernel computes it. Else returns None, after a warning."""
+  """Decides whether a kernel computes a call of scaled_dot_product_attention, and notes the decision. If so, computes the call and returns the
+  result. Otherwise warns (once for each reason) and returns None."""
   try: decision = _decide(call)
   except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
   decisions.append(decision)

@@ -151,7 +151,7 @@ def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|N
 # ***** the causal mask *****
 
 def just_stored(u:UOp) -> UOp|None:
-  """Returns the value of a tensor to which a single store has just been made, of all its elements. Returns None for other tensors."""
+  """Returns the value that has just been stored to a tensor, if one store wrote all its elements. Returns None for any other tensor."""
   if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
   stored_to, value = u.src[1].src[:2]
   return value if stored_to is u.src[0] else None

@@ -8,7 +8,8 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer in a compiled program: the buffer, the type of the data, and (slot, bytes per unit) of each index that was added to the pointer."""
+  """A pointer in a compiled program: the buffer, the type of the data, and for each index that was added to the pointer (number of the value that
+  holds the index, bytes by which one step of the index moves the pointer)."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()

@@ -32,7 +32,8 @@ _RULES |= {f"{op}_not{i}": _RULES[f"{op}n{i + 1}"] for op in ("and", "or") for i
 _SCALAR = re.compile(rf"s_({'|'.join(_RULES)})(_saveexec|_wrexec)?_b(32|64)")
 
 def _least(facts:Iterable[Fact]) -> Facts:
-  """Drops each fact that follows from a smaller fact, and returns the rest."""
+  """Drops each fact that follows from another fact, and the facts about too many registers. A fact is a set of scalar registers: each lane has its
+  bit set in at least one of them. So a fact follows from any fact about a subset of its registers."""
   found = {f for f in facts if len(f) <= LARGEST}
   return frozenset(f for f in found if not any(g < f for g in found))
 

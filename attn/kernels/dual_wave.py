@@ -218,7 +218,7 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """Does step M2: reads K(t+2) from LDS, and starts the load of V(t+2) to LDS."""
+    """Does step M2 of the loop: reads tile t+2 of K from LDS into registers, and starts the load of tile t+2 of V from global memory to LDS."""
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))

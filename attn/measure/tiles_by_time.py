@@ -103,8 +103,8 @@ def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> B
   return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """Returns the tiles of dq and of dkdv that the table gives. Raises NotImplementedError if neither AMD's kernels nor those of plain UOps compute the
-  gradients."""
+  """Returns the tile of dq and the tile of dkdv that the tables of tiles give for a problem. Raises NotImplementedError if neither AMD's kernels nor
+  those of plain UOps compute the gradients."""
   if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
     raise NotImplementedError(f"TUNE=1 with BWD=1: no backward kernel takes this problem: {tiles}")
   dq, dkdv = tiles

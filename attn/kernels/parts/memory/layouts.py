@@ -48,9 +48,10 @@ class PaddedRows(SharedLayout):
     """Returns the number of 16-byte units from the beginning of the tile to a row."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the position of unit number `unit` of a row. With `pieces` above 1, `unit` and the position count pieces instead: each 16-byte unit has
-    `pieces` of them. If `row` is a sum with a constant, this constant must be a multiple of `together`, or the sum must stay in the same group of
-    `together` rows. Constants are added last, so that tinygrad computes the common part of many positions only once."""
+    """Returns the position of 16-byte unit number `unit` of a row, counted in such units. With `pieces` above 1, each 16-byte unit is divided into
+    `pieces` pieces: then `unit` is the number of a piece, and the position is counted in pieces. If `row` is a sum with a constant, this constant
+    must be a multiple of `together`, or the sum must stay in the same group of `together` rows. Constants are added last, so that tinygrad computes
+    the common part of many positions only once."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
