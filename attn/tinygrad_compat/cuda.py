@@ -3,7 +3,6 @@ inputs of each call."""
 from __future__ import annotations
 import ctypes, functools, re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from tinygrad.device import Buffer, MultiBuffer, Program, TinyELF
 from tinygrad.dtype import AddrSpace
@@ -44,17 +43,6 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
   check(cuda.cuGraphExecDestroy(graph.instance))      # an instance that is still running is freed when it ends
   check(cuda.cuGraphInstantiate_v2(ctypes.byref(graph.instance), graph.graph, None, None, 0))
 
-def with_used_tensors(graph:UOp) -> UOp:
-  """Removes from each kernel call of a graph the tensors that are no parameters of the kernel's program, because simplification removed their loads.
-  tinygrad's own graph would pass these tensors too, and so CUDA would refuse the graph: "invalid argument"."""
-  def used(call:UOp) -> UOp:
-    program, tensors = call.src[0], get_call_arg_uops(call)
-    if program.op is not Ops.PROGRAM or len(kept := program.arg.globals) == len(tensors): return call
-    outs, ins = (tuple(kept.index(n) for n in some) for some in (program.arg.outs, program.arg.ins))
-    program = program.replace(arg=replace(program.arg, globals=tuple(range(len(kept))), outs=outs, ins=ins))
-    return call.replace(src=(program, *(tensors[n] for n in kept), *(u for u in call.src[1:] if u.is_bound_var)))
-  return graph.replace(src=(graph.src[0].replace(src=tuple(map(used, graph.src[0].src))), *graph.src[1:]))
-
 @functools.cache
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
   """Makes a subclass of `graph`, a class of tinygrad's graphs under TinyJit, that gives each call the buffers of its own inputs. tinygrad does this
@@ -63,7 +51,7 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
   tenth of a millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs that have moved."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
-      super().__init__(with_used_tensors(linear), input_uops)
+      super().__init__(linear, input_uops)
       self.selected = list[tuple[int, int, int, UOp]]()     # (node, argument, input, part of the input that it takes)
       number = 0
       for call in self.linear.src:

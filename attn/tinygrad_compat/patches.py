@@ -2,11 +2,12 @@
 from __future__ import annotations
 import contextlib, functools, inspect, sqlite3, sys, warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 from tinygrad import Tensor, codegen, helpers
-from tinygrad.engine import realize
+from tinygrad.engine import jit, realize
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.lowering import without_collections
@@ -89,6 +90,26 @@ def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
 
 # tinygrad's own function handles a part or a region, but not a part of a region
 realize._resolve = resolved   # type: ignore[assignment]
+
+def with_used_tensors(graph:UOp) -> UOp:
+  """Removes from each kernel call of a graph under TinyJit the tensors that are no parameters of the kernel's program, because simplification removed
+  their loads."""
+  def used(call:UOp) -> UOp:
+    program, tensors = call.src[0], realize.get_call_arg_uops(call)
+    if program.op is not Ops.PROGRAM or len(kept := program.arg.globals) == len(tensors): return call
+    outs, ins = (tuple(kept.index(n) for n in some) for some in (program.arg.outs, program.arg.ins))
+    program = program.replace(arg=replace(program.arg, globals=tuple(range(len(kept))), outs=outs, ins=ins))
+    return call.replace(src=(program, *(tensors[n] for n in kept), *(u for u in call.src[1:] if u.is_bound_var)))
+  return graph.replace(src=(graph.src[0].replace(src=tuple(map(used, graph.src[0].src))), *graph.src[1:]))
+
+def of_used_tensors(own:Callable[..., None]) -> Callable[..., None]:
+  @functools.wraps(own)
+  def made(self:jit.GraphRunner, linear:UOp, input_uops:tuple[UOp, ...]=()) -> None: own(self, with_used_tensors(linear), input_uops)
+  return made
+
+# tinygrad's graphs pass all tensors of a call in order. If a program lacks one, the programs of an AMD GPU would read the wrong tensors, and CUDA
+# refuses the graph: "invalid argument"
+jit.GraphRunner.__init__ = of_used_tensors(jit.GraphRunner.__init__)   # type: ignore[method-assign]
 
 def around_gradients(within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> None:
   """Makes tinygrad compute a Tensor's gradients inside the context manager `within(UOp of the Tensor)`, for the rest of the process."""

@@ -23,6 +23,7 @@ SIGNATURES = {
   "tinygrad.device:MultiBuffer": "device size dtype",
   "tinygrad.engine.realize:get_call_arg_uops": "call", "tinygrad.engine.realize:resolve_params": "call inputs",
   "tinygrad.engine.realize:unwrap_multi": "call resolved",
+  "tinygrad.engine.jit:GraphRunner.__init__": "self linear input_uops=",
   "tinygrad.device:BufferSpec": "uncached= cpu_access= host= nolru= zero= external_ptr=",
   "tinygrad.device:Compiled": "device allocator renderers runtime graph= arch=", "tinygrad.device:Compiled._select_renderer": "self",
   "tinygrad.device:Compiled.synchronize": "self", "tinygrad.device:Compiler": "cachekey=", "tinygrad.device:Compiler.compile": "self src",
@@ -89,7 +90,8 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:realize", "tinygrad.function:_function",
+VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:jit", "tinygrad.engine:realize",
+          "tinygrad.function:_function",
           "tinygrad.mixin:gradient", "tinygrad.schedule:rangeify", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE",
           "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
           "tinygrad.schedule.multi:multi_pm", "tinygrad.schedule.rangeify:pm_mops",
