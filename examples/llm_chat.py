@@ -16,7 +16,7 @@ from tinygrad import Device, nn
 import attn
 
 def stand_in() -> None:
-  """Makes a module tinygrad.llm.kernels.amd without kernels, if tinygrad has none."""
+  """Makes an empty substitute for the module tinygrad.llm.kernels.amd, if this tinygrad lacks the module."""
   if importlib.util.find_spec("tinygrad.llm.kernels") is not None: return
   amd: Any = types.ModuleType("tinygrad.llm.kernels.amd")
   amd.Linear, amd.amd_custom_kernels_supported, amd.gated_delta_prefill, amd.flash_attention = nn.Linear, lambda device: False, None, None
@@ -65,7 +65,7 @@ def model(kind:str) -> tuple[str, dict[str, Any], Shapes]:
   return arch, settings, shapes
 
 def packed(x:Any) -> bytes:
-  """Value of a setting as GGUF writes it: the number of its type, then the value."""
+  """Returns a setting's value in the bytes of a GGUF file: the number of its type, then the value."""
   def text(s:str) -> bytes: return struct.pack("<Q", len(s.encode())) + s.encode()
   if isinstance(x, bool): return struct.pack("<I?", 7, x)
   if isinstance(x, int): return struct.pack("<II", 4, x)
@@ -75,7 +75,7 @@ def packed(x:Any) -> bytes:
   return struct.pack("<IIQ", 9, 8 if isinstance(x[0], str) else 5, len(x)) + b"".join(parts)
 
 def write_gguf(path:Path, kind:str) -> None:
-  """Writes a model with random weights, in half."""
+  """Writes a GGUF file of a model with random weights, in half."""
   arch, settings, shapes = model(kind)
   settings = {f"{arch}.{name}": x for name, x in settings.items()} | {
     "general.architecture": arch, "general.name": f"a tiny {kind} model", "tokenizer.ggml.tokens": TOKENS,
@@ -112,7 +112,8 @@ def served(path:Path) -> Iterator[tuple[str, Any]]:
     server.server_close()
 
 def chat(path:Path, questions:list[str], count:int) -> tuple[list[str], list[int]]:
-  """Asks a served model questions over HTTP, one conversation of `count` tokens an answer. Returns the answers, and all tokens but the newest."""
+  """Asks a served model the questions over HTTP, in one conversation, with answers of at most `count` tokens. Returns the answers, and all tokens of
+  the conversation except the newest."""
   messages, answers = list[dict[str, str]](), list[str]()
   with served(path) as (address, llm):
     for question in questions:

@@ -182,7 +182,7 @@ class Posed:
     return f"tensor({text}, {self.dtype!r}, {self.device!r}).realize()"
 
   def three(self, views:bool=True) -> None:
-    """Adds q, k and v in the drawn layout."""
+    """Adds code that makes q, k and v, in the drawn layout, to the drawn call."""
     for name, h, s, d in (("q", self.H, self.Sq, self.D), ("k", self.Hkv, self.Sk, self.D), ("v", self.Hkv, self.Sk, self.Dv)):
       if name == "v" and self.facts.get("v_dim"): continue
       self.place(name, f"arrange(x[{name!r}], {self.layout!r})", self.dtype, self.shape_in(self.layout, h, s, d), views)

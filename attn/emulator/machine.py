@@ -74,7 +74,7 @@ class Frame(Threads):
     finally: self._release()
 
   def _release(self) -> None:
-    """Drops everything that refers back to the frame, so that its memory is freed at once. Python collects cycles of objects later, if at all."""
+    """Drops everything that refers back to this object, so that its memory is freed at once. Python collects cycles of objects later, if at all."""
     self.v.clear()
     self.spaces.clear()
     self.registers.clear()

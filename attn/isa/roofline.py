@@ -96,7 +96,8 @@ class Published:
 
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
-  """Makes the measurements that `figures` holds: it maps a kernel to (TFLOP/s without a mask, TFLOP/s with the causal mask), None if not measured."""
+  """Makes records of published measurements on one card. `figures` maps the name of a kernel to a pair (TFLOP/s without a mask, TFLOP/s with the
+  causal mask), in which None means that it was not measured."""
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]
 

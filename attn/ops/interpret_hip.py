@@ -157,7 +157,8 @@ class Hip(Printer):
     (On other chips the hint costs registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Prints a call of a function whose argument is a scalar: for an element v[1] of a vector, clang's __builtin_bit_cast would take v[0]."""
+    """Prints a sum of two packed numbers as a call of a function with a scalar parameter. The call is needed because clang's __builtin_bit_cast,
+    applied to an element of a vector such as v[1], would wrongly take v[0]."""
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
     p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{TWO_ONES[dtype]:08x}u"))
     self.declare(f"dot_ones({pair})", f"{self.header}float dot_ones(unsigned word, float sum) {{\n"

@@ -222,7 +222,8 @@ def test_a_long_cache(rows:int, arch:str) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80"))
 @pytest.mark.parametrize("queries", [1, 5])
 def test_a_latent_cache(queries:int, arch:str) -> None:
-  """Attention as a latent block of tinygrad.llm writes it, of DeepSeek's size: 512 + 64 columns, whose first 512 are the values, read in place."""
+  """Attention as a latent block of tinygrad.llm writes it, with DeepSeek's sizes: a row of the cache has 512 + 64 columns, of which the first 512 are
+  the values. A kernel reads the cache in place."""
   D, Dv, n = 576, 512, 70
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()

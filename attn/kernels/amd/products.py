@@ -118,7 +118,8 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
-    """Reads the `dt`-th matrix tile of the columns from LDS, as operand A."""
+    """Reads operand A from a tile of `block_n` rows that lies transposed in LDS: the `dt`-th group of columns of the tile, as many as a matrix
+    instruction takes."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 

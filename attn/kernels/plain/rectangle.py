@@ -183,13 +183,14 @@ class Rectangle:
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def by_own_row(self, rows:list[list[UOp]]) -> list[list[UOp]]:
-    """Regroups the scores of a part of a tile. Before, there is a list for each row of the tile, with vectors of four own rows. Afterwards, there is
-    a list for each own row, with vectors of QUAD rows of the tile."""
+    """Regroups the scores of a part of a tile, so that each list belongs to an own row (a row that the workgroup owns). Before, there is a list for
+    each row of the tile, with vectors of four own rows. Afterwards, there is a list for each own row, with vectors of QUAD rows of the tile."""
     return [[ops.build(*[ops.extract(rows[i + k][j], e) for k in range(QUAD)]) for i in range(0, len(rows), QUAD)]
             for j in self.quads for e in range(QUAD)]
   def by_walked_row(self, columns:list[list[UOp]]) -> list[list[UOp]]:
-    """Undoes the regrouping of `by_own_row`. Before, there is a list for each own row, with vectors of rows of a tile. Afterwards, there is a list
-    for each row of the tile, with vectors of four own rows."""
+    """Undoes the regrouping of `by_own_row`, so that each list belongs to a walked row (a row of the tile). Before, there is a list for each own row
+    (a row that the workgroup owns), with vectors of QUAD rows of the tile. Afterwards, there is a list for each row of the tile, with vectors of four
+    own rows."""
     return [[ops.build(*[ops.extract(columns[j*QUAD + e][i//QUAD], i%QUAD) for e in range(QUAD)]) for j in self.quads]
             for i in range(len(columns[0])*QUAD)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))
