@@ -117,8 +117,8 @@ def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
   return errors(without_small(x, f), f, found, small=False) if wrong and f.emulates else wrong
 
 def errors(x:Arrays, f:Facts, found:Arrays, small:bool) -> list[str]:
-  """Lists errors as `hold` does. Without `small`, 0 is right for each small number of a result in float16. v's gradient of a loss through lse alone
-  is 0, and so is right wherever exact arithmetic multiplies it by a weight of NaN."""
+  """Lists the errors of results as `hold` does. If `small` is false, 0 counts as right for each small number of a result in float16. A loss through
+  lse alone gives v the gradient 0: this 0 counts as right, also where exact arithmetic multiplies it by a weight of NaN."""
   expected = forward(x, f) if "o" in f.wanted or "lse" in f.wanted else backward(x, f)
   wrong = []
   for name in f.wanted:

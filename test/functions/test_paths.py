@@ -1,5 +1,5 @@
-"""Tests of a caller's own scores and masks on every way that attention takes: decoding, splits, lengths, pages, packed sequences, latent attention,
-shards, TinyJit, flash_attention_fn and tensor operations. A function sees places in the whole sequence on all of them."""
+"""Tests of score_mod and mask_mod in every kind of call: decoding, splits, lengths, pages, packed sequences, latent attention, shards, TinyJit,
+flash_attention_fn and tensor operations. In all of them a function gets places in the whole sequence."""
 from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def drawn(*shape:int, seed:int) -> Array: return floats(*shape, seed=seed).astyp
 def on(x:Array, device:str="EMU") -> Tensor: return Tensor(x, device=device).realize()
 
 def expected(q:Array, k:Array, v:Array, table:Array=TABLE) -> Array:
-  """Attention in float64, of (B, H, Sq, D), with the two functions written in numpy."""
+  """Computes attention of arrays (B, H, Sq, D) in float64, with the score_mod and the mask_mod written in numpy."""
   q, k, v = (x.astype(np.float64) for x in (q, k, v))
   k, v = (np.repeat(x, q.shape[1]//x.shape[1], 1) for x in (k, v))
   i, j = np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], np.arange(k.shape[2])
@@ -63,7 +63,7 @@ def test_pages(chip:str) -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_packed_sequences(kernel:str) -> None:
-  """b is the number of the sequence; i and j count within it."""
+  """A function gets as b the number of the packed sequence, and i and j count within this sequence."""
   ends_q, ends_k = (0, 20, 50), (0, 40, 70)
   q, k, v = drawn(50, H, D, seed=1), drawn(70, HKV, D, seed=2), drawn(70, HKV, D, seed=3)
   with emulated("gfx942", kernel):
@@ -85,7 +85,7 @@ def gradients(attend:Callable[..., Tensor], inputs:list[Tensor]) -> list[Array]:
 @pytest.mark.parametrize("axis, with_gradients", ((0, False), (1, False), (2, True), pytest.param(0, True, marks=pytest.mark.thorough),
                                                   pytest.param(1, True, marks=pytest.mark.thorough)))
 def test_shards(axis:int, with_gradients:bool) -> None:
-  """Batches, heads or rows on two devices: functions see places in the whole problem."""
+  """Two devices share batches, heads or rows. On each device the functions get the places that q, k and v have in the whole problem."""
   x, devices = [drawn(B, H, 32, D, seed=1), drawn(B, HKV, 32, D, seed=2), drawn(B, HKV, 32, D, seed=3)], ("EMU:1", "EMU:2")
   with emulated("gfx942"):
     def shard(t:Tensor) -> Tensor: return attn.shard_sequence(t, devices, 2, "contiguous") if axis == 2 else t.shard(devices, axis)
@@ -105,7 +105,7 @@ def test_keys_alone_shared_are_refused() -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_jit_and_new_values(kernel:str) -> None:
-  """Under TinyJit, other values of the tensors reach the functions."""
+  """A call under TinyJit computes with the new values that mod_tensors have in this call."""
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942", kernel):
     attend = TinyJit(lambda q, k, v, t: attn.attention(q, k, v, mod_tensors=(t,), **OWN).realize())
@@ -114,7 +114,7 @@ def test_jit_and_new_values(kernel:str) -> None:
       close(attend(*map(on, x), on(table)), expected(*x, table))
 
 def test_kernel_function() -> None:
-  """flash_attention_fn takes the functions, and their tensors as extras; equal functions give the same kernel function."""
+  """flash_attention_fn accepts score_mod and mask_mod, with their tensors as extras. Equal functions give the identical kernel function."""
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942"):
     fn = attn.flash_attention_fn(extras=("mod_tensor0",), arch="gfx942", **OWN)
