@@ -12,7 +12,8 @@ from attn.calls.views import places_in_cache
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, choose
 from attn.compilers.choice import compiled_on
-from attn.functions.trace import functions_of
+from attn.functions.symbols import FUNCTION_TENSOR_DTYPES
+from attn.functions.trace import TensorKind, functions_of
 from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.parallel.shards import SequenceShards
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, Pages, Problem, Strided, problem_of
@@ -183,14 +184,17 @@ def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
   if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
   return x.types[0] if options.out is None else dtype_of("out", options.out)
 
+def tensor_kind(name:str, t:Tensor) -> TensorKind:
+  """Returns shape and dtype of a tensor of mod_tensors."""
+  return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
+
 def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
   """Checks a call of `attention` and returns it with its problem. Error messages call kv_lengths by `lengths_name`, the caller's name for it. With
   `in_place`, kernels read k and v where they lie if k and v are views of a buffer."""
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)
-  kinds = tuple((static_shape(f"mod_tensors[{n}]", t.shape), dtype_of(MOD_TENSORS[0], t)) for n, t in enumerate(options.mod_tensors))
-  functions = functions_of(options.score_mod, options.mask_mod, kinds)
+  functions = functions_of(options.score_mod, options.mask_mod, tuple(tensor_kind(f"mod_tensors[{n}]", t) for n, t in enumerate(options.mod_tensors)))
   extras = optional_tensors(x, options, lengths_name)
   check_out(q, x.shapes["v"][-1], options)
   p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],

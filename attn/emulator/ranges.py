@@ -104,6 +104,7 @@ class Ranges:
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
     if u.op in (Ops.AFTER, Ops.CAST, Ops.INDEX) or (isinstance(u.arg, Call) and u.arg.name in THE_SAME): return known[0]
+    if isinstance(u.arg, Call) and u.arg.name == "at_least_0": return None if known[0] is None else (max(known[0][0], 0), max(known[0][1], 0))
     if u.op is Ops.WHERE: return self._chosen(u)
     if u.dtype == dtypes.bool:
       (x, y), rule = known if len(known) == 2 else (None, None), OF_CONDITIONS.get(u.op)

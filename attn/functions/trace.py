@@ -1,11 +1,11 @@
 """Traces a caller's score_mod or mask_mod: calls the Python function once, with UOps (symbols) in place of numbers, and checks that the UOp which it
 returns can be computed inside a kernel."""
 from __future__ import annotations
-import inspect, math
+import inspect, math, sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from types import CodeType, FunctionType, ModuleType
+from functools import cached_property, lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from attn import values
 from attn.functions.bounds import mask_bounds
@@ -42,7 +42,8 @@ class FunctionForm:
 SCORE_FUNCTION = FunctionForm("score_mod", SYMBOLS, "score, b, h, i, j", dtypes.float)
 MASK_FUNCTION = FunctionForm("mask_mod", (BATCH, QUERY_HEAD, QUERY, KEY), "b, h, i, j", dtypes.bool)
 
-TensorKinds = tuple[tuple[tuple[int, ...], str], ...]     # shape and name of the dtype of each tensor in mod_tensors
+TensorKind = tuple[tuple[int, ...], str]     # shape and name of the dtype of a tensor in mod_tensors
+TensorKinds = tuple[TensorKind, ...]
 
 def described(function:Callable[..., Any]) -> str:
   """Returns the name of a function, with its file and the line where it begins."""
@@ -73,48 +74,62 @@ def traced_before(key:Hashable, signature:FunctionForm, held:Held, tensors:Tenso
   return call_twice(signature, held.function, tensors)
 
 def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Traced:
-  found, again = (checked(signature, function, called(signature, function, tensors)) for _ in range(2))
+  arguments = (*signature.symbols, *(tensor_argument(n, *kind) for n, kind in enumerate(tensors)))
+  found, again = (checked(signature, function, arguments, called(signature, function, arguments)) for _ in range(2))
   if found is not again:
     raise ValueError(f"{signature.name}={described(function)} returned another expression when it was called a second time: it must compute the same "
                      "each time, and read changing numbers from mod_tensors")
   return Traced(found, described(function))
 
-def called(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Any:
+def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
+  """Argument that stands for a tensor of mod_tensors: its symbol, or its only element if it has no axes."""
+  return tensor_symbol(number, shape, dtype) if shape else tensor_symbol(number, (1,), dtype)[0]
+
+def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
   """Calls a caller's function with symbols (UOps) as its arguments, and returns its result."""
-  arguments = (*signature.symbols, *(tensor_symbol(n, *kind) for n, kind in enumerate(tensors)))
   try: inspect.signature(function).bind(*arguments)
   except TypeError as e:
     raise ValueError(f"{signature.name}={described(function)} cannot be called with {len(arguments)} arguments, {signature.parameters} and "
-                     f"{len(tensors)} of mod_tensors: {e}; it must be {signature.form}") from None
+                     f"{len(arguments) - len(signature.symbols)} of mod_tensors: {e}; it must be {signature.form}") from None
   try:
     with equality_as_uops(): return function(*arguments)
   except Exception as e:
-    raise ValueError(f"{signature.name}={described(function)} raised {type(e).__name__}: {e}. It is called with UOps for numbers: use & | ~ "
-                     "and .where() in place of and, or, not, if and chained comparisons") from e
+    raise ValueError(f"{signature.name}={described(function)} raised {type(e).__name__}: {e}. It is called with UOps for numbers: use & | ~ and "
+                     ".where() in place of and, or, not, if and chained comparisons, Python numbers in place of numpy's, and tensors only from "
+                     "mod_tensors") from e
 
 ALLOWED = GroupOp.ALU - {Ops.THREEFRY} | {Ops.CAST, Ops.BITCAST, Ops.CONST, Ops.INDEX}
-REASONS = {Ops.BUFFER: "a buffer (give tensors as mod_tensors)", Ops.RANGE: "a loop", Ops.REDUCE: "a sum or maximum over an axis"}
+NO_ARGUMENT = "a tensor or a variable that is not one of its arguments (give tensors as mod_tensors)"
+REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop", Ops.REDUCE: "a sum or maximum over an axis",
+           Ops.STORE: "a store", Ops.PAD: "a padded tensor"}
 
-def checked(signature:FunctionForm, function:Callable[..., Any], x:Any) -> UOp:
+def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
   """Checks that a kernel can compute the UOp `x` that a caller's function returned. Returns the UOp with its LOADs removed: an element of a tensor is
   then an INDEX alone."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
+  try: parts = [*x.toposort()]
+  except AttributeError: raise ValueError(f"{what} computes with an operand that is no UOp, such as an index of a tensor that is a float") from None
   if x._shape != (): raise ValueError(f"{what} returned a UOp of shape {values.shown_shape(x._shape or ())}: must be a scalar, {signature.form}; "
                                       "index every axis of a tensor")
   if x.dtype != signature.returns:
     raise ValueError(f"{what} returned a UOp of dtype {values.dtype_text(x.dtype)}: must be {values.dtype_text(signature.returns)}, {signature.form}")
+  given = {u for argument in arguments for u in argument.toposort()}
   made = dict[UOp, UOp]()
-  for u in x.toposort():
+  for u in parts:
+    if u.op in REASONS and u not in given: raise unable(what, REASONS[u.op])
+    if u.dtype in dtypes.fp8s: raise unable(what, f"the dtype {u.dtype.name}, which not every chip has")
     if u._shape != () or u.op is Ops.STACK: continue     # tensors, and their shapes
     if u in signature.symbols: made[u] = u
     elif u.op is Ops.LOAD and u.src[0] in made: made[u] = made[u.src[0]]
     elif u.op is Ops.INDEX: made[u] = element(what, u, made)
     elif u.op in ALLOWED: made[u] = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
-    else: raise NotImplementedError(f"{what} uses {REASONS.get(u.op, f'the operation {u.op.name}')}: a function is computed for each score by "
-                                    "itself, from scalars and elements of mod_tensors")
+    else: raise unable(what, f"the operation {u.op.name}")
   return plainer(committed(made[x]))
+
+def unable(what:str, uses:str) -> NotImplementedError:
+  return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
   """Replaces each absolute value, which tinygrad writes as x times the sign of x, by the maximum of x and -x."""
@@ -129,9 +144,9 @@ def is_absolute(u:UOp) -> bool:
   return (u.op is Ops.MUL and u.src[1] is u.src[0].sign()) or (u.op is Ops.MUL and u.src[1] is committed(u.src[0].sign()))
 
 def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Returns an element of a tensor, with one int32 index for each axis. If the tensor was permuted, sliced or indexed in steps, the element has a
+  """Returns an element of a tensor, with one int32 index for each axis. If the tensor was permuted or sliced and then reshaped, the element has a
   single index, into the flat tensor."""
-  while u.src[0].op is Ops.INDEX: u = u.src[0].src[0].index(*u.src[0].src[1:], *u.src[1:])     # t[x][y] is t[x, y]
+  u = unmoved(u)
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
     if (found := flat_element(u)) is None: raise NotImplementedError(f"{what} reads a tensor in a way that is no element of it: {values.shown(u)}")
@@ -147,6 +162,20 @@ def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
     indices.append(index.cast(dtypes.int))
   return tensor.index(*indices)
 
+def unmoved(u:UOp) -> UOp:
+  """Returns an element of a tensor that was indexed in steps, permuted, sliced, flipped or expanded, as an element of the tensor itself."""
+  while True:
+    x, indices = u.src[0], u.src[1:]
+    if x.op is not Ops.INDEX and len(indices) != len(x.shape): return u
+    match x.op:
+      case Ops.INDEX: indices = (*x.src[1:], *indices)     # t[x][y] is t[x, y]
+      case Ops.PERMUTE: indices = tuple(indices[x.marg.index(axis)] for axis in range(len(indices)))
+      case Ops.SHRINK: indices = tuple(index + first for index, (first, _) in zip(indices, x.marg))
+      case Ops.FLIP: indices = tuple(size - 1 - index if flipped else index for index, size, flipped in zip(indices, x.shape, x.marg))
+      case Ops.EXPAND: indices = indices[len(indices) - len(x.src[0].shape):]     # new axes come first
+      case _: return u
+    u = x.src[0].index(*indices)
+
 def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
   """Returns an index in which every part that `made` lists is replaced by its new form, which has no loads."""
   return u.substitute({old: new for old, new in made.items() if old is not new}) if u not in made else made[u]
@@ -156,38 +185,48 @@ def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
 SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
 
 def identity(function:Any) -> Hashable|None:
-  """Returns a key for what a Python function computes: its code, and the values that the code reads from closures, defaults and globals. Returns None
-  if one of these values may change unnoticed, such as an object or a list."""
-  try: return of_function(function, set())
+  """Returns a key for what a Python function computes: its code, and the values that the code reads from closures, defaults, globals, modules and
+  classes. Returns None if one of these values may change unnoticed, such as an object or a list."""
+  try: return of_value(function, (), ())
   except TypeError: return None
 
-def of_function(function:Any, seen:set[CodeType]) -> Hashable:
-  if not isinstance(function, FunctionType): raise TypeError
-  code = function.__code__
-  if code in seen: return code
-  seen.add(code)
-  closure = tuple(of_value(cell.cell_contents, seen) if is_filled(cell) else None for cell in function.__closure__ or ())
-  others = tuple((name, of_value(function.__globals__[name], seen)) for name in names_in(code) if name in function.__globals__)
-  defaults = of_value((function.__defaults__ or (), tuple(sorted((function.__kwdefaults__ or {}).items()))), seen)
-  return code, closure, defaults, others
+Holders = tuple[Any, ...]     # functions, modules and classes whose keys are being made, the outermost first
+Names = tuple[str, ...]
+
+def of_value(x:Any, names:Names, within:Holders) -> Hashable:
+  """Returns a key for a value that code sees. `names` are the names of globals and attributes in this code. Raises TypeError if there is no key."""
+  if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
+  if isinstance(x, tuple): return tuple(of_value(y, names, within) for y in x)
+  if isinstance(x, UOp): return x
+  for depth, holder in enumerate(within):
+    if x is holder: return "holder", depth     # a function that calls itself, a module that imports itself
+  within = (*within, x)
+  if isinstance(x, ModuleType|type):
+    own = x.__name__ if isinstance(x, ModuleType) else x.__module__
+    of_tinygrad = own.split(".")[0] == "tinygrad"
+    return x, () if of_tinygrad else tuple((name, of_value(getattr(x, name), names, within)) for name in names if hasattr(x, name))
+  if isinstance(x, BuiltinFunctionType) and isinstance(x.__self__, ModuleType): return x
+  if isinstance(x, partial): return partial, of_value((x.func, x.args, *x.keywords.items()), names, within)
+  if isinstance(x, FunctionType): return of_function(x, within)
+  raise TypeError(f"{type(x)} may change unnoticed")
+
+def of_function(function:FunctionType, within:Holders) -> Hashable:
+  names = names_in(function.__code__)
+  closure = tuple(of_value(cell.cell_contents, names, within) if is_filled(cell) else None for cell in function.__closure__ or ())
+  places = function.__globals__, sys.modules     # code may import modules
+  others = tuple((name, of_value(place[name], names, within)) for name in names for place in places if name in place)
+  kept = of_value((function.__defaults__, *(function.__kwdefaults__ or {}).items(), *vars(function).items()), names, within)
+  return function.__code__, closure, kept, others
 
 def is_filled(cell:Any) -> bool:
   """Returns whether a variable of a closure has a value yet. `cell` is Python's cell of this variable."""
   try: return cell.cell_contents is not cell
   except ValueError: return False
 
-def names_in(code:CodeType) -> list[str]:
-  """Returns the names of globals that a function, and functions defined inside it, may use."""
+def names_in(code:CodeType) -> Names:
+  """Returns the names of globals and attributes that a function, and functions defined inside it, may use."""
   inner = [x for x in code.co_consts if isinstance(x, CodeType)]
-  return sorted({*code.co_names, *(name for x in inner for name in names_in(x))})
-
-def of_value(x:Any, seen:set[CodeType]) -> Hashable:
-  if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
-  if isinstance(x, tuple): return tuple(of_value(y, seen) for y in x)
-  if isinstance(x, ModuleType): return x.__name__
-  if isinstance(x, type): return x
-  if isinstance(x, UOp): return x
-  return of_function(x, seen)
+  return tuple(sorted({*code.co_names, *(name for x in inner for name in names_in(x))}))
 
 # ***** how large a function's numbers may be *****
 
@@ -224,6 +263,8 @@ def is_sigmoid(u:UOp) -> bool:
 def functions_of(score_mod:Any, mask_mod:Any, tensors:TensorKinds) -> dict[str, Any]:
   """Traces the score_mod and the mask_mod of a call to attention; either may be None. Returns the fields of Problem that describe them."""
   if tensors and score_mod is None and mask_mod is None: raise ValueError(f"mod_tensors has {len(tensors)} tensors: they need score_mod or mask_mod")
+  for n, (shape, _) in enumerate(tensors):
+    if 0 in shape: raise ValueError(f"mod_tensors[{n}] has shape {values.shown_shape(shape)}: must have at least one element")
   if len(tensors) > MOST_TENSORS: raise NotImplementedError(f"mod_tensors has {len(tensors)} tensors: at most {MOST_TENSORS} are supported")
   found: dict[str, Any] = {}
   if score_mod is not None: found["score_mod"] = trace(SCORE_FUNCTION, score_mod, tensors)

@@ -248,6 +248,7 @@ def _element_number(lanes:Any, index:Array, first:Array, last:Array, there:Array
 instruction("page_number", _page_number, "{0}", "{0}")
 instruction("element_number", _element_number, "{0}", "{0}")
 instruction("alone", _alone, "{0}", "{0}")
+instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   """Returns an entry of a block table, used only in lanes where `there` is true. The emulator stops if such an entry is not in 0..count-1."""
@@ -256,6 +257,9 @@ def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, siz
   """Returns an index into an axis of `size` elements of a caller's tensor. The emulator stops if the index is not in 0..size-1 in a lane where
   `there` is true and whose `limits`, the first and the last column that its row sees, include `column`. `told` says whose index it is."""
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, told=told)
+def at_least_0(x:UOp) -> UOp:
+  """Returns max(x, 0) of an integer, as one opaque term: no part of an offset computed from it is negative (attn/emulator/offsets.py)."""
+  return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
   """Returns the number of a page, and declares that this lane writes to the slot `slot` of this page if `gate` is true. The emulator stops if another
   lane of the grid writes to the same slot."""

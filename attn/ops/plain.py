@@ -34,7 +34,8 @@ def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
 
 MEANINGS: dict[str, Callable[..., Elements]] = {"buffer_load": plain_load, "load_where": plain_load_where, "uniform": number_of,
                                                 "page_number": lambda entry, there, *, count: number_of(entry),
-                                                "element_number": lambda index, *limits, **of: number_of(index)}
+                                                "element_number": lambda index, *limits, **of: number_of(index),
+                                                "at_least_0": lambda x: number_of(x.maximum(0))}
 NUMBER_CHECKS = ("page_number", "element_number")     # instructions that return a number unchanged and let the emulator check it
 
 # ***** a kernel *****

@@ -149,8 +149,8 @@ class Lifted:
     nbytes, name = count*u.dtype.itemsize, DTYPE_NAMES.get(u.dtype)
     if column is None or name not in IN_DWORDS or nbytes > ops.MAX_RECORDS:
       return buffer[flat_index([within(x, n) for x, n in zip(checked, shape)], shape)].load()
-    offset = flat_index(checked, shape)*u.dtype.itemsize
-    words = ops.buffer_load(buffer[0], UOp.const(nbytes), offset.maximum(0) if offset.vmin < 0 else offset, u.dtype.itemsize)
+    offset = flat_index([ops.at_least_0(x) if has_negative_term(x) else x for x in checked], shape)*u.dtype.itemsize
+    words = ops.buffer_load(buffer[0], UOp.const(nbytes), offset, u.dtype.itemsize)
     if u.dtype in (dtypes.half, dtypes.bfloat16): return ops.widen_to_float(words, 1, name).cast(u.dtype)
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
@@ -208,6 +208,10 @@ def as_fp32(x:UOp) -> UOp:
 
 def flat_index(indices:list[UOp], shape:list[int]) -> UOp:
   return functools.reduce(lambda flat, of: flat*of[1] + of[0], zip(indices, shape), UOp.const(0, dtypes.int))
+
+def has_negative_term(x:UOp) -> bool:
+  """Whether an integer, or a term of the sum that it is, may be negative."""
+  return any(map(has_negative_term, x.src)) if x.op is Ops.ADD else x.vmin < 0
 
 def within(index:UOp, size:int) -> UOp:
   """Returns an index that lies in 0..size-1: an index outside is moved to the nearest end of this range."""

@@ -1,11 +1,12 @@
 """Changes that attn makes to tinygrad within a process, besides its CUDA devices."""
 from __future__ import annotations
-import contextlib, functools, inspect, sqlite3, sys, warnings
+import contextlib, functools, inspect, numbers, sqlite3, sys, warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
+import numpy as np
 from tinygrad import Tensor, codegen, helpers
 from tinygrad.engine import jit, realize
 from tinygrad.renderer import Renderer
@@ -142,6 +143,8 @@ def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) ->
     return call(ast, *srcs, **kwargs)
   UOp.custom_kernel, UOp.call = watched_kernel, watched_call   # type: ignore[method-assign, assignment]
 
+COMPARED: Any = (UOp, numbers.Number, np.generic)
+
 def _in_tinygrad(frame:FrameType) -> bool: return frame.f_code.co_filename.startswith(TINYGRAD)
 
 @contextlib.contextmanager
@@ -150,8 +153,8 @@ def equality_as_uops() -> Iterator[None]:
   whether x and y are the same UOp, and `i == j` in a caller's mask would silently be False."""
   own = UOp.__eq__
   def equal(self:UOp, other:Any) -> Any:
-    if _in_tinygrad(sys._getframe(1)) or not isinstance(other, (UOp, int, float)): return self is other
-    return self.eq(other)
+    if _in_tinygrad(sys._getframe(1)): return self is other
+    return self.eq(other) if isinstance(other, COMPARED) else NotImplemented
   UOp.__eq__ = equal   # type: ignore[method-assign, assignment]
   try: yield
   finally: UOp.__eq__ = own   # type: ignore[method-assign]
