@@ -132,16 +132,22 @@ def unable(what:str, uses:str) -> NotImplementedError:
   return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
-  """Replaces each absolute value, which tinygrad writes as x times the sign of x, by the maximum of x and -x."""
+  """Writes the absolute value of x, which tinygrad writes as x times its sign, as the maximum of x and -x. Takes that maximum of fp32 numbers, which
+  is one instruction, if an absolute int is converted to fp32."""
   made = dict[UOp, UOp]()
   for u in value.toposort():
     new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
-    made[u] = new.src[0].maximum(-new.src[0]) if is_absolute(new) else new
+    if is_absolute(new): new = greater_of_signs(new.src[0])
+    elif new.op is Ops.CAST and new.dtype == dtypes.float and (x := new.src[0]).op is Ops.MAX and x is greater_of_signs(x.src[0]):
+      new = greater_of_signs(x.src[0].cast(new.dtype))
+    made[u] = new
   return made[value]
 
 def is_absolute(u:UOp) -> bool:
-  """Returns whether a UOp is x times the sign of x, as UOp.abs writes the absolute value."""
-  return (u.op is Ops.MUL and u.src[1] is u.src[0].sign()) or (u.op is Ops.MUL and u.src[1] is committed(u.src[0].sign()))
+  """Whether a UOp is x times its sign, as UOp.abs writes it."""
+  return u.op is Ops.MUL and u.src[1] in (u.src[0].sign(), committed(u.src[0].sign()))
+
+def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
 
 def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
   """Returns an element of a tensor, with one int32 index for each axis. If the tensor was permuted or sliced and then reshaped, the element has a

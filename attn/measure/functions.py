@@ -1,0 +1,145 @@
+"""Compares score_mod and mask_mod with PyTorch's compiled flex_attention on the same NVIDIA GPU, in one process and on the same inputs, forward and
+backward. Where attn has a built-in option that computes the same, it takes part as well.
+
+  DEV=CUDA python -m attn.measure.functions [WORD ...]     prints the rows whose name is one of the words
+
+Times are device times measured by events. Each is a median over rounds; in a round every peer runs in turn. Backward is dq, dk and dv from the
+outputs of forward. PyTorch's block mask is made before; its time, and the seconds of first calls, are in columns of their own."""
+from __future__ import annotations
+import sys, time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+import numpy as np
+from attn.api.attention import attention
+from attn.measure.backward import torch_seconds
+from attn.measure.machine import need
+from attn.measure.peers import OURS, ROUND_SECONDS, as_tensor, in_turn, on_the_host, random_inputs
+from attn.problem import Problem
+from attn.tinygrad_compat import Context, Device, Tensor, UOp, compiled, cuda_graph_seconds, device_of, device_seconds, dtypes, foreign_cuda_context
+
+HEADS, ROWS_OF_ALL, HEAD_DIMENSION = 32, 16384, 128
+NEAR, PREFIX, DOCUMENT, COLUMNS, RADIUS = 1024, 4096, 1024, 128, 6
+FLEX, BUILT_IN = "flex_attention", "built in"
+
+def as_number(x:UOp) -> UOp: return x.cast(dtypes.float)
+
+Tensors = dict[str, Any]     # PyTorch's tensors that functions read, by name
+
+@dataclass(frozen=True)
+class FunctionRow:
+  """One row of the table: the functions, written for attn and for PyTorch, the tensors that they read, and a built-in option that computes the
+  same."""
+  name: str
+  mask_mod: Callable[..., UOp]
+  torch_mask: Callable[[Tensors], Callable[..., Any]]
+  score_mod: Callable[..., UOp]|None = None
+  torch_score: Callable[[Tensors], Callable[..., Any]]|None = None
+  tensors: tuple[str, ...] = ()
+  built_in: dict[str, Any] = field(default_factory=dict)
+
+def not_after(b:Any, h:Any, i:Any, j:Any, *tensors:Any) -> Any: return i >= j
+def of_causal(t:Tensors) -> Callable[..., Any]: return not_after
+def near(b:Any, h:Any, i:Any, j:Any) -> Any: return (i >= j) & (i - j < NEAR)
+def prefix_or_before(b:Any, h:Any, i:Any, j:Any) -> Any: return (i >= j) | (j < PREFIX)
+def dilated(b:Any, h:Any, i:Any, j:Any) -> Any: return (i >= j) & ((i - j) % 4 == 0)
+def first_or_near(b:Any, h:Any, i:Any, j:Any) -> Any: return (i >= j) & ((i - j < NEAR) | (j < 4))
+def neighbours(b:Any, h:Any, i:Any, j:Any) -> Any:
+  return ((i//COLUMNS - j//COLUMNS).abs() <= RADIUS) & ((i % COLUMNS - j % COLUMNS).abs() <= RADIUS)
+
+def torch_documents(t:Tensors) -> Callable[..., Any]: return lambda b, h, i, j: t["documents"][i] == t["documents"][j]
+def torch_table(t:Tensors) -> Callable[..., Any]: return lambda s, b, h, i, j: s + t["table"][h, i - j + ROWS_OF_ALL]
+def torch_alibi(t:Tensors) -> Callable[..., Any]: return lambda s, b, h, i, j: s - t["slopes"][h]*(i - j)
+def torch_softcap(t:Tensors) -> Callable[..., Any]:
+  import torch
+  return lambda s, b, h, i, j: 30*torch.tanh(s/30)
+
+FUNCTION_ROWS = (
+  FunctionRow("causal", not_after, of_causal, built_in={"causal": True}),
+  FunctionRow("window", near, lambda t: near, built_in={"window": (NEAR - 1, 0)}),
+  FunctionRow("prefix", prefix_or_before, lambda t: prefix_or_before),
+  FunctionRow("documents", lambda b, h, i, j, n: n[i] == n[j], torch_documents, tensors=("documents",)),
+  FunctionRow("dilated", dilated, lambda t: dilated),
+  FunctionRow("neighbours", neighbours, lambda t: neighbours),
+  FunctionRow("sinks and window", first_or_near, lambda t: first_or_near),
+  FunctionRow("table", not_after, of_causal, lambda s, b, h, i, j, t: s + t[h, i - j + ROWS_OF_ALL], torch_table, ("table",)),
+  FunctionRow("ALiBi", not_after, of_causal, lambda s, b, h, i, j, t: s - t[h]*as_number(i - j), torch_alibi, ("slopes",),
+              {"causal": True, "alibi_slopes": "slopes"}),
+  FunctionRow("softcap", not_after, of_causal, lambda s, b, h, i, j: (s/30).tanh()*30, torch_softcap, built_in={"causal": True, "softcap": 30.0}))
+
+def tensors_of_functions() -> Tensors:
+  import torch
+  generator = torch.Generator("cuda").manual_seed(1)
+  return {"table": torch.randn(HEADS, 2*ROWS_OF_ALL, device="cuda", generator=generator),
+          "documents": (torch.arange(ROWS_OF_ALL, device="cuda")//DOCUMENT).int(), "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
+
+def seconds_of(run:Callable[[], Any]) -> float:
+  """Returns the seconds of one call of `run`, with everything that it starts on the device."""
+  import torch
+  begin = time.perf_counter()
+  run()
+  torch.cuda.synchronize()
+  device_of(Device.DEFAULT).synchronize()
+  return time.perf_counter() - begin
+
+def graph_timer(*outputs:Tensor) -> Callable[[], float]:
+  """Returns a timer of the kernels that compute `outputs`, measured on a graph of the runs that fill a round."""
+  schedule = compiled(*outputs)
+  return cuda_graph_seconds(schedule, max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3)))))
+
+def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
+  """Returns timers of forward and of the gradients, the output, and the seconds of the first calls."""
+  q, k, v, do = inputs
+  first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize())}
+  with Context(TRAINING=1):
+    o = attention(q, k, v, **options).realize()
+    first["backward"] = seconds_of(lambda: Tensor.realize(*o.gradient(q, k, v, gradient=do)))
+    timers = {"forward": graph_timer(attention(q, k, v, **options)), "backward": graph_timer(*o.gradient(q, k, v, gradient=do))}
+  return timers, o, first
+
+def compare_functions(row:FunctionRow) -> dict[str, Any]:
+  """Times one row, and returns its figures: milliseconds of each peer, and how far the outputs lie apart."""
+  import torch
+  from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+  torch.cuda.init()
+  torch._dynamo.reset()
+  sizes = (1, HEADS, HEADS, ROWS_OF_ALL, ROWS_OF_ALL, HEAD_DIMENSION, HEAD_DIMENSION)
+  p = Problem(*sizes, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=HEAD_DIMENSION**-0.5)
+  q, k, v, do = random_inputs(p, 0, *[(HEADS, ROWS_OF_ALL)]*4)
+  t, flex = tensors_of_functions(), torch.compile(flex_attention)
+  mask, score = row.torch_mask(t), None if row.torch_score is None else row.torch_score(t)
+  create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda")
+  of_mask = seconds_of(lambda: create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda"))
+  blocks = create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda")
+  inputs = [x.requires_grad_(True) for x in (q, k, v)]
+  def forward() -> Any: return flex(*inputs, score_mod=score, block_mask=blocks)
+  first = {"forward": seconds_of(forward)}
+  o = forward()
+  def backward() -> Any: return torch.autograd.grad(o, inputs, do, retain_graph=True)
+  first["backward"] = seconds_of(backward)
+  theirs_timers = {"forward": torch_seconds(forward), "backward": torch_seconds(backward)}
+  expected, arrays, given = o.detach().float().cpu().numpy(), [on_the_host(x.detach()) for x in (q, k, v, do)], {x: t[x].cpu().numpy() for x in t}
+  with foreign_cuda_context() as theirs:
+    ours_inputs, tensors = [as_tensor(x, p.dtype) for x in arrays], {x: Tensor(a).realize() for x, a in given.items()}
+    options = {"score_mod": row.score_mod, "mask_mod": row.mask_mod, "mod_tensors": tuple(tensors[x] for x in row.tensors)}
+    ours, out, our_first = our_timers(ours_inputs, **options)
+    timers = {f"{OURS} {way}": timer for way, timer in ours.items()} | {f"{FLEX} {way}": theirs(timer) for way, timer in theirs_timers.items()}
+    if row.built_in:
+      same = {name: tensors[x] if isinstance(x, str) else x for name, x in row.built_in.items()}
+      timers |= {f"{BUILT_IN} {way}": timer for way, timer in our_timers(ours_inputs, **same)[0].items()}
+    times = in_turn(timers)
+    apart = float(np.abs(out.float().numpy() - expected).max())
+  found: dict[str, Any] = {"row": row.name} | {f"ms {name}": 1e3*seconds for name, seconds in times.items()}
+  found |= {f"x {way}": times[f"{FLEX} {way}"]/times[f"{OURS} {way}"] for way in ours}
+  found |= {f"first s {way}": seconds for way, seconds in our_first.items()} | {f"first s {FLEX} {way}": seconds for way, seconds in first.items()}
+  return found | {"ms block mask": 1e3*of_mask, "apart": apart}
+
+def main(words:list[str]) -> None:
+  for row in FUNCTION_ROWS:
+    if words and row.name not in words: continue
+    found = compare_functions(row)
+    print("  ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in found.items()), flush=True)
+
+if __name__ == "__main__":
+  need("python -m attn.measure.functions", "torch", device="CUDA")
+  main(sys.argv[1:])
