@@ -36,10 +36,10 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients by the name of their output. tinygrad passes only the gradients that exist, in the order of the outputs. o has one more
-  axis than lse, so the number of axes says which output a gradient belongs to."""
-  of_rank = {len(u.shape): name for name, u in outputs.items()}
-  found = {of_rank.get(len(g.shape), ""): g for g in gradients}
+  """Returns the gradients by the name of their output. tinygrad passes only the gradients that exist, in the order of the outputs. o and lse
+  differ in their shapes, so the shape says which output a gradient belongs to."""
+  of_shape = {u.shape: name for name, u in outputs.items()}
+  found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
     raise NotImplementedError("a gradient through what custom_kernel returns for an input of attention: use the tensor that was given to it; only "
                               f"{' and '.join(outputs)} {'are' if len(outputs) > 1 else 'is'} computed")
@@ -146,6 +146,12 @@ def after(u:UOp, call:UOp) -> UOp:
   for it, and the output is returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
+def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
+  """Shapes of the outputs over all devices. A caller may have given other shapes to the buffers that the kernel wrote."""
+  sizes = dict(zip(AXES[p.layout], q.shape))
+  log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))
+  return {"o": (*q.shape[:-1], p.Dv), "lse": log_sum, "lse_rest": log_sum}
+
 @dataclass(frozen=True)
 class AttentionGradient:
   """The grad_fxn of the kernel that computes `problem`, or of the last kernel if several compute it. `names` are the names of the tensors that the
@@ -164,13 +170,16 @@ class AttentionGradient:
     tensors = dict(zip(self.names, call.src[1:]))
     inputs, outputs = ({name: tensors[name] for name in names if name in tensors} for names in (INPUTS, (*OUTPUTS, "lse_rest")))
     given = of_outputs(gradients, {name: u for name, u in outputs.items() if name in OUTPUTS})
+    shapes = output_shapes(self.problem, inputs["q"])
+    given = {name: g.reshape(shapes[name]) for name, g in given.items()}
     by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
     found: dict[str, UOp] = {}
     plainly = [name for name, tensor in TERM_TENSORS.items() if name in inputs and not tensor.summed]
     plainly += [name for name in MOD_TENSORS if name in inputs and dtypes.is_float(inputs[name].dtype)]
     if not by_kernels or plainly: found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
-      found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call) for name, u in outputs.items()}, given)
+      found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call).reshape(shapes[name]) for name, u in outputs.items()},
+                                given)
     return tuple(found.get(name) for name in self.names)
 
 @cache_of_kernels

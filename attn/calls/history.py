@@ -110,7 +110,7 @@ def recalled(root:UOp) -> Iterator[None]:
     call = UOp.sink().call(*outputs, *inputs, grad_fxn=gradient)
     for u in outputs:
       buffer, written = lies_in(u), u.after(call)
-      there |= {buffer: written.reshape(buffer.shape), **{x: written for x in afters if lies_in(x) is buffer}}
+      there |= {buffer: written.reshape(buffer.shape), **{x: written.reshape(x.shape) for x in afters if lies_in(x) is buffer}}
       back |= {written: u, there[buffer]: buffer}
   put_into_tensors(there)
   try: yield

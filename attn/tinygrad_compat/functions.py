@@ -39,11 +39,17 @@ def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
   return body.substitute(buffers, walk=True)
 
+def with_shared_outputs(body:UOp) -> UOp:
+  """Makes an output of a FUNCTION the copy of it in a buffer, if the body has one for a kernel. tinygrad would compute both."""
+  if body.op is not Ops.TUPLE: return body
+  buffers = {u.src[0]: u for u in body.toposort(enter_calls=False) if u.op is Ops.CONTIGUOUS}
+  return body.replace(src=tuple(buffers.get(u, u) for u in body.src))
+
 def numbered(uret:UOp) -> UOp:
   """Numbers the buffers that belong to a FUNCTION by -1, -2 and so on, so that equal functions are the same. tinygrad's own function numbers them
   from 0, and one after another: a buffer becomes the same as another one if its new number is the old number of the other, or the number of a
   tensor's buffer."""
-  return with_own_buffers(uret, itertools.count(-1, -1))
+  return with_shared_outputs(with_own_buffers(uret, itertools.count(-1, -1)))
 
 for module in (importlib.import_module("tinygrad.function"), gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]
 

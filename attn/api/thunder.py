@@ -1,0 +1,55 @@
+"""Functions of tinygrad's extra/thunder/amd/fa.py, with these kernels: for every chip, shape and number of heads.
+
+examples/mlperf/models/flat_llama.py and gpt_oss.py import them with HK_FLASH_ATTENTION=1. There, replace this import:
+
+  from attn.api.thunder import fused_qkv_rope, thunder_attention as flash_attention
+
+Without HK_FLASH_ATTENTION flat_llama.py calls `Tensor.scaled_dot_product_attention`, which `attn.installed()` is enough for."""
+from __future__ import annotations
+from attn import values
+from attn.api.attention import attention
+from attn.tinygrad_compat import Ops, Tensor
+
+def thunder_attention(xq:Tensor, xk:Tensor, xv:Tensor, attn_mask:None=None, is_causal:bool=False, write_flat:bool=False, sinks:Tensor|None=None,
+                      window:int=0) -> tuple[Tensor, Tensor, Tensor]:
+  """Computes attention of (B, S, H, D) tensors. Returns its output twice, and lse as float32 (B, H, 1, S).
+
+    write_flat  the output is (B, S, H*D)
+    sinks       (H): score of one extra key per head that has no value
+    window      number of keys that a query sees, its own the last; 0: all
+
+  A precompiled `@function` that returns the output and lse has them for its gradient, and does not compute them again.
+  Raises ValueError or NotImplementedError for other arguments than `attention` takes, and for a mask."""
+  if attn_mask is not None: raise NotImplementedError("attn_mask: must be None; attn.attention takes a bias")
+  window = values.whole_number("window", window, 0, 2**31 - 1, "the number of keys that a query sees, or 0")
+  o, lse = attention(xq, xk, xv, causal=is_causal, window=(window - 1, -1), layout="bshd", sinks=sinks, return_lse=True)
+  B, S, H, D = o.shape
+  o, lse = written_as(o, lse, ((B, S, H*D) if write_flat else (B, S, H, D), (B, H, 1, S)))
+  return o, o, lse
+
+def written_as(o:Tensor, lse:Tensor, shapes:tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+  """Gives o and lse these shapes where a kernel writes them. If o were a view of what the kernel has written, `@function` would not recognise in its
+  gradient what it has returned, and would run the kernel again."""
+  if o.uop.op is not Ops.AFTER or o.uop.src[1].op is not Ops.CALL: return o.reshape(shapes[0]), lse.reshape(shapes[1])
+  call = o.uop.src[1]
+  instead = {t.uop.src[0]: t.uop.src[0].reshape(shape) for t, shape in zip((o, lse), shapes)}
+  call = call.replace(src=tuple(instead.get(u, u) for u in call.src))
+  new_o, new_lse = (Tensor(u.after(call)) for u in instead.values())
+  return new_o, new_lse
+
+def fused_qkv_rope(xqkv:Tensor, freqs_cis:Tensor, n_heads:int, n_kv_heads:int, head_dim:int) -> tuple[Tensor, Tensor, Tensor]:
+  """Takes q, k and v, each (B, S, heads, D), out of the product (B, S, groups of (query heads, key head, value head)), and rotates q and k by
+  freqs_cis (1, at least S, 1, D/2, 2), cosines and sines."""
+  B, S, width = xqkv.shape
+  group = n_heads//n_kv_heads
+  if width != n_kv_heads*(group + 2)*head_dim:
+    raise ValueError(f"xqkv has shape {values.shown_shape(xqkv.shape)}: its last dimension must be {n_kv_heads*(group + 2)*head_dim}, that of "
+                     f"{n_heads} query heads and {n_kv_heads} key/value heads of {head_dim} elements")
+  x = xqkv.reshape(B, S, n_kv_heads, group + 2, head_dim)
+  cosine, sine = (freqs_cis[:, :S, :, :, i].float() for i in range(2))
+  def rotated(x:Tensor, heads:int) -> Tensor:
+    a, b = x.reshape(B, S, heads, head_dim//2, 2).float().split(1, -1)
+    a, b = a.squeeze(-1), b.squeeze(-1)
+    return (a*cosine - b*sine).stack(a*sine + b*cosine, dim=-1).flatten(-2).cast(xqkv.dtype)
+  q, k, v = x[:, :, :, :group], x[:, :, :, group], x[:, :, :, group + 1]
+  return rotated(q, n_heads), rotated(k, n_kv_heads), v
