@@ -102,8 +102,8 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes the attributes below from `interval` and `seen`, after a wave has passed a barrier. `interval` counts, for each wave, the barriers
-    and arrivals that the wave has reached. `seen` is, for each wave, the first interval of other waves that the wave has not waited for."""
+    """Recomputes all attributes that depend on `interval` and `seen`, after a wave has passed a barrier. `interval` counts, for each wave, the
+    barriers and arrivals that the wave has reached. `seen` is, for each wave, the first interval of other waves that the wave has not waited for."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

@@ -50,8 +50,9 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns the facts about scalar registers after an operation has written register `out`. In between, "" names the new value, because facts about
-  the old value are still needed."""
+  """Returns the facts about scalar registers after an operation has written register `out`. A fact is a set of scalar registers: each lane has its
+  bit set in at least one of them. While the facts are being made, "" names the new value, because facts about the old value of `out` are still
+  needed."""
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
     made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(wanted, chosen)), (operands[x] for x in but)) - {"0"}

@@ -16,8 +16,8 @@ ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:
-  """Returns the operands that a value depends on. A loaded value depends on the array that it is loaded from. (Of all arrays, `from_all_lanes` only
-  follows register arrays.)"""
+  """Returns the operands that a value depends on. A loaded value depends on the array that it is loaded from. (Its caller `from_all_lanes` follows
+  values through register arrays only, not through other arrays.)"""
   if u.op in (Ops.LOAD, Ops.INDEX, Ops.AFTER): return u.src[:1]
   return () if isinstance(u.arg, Call) and u.arg.name in FROM_MEMORY else u.src
 

@@ -165,8 +165,9 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
-  """Computes P of one loop iteration, and the sums of P, from the rows' references, as one statement. If no row of the wave has seen a key yet, there
-  is no reference: the sums are then inf, and `correct` computes P. The operands are described at `correct`."""
+  """Computes P of one loop iteration, and the sums of P, from the rows' references m. The code is one statement. `p` gets the result, `part` its
+  sums; `correct` describes all operands. If no row of the wave has seen a key yet, there is no reference: the sums are then inf, so that `correct`
+  computes P afterwards."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,

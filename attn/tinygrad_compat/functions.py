@@ -40,15 +40,16 @@ def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Makes an output of a FUNCTION the copy of it in a buffer, if the body has one for a kernel. tinygrad would compute both."""
+  """Replaces each output of a FUNCTION by the copy of it that the body makes in a buffer, as an input of a kernel, if there is such a copy. Otherwise
+  tinygrad would compute both."""
   if body.op is not Ops.TUPLE: return body
   buffers = {u.src[0]: u for u in body.toposort(enter_calls=False) if u.op is Ops.CONTIGUOUS}
   return body.replace(src=tuple(buffers.get(u, u) for u in body.src))
 
 def numbered(uret:UOp) -> UOp:
-  """Numbers the buffers that belong to a FUNCTION by -1, -2 and so on, so that equal functions are the same. tinygrad's own function numbers them
-  from 0, and one after another: a buffer becomes the same as another one if its new number is the old number of the other, or the number of a
-  tensor's buffer."""
+  """Gives the buffers inside a FUNCTION the numbers -1, -2 and so on, so that equal functions are the same UOp. tinygrad's own code gives the numbers
+  0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a new number is the old number of another buffer in the
+  function, or the number of a tensor's buffer."""
   return with_shared_outputs(with_own_buffers(uret, itertools.count(-1, -1)))
 
 for module in (importlib.import_module("tinygrad.function"), gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]

@@ -103,9 +103,9 @@ class RectangleTile:
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """The two groups of sections (matrices) that use one place of local memory, one group after another. The first group holds parts of the rows that
-    the workgroup owns and of the rows that it loops over (the walked rows), transposed. The second group holds walked rows of at most `width`
-    elements, not transposed."""
+    """The sections (matrices) that lie in one place of local memory, as two groups that use the place one after the other. The first group holds
+    parts of the rows that the workgroup owns, and of the rows that it loops over (the walked rows), transposed. The second group holds walked rows of
+    at most `width` elements, not transposed."""
     shared = 0 if self.alone else 1
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)
