@@ -185,7 +185,7 @@ def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
   return x.types[0] if options.out is None else dtype_of("out", options.out)
 
 def tensor_kind(name:str, t:Tensor) -> TensorKind:
-  """Returns shape and dtype of a tensor of mod_tensors."""
+  """Returns the shape and the dtype name of a tensor of mod_tensors, after a check."""
   return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
 
 def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:

@@ -82,7 +82,8 @@ def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:Tens
   return Traced(found, described(function))
 
 def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Argument that stands for a tensor of mod_tensors: its symbol, or its only element if it has no axes."""
+  """Returns the UOp that is passed to a caller's function for a tensor of mod_tensors. It is the symbol of the tensor, or, for a tensor without axes,
+  its only element."""
   return tensor_symbol(number, shape, dtype) if shape else tensor_symbol(number, (1,), dtype)[0]
 
 def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
@@ -132,8 +133,8 @@ def unable(what:str, uses:str) -> NotImplementedError:
   return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
-  """Writes the absolute value of x, which tinygrad writes as x times its sign, as the maximum of x and -x. Takes that maximum of fp32 numbers, which
-  is one instruction, if an absolute int is converted to fp32."""
+  """Replaces each absolute value, which tinygrad writes as x times the sign of x, by the maximum of x and -x. Where an absolute int is converted to
+  fp32, the maximum is taken of fp32 numbers, which is one instruction."""
   made = dict[UOp, UOp]()
   for u in value.toposort():
     new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
@@ -144,7 +145,7 @@ def plainer(value:UOp) -> UOp:
   return made[value]
 
 def is_absolute(u:UOp) -> bool:
-  """Whether a UOp is x times its sign, as UOp.abs writes it."""
+  """Returns whether a UOp is x times the sign of x, as UOp.abs writes the absolute value."""
   return u.op is Ops.MUL and u.src[1] in (u.src[0].sign(), committed(u.src[0].sign()))
 
 def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
@@ -169,7 +170,8 @@ def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
   return tensor.index(*indices)
 
 def unmoved(u:UOp) -> UOp:
-  """Returns an element of a tensor that was indexed in steps, permuted, sliced, flipped or expanded, as an element of the tensor itself."""
+  """Rewrites an element of a view of a tensor as an element of the tensor itself. The view may be indexed in steps (t[x][y]), permuted, sliced,
+  flipped or expanded."""
   while True:
     x, indices = u.src[0], u.src[1:]
     if x.op is not Ops.INDEX and len(indices) != len(x.shape): return u
@@ -200,7 +202,8 @@ Holders = tuple[Any, ...]     # functions, modules and classes whose keys are be
 Names = tuple[str, ...]
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
-  """Returns a key for a value that code sees. `names` are the names of globals and attributes in this code. Raises TypeError if there is no key."""
+  """Returns a key for a value that a function's code reads. `names` are the names of globals and attributes in this code. Raises TypeError if the
+  value has no key."""
   if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
   if isinstance(x, tuple): return tuple(of_value(y, names, within) for y in x)
   if isinstance(x, UOp): return x

@@ -28,8 +28,8 @@ Tensors = dict[str, Any]     # PyTorch's tensors that functions read, by name
 
 @dataclass(frozen=True)
 class FunctionRow:
-  """One row of the table: the functions, written for attn and for PyTorch, the tensors that they read, and a built-in option that computes the
-  same."""
+  """One row of the table of measurements: the score_mod and mask_mod, written for attn and for PyTorch, the tensors that they read, and the options
+  of attn that compute the same without functions."""
   name: str
   mask_mod: Callable[..., UOp]
   torch_mask: Callable[[Tensors], Callable[..., Any]]
@@ -83,12 +83,13 @@ def seconds_of(run:Callable[[], Any]) -> float:
   return time.perf_counter() - begin
 
 def graph_timer(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of the kernels that compute `outputs`, measured on a graph of the runs that fill a round."""
+  """Returns a function that measures the seconds of the kernels that compute `outputs`. It runs a CUDA graph in which these kernels are repeated for
+  the length of a round."""
   schedule = compiled(*outputs)
   return cuda_graph_seconds(schedule, max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3)))))
 
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
-  """Returns timers of forward and of the gradients, the output, and the seconds of the first calls."""
+  """Returns attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""
   q, k, v, do = inputs
   first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize())}
   with Context(TRAINING=1):
@@ -98,7 +99,7 @@ def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[
   return timers, o, first
 
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
-  """Times one row, and returns its figures: milliseconds of each peer, and how far the outputs lie apart."""
+  """Measures one row of the table. Returns its figures: milliseconds of attn and of PyTorch, and how far their outputs differ."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask, flex_attention
   torch.cuda.init()

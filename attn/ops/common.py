@@ -258,7 +258,8 @@ def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, siz
   `there` is true and whose `limits`, the first and the last column that its row sees, include `column`. `told` says whose index it is."""
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, told=told)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer, as one opaque term: no part of an offset computed from it is negative (attn/emulator/offsets.py)."""
+  """Returns max(x, 0) of an integer, as one opaque term. The compiler cannot split it, so no part of an offset computed from it is negative
+  (attn/emulator/offsets.py)."""
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
   """Returns the number of a page, and declares that this lane writes to the slot `slot` of this page if `gate` is true. The emulator stops if another

@@ -1,5 +1,5 @@
-"""Tests of attn/functions/trace.py and of what `attention` does with a caller's functions before a kernel runs. The tests say which functions and
-tensors it refuses, and with which words, what it makes of those it takes, and when it calls a function again or compiles a kernel again."""
+"""Tests of attn/functions/trace.py, and of what `attention` does with a score_mod or mask_mod before a kernel runs: which functions and tensors it
+refuses and with which message, what it makes of the accepted ones, and when it calls a function or compiles a kernel again."""
 from __future__ import annotations
 import functools, itertools, random, types
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def on_emulator(shape:tuple[int, ...]=(2, 5), dtype:Any=dtypes.float, device:str
   return Tensor.ones(*shape, dtype=dtype, device=device).contiguous().realize()
 
 def call(*tensors:Any, score:Any=None, mask:Any=None) -> Any:
-  """Checks a call of `attention` with these functions, and chooses its kernel."""
+  """Checks a call of `attention` with this score_mod and mask_mod, and returns the kernel that is chosen for it."""
   q = on_emulator((1, 2, 5, 32), dtypes.half)
   return choice_of(q, q, q, arch="gfx942", score_mod=score, mask_mod=mask, mod_tensors=tensors)
 
@@ -38,7 +38,7 @@ def masked(function:Any) -> UOp:
 # ***** what is refused *****
 
 def mod(function:Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a score_mod of one tensor that returns what `function(score, h, i, j, tensor)` returns."""
+  """Turns `function(score, h, i, j, tensor)` into a score_mod that reads one tensor."""
   return lambda s, b, h, i, j, t: function(s, h, i, j, t)
 
 RETURNED = {"None": None, "True": True, "1.0": 1.0, "3": 3, "'x'": "x", r"\(1,\)": (1,), "nan": float("nan")}
@@ -137,7 +137,7 @@ def test_python_that_needs_a_number(name:str) -> None:
   with pytest.raises(ValueError, match=rf"(?s)^mask_mod=\S+ \(.*test_trace.py:\d+\) raised \w+: .*{advice}"): call(mask=PYTHON[name])
 
 class Scaled:
-  """A function object whose factor may change."""
+  """A callable object, as a score_mod, with a factor that may change after it was traced."""
   def __init__(self, factor:float) -> None: self.factor = factor
   def __call__(self, s:UOp, b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return s*self.factor
 
@@ -191,7 +191,7 @@ def test_tensors_that_are_refused() -> None:
     call(good[:UOp.variable("n", 1, 2).bind(1)], score=score)
 
 def test_tensors_that_are_taken() -> None:
-  """Tensors may be unrealised, views, constants and single numbers, of every dtype that is supported."""
+  """mod_tensors may be unrealised tensors, views, constants and single numbers, of every supported dtype."""
   rng = np.random.default_rng(0)
   x, table = rng.standard_normal((1, 2, 5, 32)).astype(np.float16), rng.standard_normal((2, 5)).astype(np.float32)
   scores = x.astype(np.float64)@x.astype(np.float64).swapaxes(-1, -2)/np.sqrt(32)
@@ -215,7 +215,7 @@ def test_tensors_that_are_taken() -> None:
       check(rows, mod(lambda s, h, i, j, t, view=view: s + view(h, i, j, t)), t)
 
 def test_a_view_of_a_tensor_is_checked_like_the_tensor() -> None:
-  """The index of a flipped or permuted tensor does not wrap around."""
+  """An index beyond the end of a flipped or permuted tensor is an error. It does not wrap around to another element."""
   for function, axis in ((lambda s, b, h, i, j, t: s + t.permute((1, 0))[0, 2], 0), (lambda s, b, h, i, j, t: s + t.flip((1,))[0, 5], 1)):
     with pytest.raises(ValueError, match=f"reads index -?[12] of axis {axis} of a tensor of shape"): call(on_emulator(), score=function)
   assert scored(lambda s, b, h, i, j, t: s + t.permute((1, 0))[j, h]) is scored(lambda s, b, h, i, j, t: s + t[h][j])
@@ -248,7 +248,7 @@ def test_equality_outside_a_function_is_identity() -> None:
 
 @pytest.fixture
 def calls(monkeypatch:pytest.MonkeyPatch) -> list[str]:
-  """Names of the functions that were traced, in order."""
+  """Returns a list to which the name of each traced function is appended, in the order of tracing."""
   found: list[str] = []
   own = module.call_twice
   def counted(signature:Any, function:Any, tensors:Any) -> Traced:

@@ -193,10 +193,12 @@ class ConvertedRows:
     false."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads elements as `GlobalRows.load_floats` does, rounded to `dtype`, which is `to`."""
+    """Loads elements of a row as `GlobalRows.load_floats` does, after conversion to the dtype `to`, and returns them in fp32. `dtype` must be equal
+    to `to`."""
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Loads elements as `GlobalRows.load_quads` does, rounded to `dtype`, which is `to`."""
+    """Loads eight elements of a row as `GlobalRows.load_quads` does, after conversion to the dtype `to`, and returns them in fp32. `dtype` must be
+    equal to `to`."""
     return halves(self.load_units(first, rows, row, part), dtype)
 
 Rows = GlobalRows|ConvertedRows
