@@ -1,4 +1,4 @@
-"""Functions of tinygrad's extra/thunder/amd/fa.py, with these kernels: for every chip, shape and number of heads.
+"""The functions of tinygrad's extra/thunder/amd/fa.py, computed by attn's kernels: for every chip, shape and number of heads.
 
 examples/mlperf/models/flat_llama.py and gpt_oss.py import them with HK_FLASH_ATTENTION=1. There, replace this import:
 
@@ -18,8 +18,8 @@ def thunder_attention(xq:Tensor, xk:Tensor, xv:Tensor, attn_mask:None=None, is_c
     sinks       (H): score of one extra key per head that has no value
     window      number of keys that a query sees, its own the last; 0: all
 
-  A precompiled `@function` that returns the output and lse has them for its gradient, and does not compute them again.
-  Raises ValueError or NotImplementedError for other arguments than `attention` takes, and for a mask."""
+  If a precompiled `@function` returns the output and lse, its gradient uses them and does not compute them again. Raises ValueError or
+  NotImplementedError for arguments that `attention` does not support, and for a mask."""
   if attn_mask is not None: raise NotImplementedError("attn_mask: must be None; attn.attention takes a bias")
   window = values.whole_number("window", window, 0, 2**31 - 1, "the number of keys that a query sees, or 0")
   o, lse = attention(xq, xk, xv, causal=is_causal, window=(window - 1, -1), layout="bshd", sinks=sinks, return_lse=True)
@@ -28,8 +28,8 @@ def thunder_attention(xq:Tensor, xk:Tensor, xv:Tensor, attn_mask:None=None, is_c
   return o, o, lse
 
 def written_as(o:Tensor, lse:Tensor, shapes:tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-  """Gives o and lse these shapes where a kernel writes them. If o were a view of what the kernel has written, `@function` would not recognise in its
-  gradient what it has returned, and would run the kernel again."""
+  """Returns o and lse in these shapes, as the tensors that the kernel itself writes, and not as views of them. In its gradient, `@function`
+  recognises only the tensors that a kernel writes. For views it would run the kernel again."""
   if o.uop.op is not Ops.AFTER or o.uop.src[1].op is not Ops.CALL: return o.reshape(shapes[0]), lse.reshape(shapes[1])
   call = o.uop.src[1]
   instead = {t.uop.src[0]: t.uop.src[0].reshape(shape) for t, shape in zip((o, lse), shapes)}
@@ -38,8 +38,9 @@ def written_as(o:Tensor, lse:Tensor, shapes:tuple[tuple[int, ...], ...]) -> tupl
   return new_o, new_lse
 
 def fused_qkv_rope(xqkv:Tensor, freqs_cis:Tensor, n_heads:int, n_kv_heads:int, head_dim:int) -> tuple[Tensor, Tensor, Tensor]:
-  """Takes q, k and v, each (B, S, heads, D), out of the product (B, S, groups of (query heads, key head, value head)), and rotates q and k by
-  freqs_cis (1, at least S, 1, D/2, 2), cosines and sines."""
+  """Takes q, k and v, each (B, S, heads, D), out of one projection xqkv, and applies the rotary embedding to q and k. The last dimension of xqkv (B,
+  S, width) has for each key/value head its query heads, the key head and the value head. freqs_cis (1, at least S, 1, D/2, 2) holds cosines and
+  sines."""
   B, S, width = xqkv.shape
   group = n_heads//n_kv_heads
   if width != n_kv_heads*(group + 2)*head_dim:

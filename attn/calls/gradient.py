@@ -147,7 +147,7 @@ def after(u:UOp, call:UOp) -> UOp:
   return u.after(call) if call.src[0].src else u
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
-  """Shapes of the outputs over all devices. A caller may have given other shapes to the buffers that the kernel wrote."""
+  """Returns the shapes of the outputs over all devices. A caller may have given other shapes to the buffers that the kernel wrote."""
   sizes = dict(zip(AXES[p.layout], q.shape))
   log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))
   return {"o": (*q.shape[:-1], p.Dv), "lse": log_sum, "lse_rest": log_sum}

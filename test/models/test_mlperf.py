@@ -1,5 +1,5 @@
-"""Tests of the attention of examples/mlperf/models/flat_llama.py and gpt_oss.py of tinygrad: small trainers that make the same calls in the same
-places, within a precompiled function of a layer, by these kernels and by tinygrad's own expressions."""
+"""Tests of the attention of tinygrad's examples/mlperf/models/flat_llama.py and gpt_oss.py. Small trainers make the same calls in the same places,
+inside a precompiled function of a layer: once by attn's kernels, and once by tinygrad's own expressions."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("not_unrolled")
 DIM, HEADS, KV_HEADS, D, LAYERS, VOCAB, B, S, WINDOW, STEPS = 32, 4, 2, 16, 2, 32, 2, 24, 8, 20
 
 def rotated(x:Tensor, freqs:Tensor) -> Tensor:
-  """extra/models/llama.py's rotation of pairs."""
+  """Computes the rotary embedding as extra/models/llama.py does, which rotates pairs of neighbouring elements."""
   a, b = x.reshape(*x.shape[:-1], D//2, 2).split(1, -1)
   cosine, sine = freqs[..., :1], freqs[..., 1:]
   return (a*cosine - b*sine).cat(a*sine + b*cosine, dim=-1).flatten(3)
@@ -60,7 +60,8 @@ def gpt_oss_by_tinygrad(xqkv:Tensor, freqs:Tensor, sinks:Tensor, sliding:bool) -
   return (w @ v).permute(0, 3, 1, 2, 4), []
 
 class Trainer:
-  """A model of LAYERS layers: normalization, attention with its projections, and a product of width DIM, in a precompiled function."""
+  """A small model of LAYERS layers. A layer is a precompiled function: a normalization, attention with its projections, and a product of width
+  DIM."""
   def __init__(self, attend:Attend, dtype:str, devices:tuple[str, ...], shared:str) -> None:
     self.attend, self.devices, self.shared = attend, devices, shared
     rng = np.random.default_rng(0)
@@ -112,7 +113,7 @@ CASES = [("flat_llama.py", "float16", "EMU::gfx942", ""), ("flat_llama.py", "bfl
 @pytest.mark.thorough
 @pytest.mark.parametrize("program, dtype, on, shared", CASES)
 def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
-  """The losses of 20 steps are tinygrad's own but for rounding, also of two devices that share the batch or the heads."""
+  """The losses of 20 training steps equal those of tinygrad's own attention up to rounding, also on two devices that share the batch or the heads."""
   ours, own = PROGRAMS[program]
   kind = on.split(":")[0]
   devices = (kind, f"{kind}:1") if shared else (kind,)
@@ -126,7 +127,7 @@ def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
   np.testing.assert_allclose(found, right, rtol=0, atol=NOISE[dtype])
 
 def scheduled(attend:Attend) -> list[tuple[str, list[int]]]:
-  """Kernels of a layer's forward and backward pass: their names, and the numbers of elements of their buffers, outputs first."""
+  """Returns the kernels of one layer's forward and backward pass: their names, and the numbers of elements of their buffers, outputs first."""
   trainer = Trainer(attend, "float16", ("EMU",), "")
   x = tensor(np.random.default_rng(3).standard_normal((B, S, DIM)).astype(np.float32), "float16").realize()
   outputs = trainer.layer(x, trainer.freqs[:, :S], True, trainer.wqkv[0], trainer.wo[0], trainer.w[0], trainer.sinks[0])
@@ -135,7 +136,8 @@ def scheduled(attend:Attend) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("program", [pytest.param(name, marks=() if "oss" in name else pytest.mark.thorough) for name in PROGRAMS])
 def test_no_copies_of_the_inputs(program:str) -> None:
-  """One kernel writes each of q, k and v, nothing copies them, and backward runs after forward only where the layer has not kept o and lse."""
+  """One kernel writes each of q, k and v, and no kernel copies them. The backward pass runs the forward kernel again only if the layer has not kept o
+  and lse."""
   q, k = B*S*HEADS*D, B*S*KV_HEADS*D
   with computed_on("EMU::gfx942"), attn.installed(), Context(TRAINING=1): kernels = scheduled(PROGRAMS[program][0])
   names = [name.rsplit("_gfx942", 1)[0] for name, _ in kernels if name.startswith("attn_")]
