@@ -191,6 +191,7 @@ class Problem:
     score_mod    the caller's own function of a score, applied after the other terms
     mask_mod, mask_bounds   the caller's own mask: a query sees the keys of an interval, which `mask_bounds` computes, for which the function
                  `mask_mod` holds. Each may be None: then the other says all
+    tile_list    shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py)
     mod_tensors  shape and dtype of the tensors that these functions read: mod_tensor0, mod_tensor1, ...
     sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
     kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] only; Sk is the length of the buffer
@@ -241,6 +242,7 @@ class Problem:
   score_mod: Traced|None = of_term(None, check_function)
   mask_mod: Traced|None = of_mask(None, check_function)
   mask_bounds: Bounds|None = None
+  tile_list: tuple[int, int, int, int]|None = None
   mod_tensors: TensorKinds = ()
   sinks: bool = False
   kv_lengths: bool = False
@@ -349,7 +351,8 @@ class Problem:
       ("cu_seqlens_k", self.varlen and self.pages is None, (B + 1,), "int32"),
       ("dropout_seed", self.dropout_p > 0, (2,), "uint32"),
       ("dropout_start", self.dropout_start, (2,), "uint32"),
-      *[(name, True, shape, dtype) for name, (shape, dtype) in zip(MOD_TENSORS, self.mod_tensors)])
+      *[(name, True, shape, dtype) for name, (shape, dtype) in zip(MOD_TENSORS, self.mod_tensors)],
+      ("tile_list", self.tile_list is not None, self.tile_list or (), "int32"))
     return of_terms | {name: (shape, dtype) for name, there, shape, dtype in tensors if there}
 
   @property

@@ -10,9 +10,11 @@ from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_devic
 from attn.calls.gradient import INPUTS, gradient_of, lse_axes, no_gradient
 from attn.calls.placement import AXES, Placement, empty, place
 from attn.calls.plain import plain_attention
+from attn.calls.tile_lists import tile_lists
 from attn.calls.views import flat_buffer
 from attn.choose.backward import can_differentiate, choose_backward
 from attn.choose.dispatch import Choice, combine_of, program_of
+from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.grid.tensors import arguments, of_backward
 from attn.parallel.context import first_launch, run_shared_rows
@@ -42,7 +44,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
-    gradient = None if "o" not in given else gradient_of(p, arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
+    gradient = None if "o" not in given else gradient_of(replace(p, tile_list=None), arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders[:len(takes)]), arch)
       return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes))
@@ -83,6 +85,8 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = of_backward(p)
+  if c.arch is not None and isinstance(c.at.device, str) and (lists := listing(p, c.arch, choice.work.tile)) is not None:
+    p, t["tile_list"] = with_lists(p, lists), tile_lists(lists, c.at.device, t)
   for names, fxn in zip(launched(p), kernels(p, choice)):
     given = [t[name] if name in t else output_buffer(c, name, p) for name in names]
     given += c.into[len(c.log_sums):]     # whole buffers behind the regions: the kernel takes no argument for them

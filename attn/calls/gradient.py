@@ -13,10 +13,13 @@ from typing import Any, Callable
 from attn.calls.checked_kernel import CheckedKernel, check_means
 from attn.calls.placement import AXES, empty
 from attn.calls.plain import plain_attention
+from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
 from attn.choose.backward import Parts, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
+from attn.choose.tile_lists import listing, with_lists
+from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.parts.grid.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments, log_sums, of_backward
 from attn.problem import EXTRAS, MOD_TENSORS, Problem
 from attn.score.terms import TERM_TENSORS, check_differentiable, has_sum, summed_tensor
@@ -63,21 +66,31 @@ class BackwardLaunch:
   kernel: Callable[..., Any]
   shapes: Shapes
 
-def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts) -> dict[str, BackwardLaunch]:
+Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get
+
+def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
+  """Returns which lists of tiles the kernels "dq" and "dkdv" get."""
+  if not isinstance(device, str): return None, None
+  dq, dkdv = tiles_of(p, arch)
+  return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
+
+def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
   """Returns the kernel launches of backward by name: "forward" (which writes lse), "dq" and "dkdv", and also "dbias" if a term has a tensor whose
   gradient is a sum over scores. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
-  return _backward_kernels(p, arch, dlse, parts, *tiles_of(p, arch))
+  return _backward_kernels(p, arch, dlse, parts, lists, *tiles_of(p, arch))
 
 @cache_of_kernels
-def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, dq:AnyBackwardTile, dkdv:AnyBackwardTile) -> dict[str, BackwardLaunch]:
+def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
+                      dkdv:AnyBackwardTile) -> dict[str, BackwardLaunch]:
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders), arch)
       return CheckedKernel(sink, outputs, gradient=no_second_derivative)
     return BackwardLaunch(kernel, shapes)
+  for_q, for_kv = (with_lists(p, x) for x in lists)
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs),
-           "dq": launch(dq_arguments(p, dlse, parts.dq), dq_of(p, arch, dq, dlse, parts.dq), "dq", "delta"),
-           "dkdv": launch(dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv, parts.dkdv), "dk", "dv")}
+           "dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
+           "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
   if has_sum(p):
     of_bias = dbias_of(p, arch, choose_bias_tile(p, arch), parts.dbias)
     found["dbias"] = launch(dbias_arguments(p, parts.dbias), of_bias, f"d{summed_tensor(p).name}")
@@ -107,7 +120,8 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   """Computes gradients with the backward kernels: those of q, k, v and the sinks, and of a bias if its gradient is a sum over scores. `given` has the
   gradients of o and lse. `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
-  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs))
+  lists = dict(zip(("dq", "dkdv"), lists_of(p, arch, inputs["q"].device)))
+  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs), (lists["dq"], lists["dkdv"]))
   t = inputs | outputs
   if missing := [name for name in p.outputs if name not in t]:
     again = written_by(kernels["forward"], inputs, p.layout)
@@ -115,6 +129,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
   for name in ("dq", "dkdv", "dbias"):
+    if (x := lists.get(name)) is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
     if name in kernels: t = written_by(kernels[name], t, p.layout)
   found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", *TERM_TENSORS) if f"d{name}" in t}
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "delta", *log_sums(t)))).uop

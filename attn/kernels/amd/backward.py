@@ -152,7 +152,7 @@ class AmdBackward:
     group, head = self.group, self.head
     loaded: dict[str, Any] = {name: group.operand_rows(name, head) for name in self.walked}
     if self.tile.keys: loaded["numbers"] = NumbersOfRows(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))
-    return StagedTrips(self.tile, self.new, self.statements, self.state, loaded)
+    return StagedTrips(self.tile, self.new, self.statements, self.state, loaded, group.scores.tile)
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
     def over_queries(one:Self, s:Any) -> Any: return one.trips.walk(s, self.group.walked, one.trip(work))

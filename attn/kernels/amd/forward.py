@@ -88,7 +88,8 @@ class AmdForward:
 
   @functools.cached_property
   def trips(self) -> StagedTrips[ForwardState]:
-    return StagedTrips(self.tile, self.new, self.statements, self.state, {name: self.group.rows_of(name) for name in ("k", "v")})
+    return StagedTrips(self.tile, self.new, self.statements, self.state, {name: self.group.rows_of(name) for name in ("k", "v")},
+                       self.group.scores.tile)
 
   # ***** the steps *****
   def begin(self) -> ForwardState:

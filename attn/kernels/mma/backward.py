@@ -125,13 +125,13 @@ class MmaBackward:
   def fetch(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
     """Starts the copies of tile t to shared memory. If the block owns keys, also loads lse and delta of the tile's queries to registers."""
     group, n, head = self.group, self.tile.block_n, self.warp_rows.head
+    first = group.scores.row(t*n)
     if self.tile.keys:
-      numbers = [[group.numbers(name, head).load_number(t*n, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
+      numbers = [[group.numbers(name, head).load_number(first, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
       found = zip(*[shared_numbers(group.p, *of_query) for of_query in zip(*numbers)])
       s = s.store(store_all(s.numbers, [x for kind in found for x in kind]))
-    there = (group.walked.end*n).minimum(group.scores.walk.count)
-    return s.started([x for name in self.warp_rows.walked
-                      for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, t*n, self.walked(name, t))])
+    of_tile = {name: self.warp_rows.walked_rows(name, head, group.walked_end) for name in self.warp_rows.walked}
+    return s.started([x for name, rows in of_tile.items() for x in self.warp_rows.warps.copies(rows, s.shared, first, self.walked(name, t))])
 
   def settle(self, s:MmaBackwardState, t:UOp) -> MmaBackwardState:
     """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys."""

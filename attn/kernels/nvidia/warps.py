@@ -61,9 +61,8 @@ class Warps:
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
     """Returns the statements that copy this thread's part of tile t of K and V to shared memory, if `gate` is true."""
     group, block_n = self.group, self.group.tile.block_n
-    there = (group.walked.end*block_n).minimum(group.sequence.n_k)
-    rows = [replace(group.rows_of(name), count=there) for name in ("k", "v")]
-    return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, t*block_n, to, gate)]
+    rows = [replace(group.rows_of(name), count=group.walked_end) for name in ("k", "v")]
+    return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, group.scores.row(t*block_n), to, gate)]
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
     """Returns the statements that copy this thread's part of a tile to shared memory, if `gate` is true. The tile begins at row `first` of `source`.

@@ -191,7 +191,7 @@ class PlainTrip:
   @functools.cached_property
   def firsts(self) -> list[UOp]:
     """Numbers of the rows at which this thread's groups of four neighbouring rows begin."""
-    return [self.t*self.of.part_scores.block_n + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
+    return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
     return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]

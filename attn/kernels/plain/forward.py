@@ -117,9 +117,9 @@ class PlainForward(Rectangle):
   # ***** parts of the steps *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
     """Returns the first part of the t-th tile of K or V. A tile is copied to local memory part by part."""
-    tile = self.tile
-    if tensor == "k": return Portion("walked", "k", t*tile.block_n, UOp.const(0), tile.block_n)
-    return Portion("rows", "v", t*tile.block_n, UOp.const(0), tile.values)
+    tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
+    if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
+    return Portion("rows", "v", first, UOp.const(0), tile.values)
 
   def start(self, *deps:UOp) -> UOp:
     """Returns the stores of the initial sums and maxima to registers. If loads run ahead, also returns the stores of the first loaded part of K."""
@@ -160,7 +160,7 @@ class PlainForward(Rectangle):
     p, stores = self.section("p", *ready, *loop), []
     weights = [[self.weight(p.quad(x, self.in_block(j)), top) for j, top in enumerate(tops)] for x in rows]
     for j, part in enumerate(self.each(l.after(*loop))): stores.append(part.store(functools.reduce(ops.add, [w[j] for w in weights], part.load())))
-    for x, row in zip(rows, self.dropped(weights, [t*tile.block_n + x for x in rows[::QUAD]])):
+    for x, row in zip(rows, self.dropped(weights, [self.group.scores.row(t*tile.block_n) + x for x in rows[::QUAD]])):
       stores += [y for j, w in enumerate(row) for y in p.store_quad(x, self.in_block(j), w)]
     return UOp.group(*stores).end(*loop)
 

@@ -207,10 +207,10 @@ class Rectangle:
     zeroed = self.zeroed(to.after(*ready))
     acc = self.apart.after(self.zeroed(self.apart.after(*now))) if long else to.after(zeroed, *loop)
     if tile.alone:
-      where = WhereItLies(self.rows_of(walked), t*n, True, self.converted(walked), first)
+      where = WhereItLies(self.rows_of(walked), self.group.scores.row(t*n), True, self.converted(walked), first)
       done = self.outer_products(acc, where, mine, self.section(kept, *now), first, depth)
     else:
-      portion = Portion("walked", walked, t*n, first, n)
+      portion = Portion("walked", walked, self.group.scores.row(t*n), first, n)
       stores = self.brought(portion, replace(portion, column=(step + 1)*depth) if tile.steps(width) > 1 else None, now, ahead)
       if not tile.keeps_own: stores.append(self.carried(Portion("own", own, self.group.first_row, first, tile.block_m), now))
       lies, from_row = (kept, first) if tile.keeps_own else ("own", UOp.const(0))
@@ -224,7 +224,7 @@ class Rectangle:
              ahead:UOp|None=None) -> UOp:
     """Computes acc = acc*rescale + X^T W. X is a tile of rows of `tensor`, copied to local memory some rows at a time. W is the weights (P or dS) of
     these rows, which lie in the section `weights` of local memory after the statement `weighed`."""
-    tile, n = self.tile, len(self.quads)
+    tile, n, first = self.tile, len(self.quads), self.group.scores.row(t*self.tile.block_n)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
     if rescale is None and not tile.columns: begun = to
@@ -234,11 +234,11 @@ class Rectangle:
       begun = to.after(UOp.group(*[y.store(x) for x, y in zip(numbers, self.all(to))]))
     own = [self.own_row(i) for i in range(self.width(to))]
     if tile.alone:
-      where, columns = WhereItLies(self.rows_of(tensor), t*tile.block_n, False, self.converted(tensor)), [block*tile.columns + x for x in own]
+      where, columns = WhereItLies(self.rows_of(tensor), first, False, self.converted(tensor)), [block*tile.columns + x for x in own]
       done = self.outer_products(begun, where, columns, self.section(weights, *ready, *weighed), UOp.const(0), tile.block_n)
       return UOp.group(*[x.store(y.load()) for x, y in zip(self.block_of(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
     step, loop = self.loop(parts := tile.block_n//tile.values)
-    now, portion = [*ready, *loop], Portion("rows", tensor, t*tile.block_n + step*tile.values, UOp.const(0), tile.values)
+    now, portion = [*ready, *loop], Portion("rows", tensor, first + step*tile.values, UOp.const(0), tile.values)
     stores = self.brought(portion, replace(portion, first=portion.first + tile.values) if parts > 1 else None, now, ahead)
     left, right = (self.section(name, *now, *weighed, *stores) for name in ("rows", weights))
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)

@@ -135,13 +135,13 @@ class WgmmaBackward:
     """Starts this thread's copies of a tile, if the tile exists. If the block owns keys, also starts the copies of lse and delta of the tile's
     queries. The thread arrives at the mbarrier when its copies are complete."""
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
-    there = (self.walked.end*n).minimum(group.scores.walk.count)
+    there, first_row = group.walked_end, group.scores.row(place.tile*n)
     if self.turns > 1: there = (place.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
     head = group.first_head + place.turn%self.heads
     copies = [x for name in self.warp_rows.walked
-              for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, place.tile*n, self.ring(name, place))]
+              for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, first_row, self.ring(name, place))]
     if self.tile.keys:
-      first, row = self.numbers(place)*4 + i, place.tile*n + i
+      first, row = self.numbers(place)*4 + i, first_row + i
       rows = [group.numbers(name, head) for name in numbers_of_queries(group.p)]
       copies += [nv.copy_number(floats[first + kind*n], x.buffer[x.base + row], row < there, i < n) for kind, x in enumerate(rows)]
     s = s.do(*copies)

@@ -1,6 +1,7 @@
 """A workgroup's part of a problem: its head, queries and keys, its place in the grid, and the stores that end its kernel."""
 from __future__ import annotations
 import functools, math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
@@ -8,7 +9,7 @@ from attn.kernels.parts.grid.tensors import Shapes, arguments
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.memory.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.blocks import Blocks, Extent, blocks_seen, extent, outside, over_keys, over_queries
+from attn.kernels.parts.program.blocks import Blocks, Extent, TileList, blocks_seen, extent, list_length, outside, over_keys, over_queries
 from attn.kernels.parts.program.counts import below, ceildiv
 from attn.kernels.parts.weights.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.weights.scores import Scores
@@ -16,7 +17,7 @@ from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import INVARIANT_KEYS, Problem
-from attn.score.masks import hiding
+from attn.score.masks import as_index, hiding
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
@@ -115,6 +116,14 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   last = first + size - 1
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
+def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:UOp, block:UOp) -> TileList|None:
+  """Returns the list of the tiles that a workgroup walks over, or None if the problem has no lists. `block` is the number of the workgroup's block of
+  rows."""
+  if p.tile_list is None: return None
+  batches, heads, blocks, length = p.tile_list
+  number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))
+  return TileList(flat(given["tile_list"]), (number*blocks + block)*length, length - list_length(0), tile.block_n)
+
 @dataclass(frozen=True)
 class Workgroup:
   """The part of a problem that one workgroup computes, as one of its threads sees it."""
@@ -153,8 +162,9 @@ class Workgroup:
     # have a negative part
     first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores)
-    walked = blocks_seen(walk, first_query, last_query, tile.block_n)
+    listed = list_of(p, tile, given, batch, first_head, own.first//tile.block_m)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed)
+    walked = blocks_seen(walk, first_query, last_query, tile.block_n) if listed is None else listed.blocks
     for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), own.first, own.end, sequence, scores,
                      walked, part_of(split, parts))
@@ -170,8 +180,9 @@ class Workgroup:
     heads, part = group//of_heads, part_of(split, parts)
     first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores)
-    walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n)
+    listed = list_of(p, tile, given, batch, kv_head, grid.block)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed)
+    walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n) if listed is None else listed.blocks
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,
                      part, heads)
@@ -182,6 +193,11 @@ class Workgroup:
 
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
+  @property
+  def walked_end(self) -> UOp:
+    """The workgroup reads no walked row from this one on."""
+    count = self.scores.walk.count
+    return as_index(count) if self.scores.listed is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property
   def thread(self) -> UOp: return self.scores.at.thread
   @property

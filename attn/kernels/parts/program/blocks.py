@@ -118,6 +118,36 @@ class Blocks:
     full_begin, full_end = (x.maximum(first).minimum(last) for x in (self.full_begin, self.full_end))
     return Blocks(first, full_begin, full_end, last, self.masked_first)
 
+@dataclass(frozen=True)
+class TileList:
+  """A list of the tiles in which a mask leaves scores. A workgroup loops over the list: first over the tiles of which the mask hides some scores,
+  then over those of which it hides none. attn/kernels/tile_lists.py makes the list.
+
+    entries: buffer with the lists of all workgroups. A list has the number of tiles of which the mask hides some scores, the number of all its
+      tiles, the tiles, and `tiles` in all remaining places, of which there is at least one
+    first: index at which the workgroup's list begins
+    tiles: number of tiles of the sequence
+    size: rows of a tile"""
+  entries: UOp
+  first: UOp
+  tiles: int
+  size: int
+  def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), 0, self.tiles)
+  def row(self, place:UOp) -> UOp:
+    """Returns a row, given its place in the order of the list. Beyond the list, returns rows beyond the sequence."""
+    return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
+  @property
+  def blocks(self) -> Blocks:
+    """The tiles of the list, numbered in their order."""
+    parts, count = self.entry(0), self.entry(1)
+    return Blocks(UOp.const(0), parts, count, count, True)
+
+OF_A_LIST = 2      # numbers before the first tile of a list
+
+def list_length(tiles:int) -> int:
+  """Returns the length of a list of up to `tiles` tiles."""
+  return OF_A_LIST + tiles + 1
+
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
   """Returns the tiles of the columns that the rows `first`..`last` see. None of these rows sees a column before the first column that row `first`
   sees, or after the last column that row `last` sees."""

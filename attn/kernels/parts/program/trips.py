@@ -78,10 +78,11 @@ class StagedTrips(Generic[S]):
   statements: Statements
   start: S                      # the state before the first iteration
   loaded: Mapping[str, Any]     # rows in global memory that each iteration brings to LDS, by the name of their tile in the state
+  tile_of: Callable[[UOp], UOp]=lambda t: t      # which tile of these rows iteration t brings
 
   def fetch(self, t:UOp) -> list[list[UOp]]:
     """Loads this thread's part of tile t from global memory to registers. Returns one list of values for each tensor."""
-    return [getattr(self.start, name).fetch(rows, t) for name, rows in self.loaded.items()]
+    return [getattr(self.start, name).fetch(rows, self.tile_of(t)) for name, rows in self.loaded.items()]
 
   def to_lds(self, s:S, t:UOp, parts:list[list[UOp]]) -> UOp:
     """Stores `parts`, the values that this thread has loaded of tile t, to LDS."""
@@ -97,7 +98,7 @@ class StagedTrips(Generic[S]):
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
       for one in tile.single if self.tile.by_item else [tile]:
         if stores: rows = rows.after(self.statements.do(amd.sched_barrier(), *stores))
-        stores += one.store(one.fetch(rows, t))
+        stores += one.store(one.fetch(rows, self.tile_of(t)))
     return UOp.group(*stores)
 
   def in_lds(self, s:S, t:UOp, name:str) -> Any:

@@ -70,7 +70,7 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   workgroup loops over."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
-  def word(row:Row, first:int) -> UOp: return _word(scores, row, tile*count + first, min(OCTETS, count - first))
+  def word(row:Row, first:int) -> UOp: return _word(scores, row, scores.tile(tile)*count + first, min(OCTETS, count - first))
   return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:

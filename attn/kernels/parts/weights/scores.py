@@ -10,6 +10,7 @@ import functools, math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
+from attn.kernels.parts.program.blocks import TileList
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.score.masks import first_seen, last_seen, scattered, seen_each
@@ -33,6 +34,7 @@ class Scores:
   first: Row         # the workgroup's first head and first row (row 0 where a tile has rows of several heads); the same in the whole workgroup
   given: Mapping[str, UOp]   # the kernel's tensors by name, among them all that terms and dropout read
   natural: bool = False      # whether terms leave natural logarithms instead of base-2 logarithms
+  listed: TileList|None = None      # the list of tiles over which the workgroup loops; None: it loops over neighbouring tiles
 
   @functools.cached_property
   def terms(self) -> tuple[ScoreTerm, ...]: return score_terms(self.p)
@@ -59,12 +61,18 @@ class Scores:
   def of_head(self, head:UOp) -> Scores:
     """Returns these scores for another head."""
     return replace(self, first=replace(self.first, head=head))
-  def begin(self, tile:UOp) -> UOp: return tile*self.block_n + self.at.h*self.at.matrix.block
+  def row(self, place:UOp) -> UOp:
+    """Returns a walked row, given its place in the order in which the workgroup walks."""
+    return place if self.listed is None else self.listed.row(place)
+  def tile(self, number:UOp) -> UOp:
+    """Returns which tile of the sequence the workgroup walks over, given the number of the tile in the order of the walk."""
+    return number if self.listed is None else self.listed.row(number*self.block_n)//self.block_n
+  def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
     """Returns the positions (query and key) of a row's scores in a tile, from which the terms compute their values."""
     mat = self.at.matrix
-    return Fragment(self.p, self.given, row, self.first, self.walk, tile, self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
+    return Fragment(self.p, self.given, row, self.first, self.walk, self.tile(tile), self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
                     self.unit_of_terms, self.limits(row, tile))
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:

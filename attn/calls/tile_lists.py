@@ -1,0 +1,38 @@
+"""Makes the lists of tiles that kernels loop over (attn/kernels/tile_lists.py), on the device."""
+from __future__ import annotations
+import functools
+from collections.abc import Callable, Mapping
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction
+from attn.calls.placement import empty
+from attn.functions.symbols import elements_of
+from attn.kernels.tile_lists import ListedBlocks, list_kernels
+from attn.tinygrad_compat import Tensor, UOp, capturing, inside_function
+from attn.values import INTS, cache_of_kernels
+
+MOST_KEPT = 64     # lists that a process keeps
+
+@cache_of_kernels
+def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, tuple[str, ...]]]:
+  """Returns the kernels that make lists, each with the names of its tensors. Equal arguments return identical objects, because tinygrad's schedule
+  cache compares by identity."""
+  def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
+    return lambda *placeholders: CheckedKernel(program(*placeholders), names[:1])
+  return [(checked(program, tuple(shapes)), tuple(shapes)) for program, shapes in list_kernels(x)]
+
+def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
+  """Returns the lists. `given` has the tensors that the mask reads. Lists of a mask that reads no tensor are made once and kept."""
+  mask = x.p.mask_mod
+  assert mask is not None
+  return new_lists(x, device, given) if elements_of(mask.value) or capturing or inside_function() else kept_lists(x, device)
+
+@functools.lru_cache(MOST_KEPT)
+def kept_lists(x:ListedBlocks, device:str) -> Tensor: return new_lists(x, device, {}).realize()
+
+def new_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
+  """Returns the lists, as an expression of the tensors that the mask reads."""
+  t = dict(given)
+  for (kernel, names), (_, shapes) in zip(list_launches(x), list_kernels(x)):
+    for name in names:
+      if name not in t: t[name] = empty(shapes[name][0], INTS[shapes[name][1]], device, None)
+    t[names[0]] = Tensor.custom_kernel(*[t[name] for name in names], fxn=kernel)[0]
+  return t["tile_list"]

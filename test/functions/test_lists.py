@@ -1,0 +1,139 @@
+"""Tests of lists of tiles: masks that leave a query more than one interval of keys. The expected lists and masks are computed by numpy."""
+from __future__ import annotations
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+import pytest
+from tinygrad import TinyJit
+import attn
+from attn.accuracy import judge
+from attn.calls.tile_lists import tile_lists
+from attn.choose import tile_lists as rule
+from attn.functions.symbols import BATCH, QUERY_HEAD, depends
+from attn.functions.trace import functions_of
+from attn.kernels.tile_lists import ListedBlocks
+from attn.problem import Problem
+from attn.tinygrad_compat import Tensor
+from api_cases import emulated
+from cases import Inputs, array, expected, expected_gradients, floats, normal, problem, tensor
+
+UNITS = ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030")     # the last one has kernels of plain UOps
+
+@dataclass(frozen=True)
+class Case:
+  """A mask as UOps, and the same mask as numpy computes it. `documents` says whether it reads a tensor int32 (B, Sk)."""
+  mask: Callable[..., Any]
+  of_numbers: Callable[..., Any]
+  documents: bool = False
+
+CASES = {
+  "documents": Case(lambda b, h, i, j, d: d[b, i].eq(d[b, j]), lambda b, h, i, j, d: d[b, i] == d[b, j], True),
+  "neighbourhood": Case(lambda b, h, i, j: ((i//16 - j//16).abs() < 3) & ((i%16 - j%16).abs() < 3),
+                        lambda b, h, i, j: (abs(i//16 - j//16) < 3) & (abs(i%16 - j%16) < 3)),
+  "sinks and window": Case(lambda b, h, i, j: (i >= j) & ((i - j < 30) | (j < 4)), lambda b, h, i, j: (i >= j) & ((i - j < 30) | (j < 4))),
+  "squares": Case(lambda b, h, i, j: ((i//128 + j//128)%3).eq(0) | (((i//128 + j//128)%3).eq(1) & ((i + j)%2).eq(0)),
+                  lambda b, h, i, j: ((i//128 + j//128)%3 == 0) | (((i//128 + j//128)%3 == 1) & ((i + j)%2 == 0))),
+  "squares of heads": Case(lambda b, h, i, j: ((i//32 + j//32)%3).eq(h%3) | (h.eq(3) & ((i + j)%2).eq(0)),
+                           lambda b, h, i, j: ((i//32 + j//32)%3 == h%3) | ((h == 3) & ((i + j)%2 == 0)))}
+
+def documents(p:Problem, seed:int=0) -> np.ndarray:
+  """Returns for each key the number of its document. Documents are about 20 rows long."""
+  return np.sort(np.random.default_rng(seed).integers(0, p.Sk//20, (p.B, p.Sk)), 1).astype(np.int32)
+
+def seen(p:Problem, case:Case, d:np.ndarray) -> np.ndarray:
+  """Returns whether each query sees each key, (B, H, Sq, Sk)."""
+  b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + p.Sq, :p.Sk]
+  return np.broadcast_to(case.of_numbers(b, h, i, j, *[d]*case.documents), (p.B, p.H, p.Sq, p.Sk))
+
+def posed(case:Case, **sizes:Any) -> Problem:
+  """Returns a problem with the mask."""
+  p = problem(**sizes)
+  kinds = (((p.B, p.Sk), "int32"),) if case.documents else ()
+  extras = {"mod_tensor0": np.empty((p.B, p.Sk), np.int32)} if case.documents else {}
+  return problem(**sizes, extras=extras, **functions_of(None, case.mask, kinds))
+
+# ***** the lists *****
+
+def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
+  """Returns the list of a block, given what a mask leaves of its rows: (..., rows, columns)."""
+  parts = [mask[..., t*block_n:(t + 1)*block_n] for t in range(tiles)]
+  whole = [x.all() and x.shape[-1] == block_n for x in parts]
+  some = [t for t, x in enumerate(parts) if x.any() and not whole[t]]
+  full = [t for t in range(tiles) if whole[t]]
+  return [len(some), len(some) + len(full), *some, *full, *[tiles]*(tiles + 1 - len(some) - len(full))]
+
+@pytest.mark.parametrize("over", ["keys", "queries"])
+@pytest.mark.parametrize("name", CASES)
+def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
+  case = CASES[name]
+  p = posed(case, B=2, H=4, Hkv=2, Sq=170, Sk=300)
+  mask, d = p.mask_mod, documents(p)
+  assert mask is not None
+  heads = ((4, 1) if over == "keys" else (2, 2)) if depends(mask.value, QUERY_HEAD) else (1, 1)
+  batches = 2 if depends(mask.value, BATCH) else 1
+  x = ListedBlocks(p, over, 64, 32, batches, heads, True)
+  with emulated("gfx942"): got = tile_lists(x, "EMU::gfx942", {"mod_tensor0": Tensor(d, device="EMU::gfx942")}).numpy()
+  left = seen(p, case, d)
+  if over == "queries": left = left.swapaxes(-1, -2)
+  for b, h, block in np.ndindex(*got.shape[:3]):
+    own = left[b:b + 1 if batches > 1 else None, h*heads[1]:(h + 1)*heads[1] if heads[0] > 1 else None, block*64:(block + 1)*64]
+    assert got[b, h, block].tolist() == expected_list(own, 32, x.tiles), (b, h, block)
+
+# ***** attention over them *****
+
+@contextmanager
+def lists(wanted:bool) -> Iterator[None]:
+  """Makes every kernel that can get lists get them, or no kernel."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(rule, "LEAST_TILES", 0 if wanted else 2**62)
+    patch.setattr(rule, "LEAST_HEADS", 1)
+    yield
+
+def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray) -> list[np.ndarray]:
+  """Returns o, and the gradients of q, k and v."""
+  with emulated(arch):
+    q, k, v, of_o = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v, do))
+    o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents)
+    return [array(t) for t in (o, *o.gradient(q, k, v, gradient=of_o))]
+
+@pytest.mark.parametrize("arch", UNITS)
+def test_attention_over_lists_is_within_the_law(arch:str) -> None:
+  """Checks a mask under which a block of rows has tiles of all three kinds."""
+  case, sizes = CASES["squares"], {"H": 2, "Hkv": 1, "Sq": 300}
+  p = posed(case, **sizes)
+  x, d = normal(p), documents(p)
+  do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
+  extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
+  with lists(True): o, *gradients = computed(p, x, do, arch, case, d)
+  of_bias = problem(**sizes, extras=extras)
+  assert (verdict := judge(o, expected(of_bias, x, extras)[0])).ok, f"o: {verdict}"
+  laws = expected_gradients(of_bias, x, extras, do, None)
+  for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
+
+def test_lists_of_part_tiles_change_no_bit() -> None:
+  """Documents are shorter than tiles, so no tile is seen whole, and tiles have the same order with and without lists. Hidden tiles add 0."""
+  case = CASES["documents"]
+  p = posed(case, B=2, Sq=200)
+  x, d = normal(p), documents(p)
+  do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
+  found = []
+  for wanted in (True, False):
+    with lists(wanted): found.append(computed(p, x, do, "gfx942", case, d))
+  for with_lists, without in zip(*found): np.testing.assert_array_equal(with_lists, without)
+
+def test_lists_follow_the_numbers_of_a_tensor() -> None:
+  """Lists are made anew for each call, also when TinyJit replays it."""
+  case = CASES["documents"]
+  p = posed(case, Sq=200)
+  x = normal(p)
+  with lists(True), emulated("gfx1030"):
+    q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
+    @TinyJit
+    def step(d:Tensor) -> Tensor: return attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=(d,)).realize()
+    for seed in range(4):
+      d = documents(p, seed)
+      extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
+      o = array(step(Tensor(d, device="EMU").realize()))
+      assert (verdict := judge(o, expected(problem(Sq=200, extras=extras), x, extras)[0])).ok, f"{seed}: {verdict}"
