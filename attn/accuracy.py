@@ -299,9 +299,15 @@ def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Arr
   off = off*step.slope + 4*FP32*capped + (0 if dtype == "float32" else 2*FP32*min(x.softcap, SHORT_CAP))
   return off, 4*FP32 + 2*capped*off/x.softcap**2
 
+def _off_by_a_function(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
+  assert x.score_mod is not None and step.slope is not None
+  slope, (_, moved, inner) = np.abs(step.slope), x.score_mod(step.before + off)     # the slope moves with the score
+  return off*slope + 4*FP32*(np.abs(step.before*slope) + np.abs(_finite(step.after)) + inner), 4*FP32*(1 + slope) + np.abs(moved - step.slope)
+
 # terms that do more than add to a score, by the name of their option. The function gets the standard deviation of the scores' error before the term.
 # It returns the standard deviation after the term, and a limit of the error of the term's slope
-BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] = {"softcap": _off_by_the_cap}
+BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] = {
+  "softcap": _off_by_the_cap, "score_mod": _off_by_a_function}
 
 def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool) -> _Pairs:
   given_q, given_k, v = with_heads(q, k, _clean(v), np.float64)

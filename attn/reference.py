@@ -42,12 +42,17 @@ class Options:
     softcap       0: none
     alibi_slopes  (H) or (B, H)
     bias          (B|1, H|1, Sq|1, Sk|1)
+    score_mod     function of all scores (B, H, Sq, Sk). Returns the scores after it, its slope at each score, and a limit of the numbers that it adds
+                  up on the way, apart from these. Not with kv_lengths
+    mask_mod      bool (B|1, H|1, Sq|1, Sk|1): pairs that it shows. Not with kv_lengths
     sinks         (H)
     kv_lengths    (B); moves the diagonal unless `top_left`
     kept          bool (B, H, Sq, Sk): elements of P that dropout keeps, multiplied by 1/(1 - dropout_p); None: no dropout"""
   softcap: float = 0.0
   alibi_slopes: Array|None = None
   bias: Array|None = None
+  score_mod: Callable[[Array], tuple[Array, Array, float]]|None = None
+  mask_mod: Array|None = None
   sinks: Array|None = None
   kv_lengths: Array|None = None
   top_left: bool = False
@@ -70,6 +75,7 @@ def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1)
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
   """Returns the options for batch b alone, which has `keys` keys."""
+  assert x.score_mod is None and x.mask_mod is None
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
   if bias is not None and bias.shape[-1] > 1: bias = bias[..., :keys]
@@ -142,8 +148,13 @@ def _biased(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
   assert x.bias is not None
   return s + x.bias.astype(s.dtype.type), None
 
+def _modified(s:Array, x:Options, offset:int) -> tuple[Array, Array|None]:
+  assert x.score_mod is not None
+  return x.score_mod(s)[:2]
+
 # terms in order, by the name of their option: (scores, options, offset) -> (scores after the term, its slope)
-TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] = {"softcap": _capped, "alibi_slopes": _moved, "bias": _biased}
+TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] = {"softcap": _capped, "alibi_slopes": _moved, "bias": _biased,
+                                                                                    "score_mod": _modified}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   """Applies the terms to raw scores, and returns the steps in order."""
@@ -168,7 +179,8 @@ def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> t
   """Computes the scores that go into the softmax from raw scores, and returns these and the terms applied. A score is -inf where the query does not
   see the key."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
-  return np.where(visible(Sq, Sk, window, offset), steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
+  seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
+  return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   """Returns, given the scores: (P before division by its sum, the weight of the sink, the number that was subtracted before the exponential)."""

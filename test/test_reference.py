@@ -81,7 +81,7 @@ def test_exact_is_tinygrads_autograd_of_three_pass(name:str) -> None:
   with emulated("gfx942"):
     given = {n: Tensor(a.astype(np.float32), device="EMU") for n, a in t.items()}
     terms = plain_terms(problem(B, H, HKV, SQ, SK, D, DV, softcap=x.softcap, extras={n: t[n] for n in TERM_TENSORS if n in t}), given)
-    masks = plain_masks(problem(B, H, HKV, SQ, SK, D, DV, window=case.pop("window", (-1, -1))))
+    masks = plain_masks(problem(B, H, HKV, SQ, SK, D, DV, window=case.pop("window", (-1, -1))), {})
     o, lse, _ = three_pass(**{n: a for n, a in given.items() if n not in TERM_TENSORS}, softmax_scale=SCALE, terms=terms, masks=masks, **case)
     do, dlse = (Tensor(a.astype(np.float32), device="EMU") for a in (DO, DLSE))
     loss = (o*do).sum() + (lse.isinf().where(0.0, lse)*dlse).sum()

@@ -2,15 +2,16 @@
 from __future__ import annotations
 import argparse, sys
 from pathlib import Path
-from attn.pictures import key_ranges, matrices, shared_memory, zigzag
+from attn.pictures import functions, key_ranges, matrices, shared_memory, zigzag
 
 def pictures() -> dict[str, str]:
   """Returns the text of each picture, by file name."""
-  found = {**matrices.of_instructions(), **key_ranges.of_key_ranges(), **shared_memory.of_shared_memory(), **zigzag.of_zigzag()}
+  found = {**matrices.of_instructions(), **key_ranges.of_key_ranges(), **shared_memory.of_shared_memory(), **zigzag.of_zigzag(),
+           **functions.of_functions()}
   return {f"{name}.svg": drawing.svg() for name, drawing in found.items()}
 
 def main(arguments:list[str]|None=None) -> int:
-  description = "Draws the pictures of docs/algorithm.md and docs/sharding.md from the kernels' own tables."
+  description = "Draws the pictures of docs/algorithm.md, docs/sharding.md and docs/functions.md from the kernels' own tables and functions."
   parser = argparse.ArgumentParser("python -m attn.pictures", description=description)
   parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/pictures"), help="folder for the pictures, by default docs/pictures")
   folder = parser.parse_args(arguments).folder

@@ -12,7 +12,7 @@ DEVICES, PIECE = 4, 6       # PIECE: rows of a zigzag piece, few but enough to s
 LENGTH = DEVICES*ORDERS["zigzag"]*PIECE
 CELL = 7.5                  # pixels of a row
 
-def causal() -> Problem: return Problem(1, 1, 1, LENGTH, LENGTH, 64, 64, window=(-1, 0), softmax_scale=1.0)
+def causal_problem() -> Problem: return Problem(1, 1, 1, LENGTH, LENGTH, 64, 64, window=(-1, 0), softmax_scale=1.0)
 
 def shards_in(order:str) -> SequenceShards:
   held = rows_held(LENGTH, DEVICES, order)
@@ -22,7 +22,7 @@ def computed(order:str) -> tuple[Array, list[int]]:
   """Returns, for each pair of a query and a key, the device that computes it (-1 for no device), and the number of pairs of each device."""
   owner, pairs = np.full((LENGTH, LENGTH), -1), [0]*DEVICES
   for device in range(DEVICES):
-    p = shards_in(order).dealt(causal(), device, (0, 1))
+    p = shards_in(order).dealt(causal_problem(), device, (0, 1))
     places = np.array([p.place(row) for row in range(p.queries)])
     found = np.argwhere(visible(LENGTH, LENGTH, p.window, p.offset)[places])
     owner[places[found[:, 0]], found[:, 1]], pairs[device] = device, len(found)
@@ -40,7 +40,7 @@ def draw_order(d:Drawing, x:float, y:float, order:str) -> None:
     d.line([(x, y + at), (x + side, y + at)], PAPER, 1.6)
     d.line([(x + at, y), (x + at, y + side)], PAPER, 1.6)
   for device in range(DEVICES):
-    for piece in shards_in(order).queries_of(causal(), device):
+    for piece in shards_in(order).queries_of(causal_problem(), device):
       d.text(x - 6, y + (piece.start + piece.rows/2)*CELL, device, 11, "end")
       d.text(x + (piece.start + piece.rows/2)*CELL, y + side + 11, device, 11, "middle")
   d.line([(x, y), (x + side, y), (x + side, y + side), (x, y + side), (x, y)], INK, 0.8)

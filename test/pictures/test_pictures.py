@@ -1,5 +1,4 @@
-"""Tests of the pictures in docs/algorithm.md and docs/sharding.md: they agree with the current tables of the kernels, and with the text beside
-them."""
+"""Tests of the pictures in docs: they agree with the current tables of the kernels, and with the text beside them."""
 from __future__ import annotations
 import functools, itertools, re
 import xml.etree.ElementTree as ElementTree
@@ -7,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import pytest
+from attn import mods
 from attn.chips.matrix import contraction
 from attn.emulator.chips import INSTRUCTIONS
-from attn.pictures import key_ranges, matrices, shared_memory, zigzag
+from attn.pictures import functions as of_mods, key_ranges, matrices, shared_memory, zigzag
 from attn.pictures import __main__ as command
 from attn.reference import visible
 
@@ -26,7 +26,7 @@ def test_the_committed_pictures_are_current() -> None:
   assert not stale, f"{', '.join(stale)}: run python -m attn.pictures"
 
 def test_they_are_all_shown() -> None:
-  pages = [(ROOT/"docs"/name).read_text() for name in ("algorithm.md", "sharding.md")]
+  pages = [(ROOT/"docs"/name).read_text() for name in ("algorithm.md", "sharding.md", "functions.md")]
   shown = [name for page in pages for name in re.findall(r"!\[[^\]]+\]\(pictures/([\w.]+)\)", page)]
   assert sorted(shown) == sorted(pictures())
 
@@ -109,6 +109,25 @@ def test_key_ranges_hold_what_is_seen(name:str) -> None:
       part = rows[:, tile*key_ranges.KEY_TILE:(tile + 1)*key_ranges.KEY_TILE]
       assert (r.begin <= tile < r.end) == part.any()
       assert (r.full_begin <= tile < r.full_end) == (part.all() and part.shape[1] == key_ranges.KEY_TILE)
+
+# ***** functions of attn.mods *****
+
+def test_every_function_of_mods_is_drawn_and_listed() -> None:
+  named = {name for name, x in vars(mods).items() if callable(x) and x.__module__ == mods.__name__}
+  assert {re.split(r"\W", panel.title)[0] for panel in of_mods.PANELS} == named
+  assert {name for name, x in re.findall(r"^\| `(\w+)(\(.*\))?` \|", (ROOT/"docs/functions.md").read_text(), re.MULTILINE)} > named
+
+def test_panels_show_the_functions() -> None:
+  panels, places = {panel.title: panel for panel in of_mods.PANELS}, np.arange(of_mods.PLACES)
+  i, j = places[:, None], places
+  assert (panels["causal"].values() == np.tri(len(places))).all()
+  assert (panels["documents"].values() == (of_mods.IN_DOCUMENT.T == of_mods.IN_DOCUMENT)).all()
+  assert (panels["sliding_tile(8, 1)"].values() == ((abs(i//8 - j//8) < 2) & (abs(i%8 - j%8) < 2))).all()
+  assert (panels["alibi_bias, slope 0.25"].values() == -abs(i - j)/4).all()
+  scores, found = panels["tanh_softcap(3)"].values()
+  np.testing.assert_allclose(found[0], 3*np.tanh(scores/3), atol=1e-6)
+  scores, found = panels["head_scale"].values()
+  np.testing.assert_allclose(found, np.outer([0.25, 0.5, 1], scores), atol=1e-6)
 
 # ***** banks *****
 
