@@ -1,5 +1,6 @@
 """Flash attention for tinygrad: kernels written as UOps for the matrix units of AMD and NVIDIA GPUs, and an emulator that runs them without a GPU.
 Begin with `attention` and `explain`."""
+from attn import mods
 from attn.api.attention import attention, explain
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache, empty_paged_cache
 from attn.api.custom_kernel import flash_attention, flash_attention_fn
@@ -19,5 +20,5 @@ _keep_history()
 _survive_a_damaged_cache()
 
 __all__ = ["append_kv", "attention", "attention_with_kv_cache", "dropout_mask", "empty_kv_cache", "empty_paged_cache", "explain", "flash_attention",
-           "flash_attention_fn", "install", "installed", "scaled_dot_product_attention", "shard_sequence", "uninstall",
+           "flash_attention_fn", "install", "installed", "mods", "scaled_dot_product_attention", "shard_sequence", "uninstall",
            "unshard_sequence"]

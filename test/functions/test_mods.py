@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import attn
-from attn import mods
 from attn.accuracy import judge, law_of, law_of_gradients
 from attn.reference import Array, Options
 from attn.tinygrad_compat import Context, Tensor
@@ -53,19 +52,19 @@ class Example:
   def mods(self) -> dict[str, Any]: return {"mask_mod" if self.scores is None else "score_mod": self.function}
 
 EXAMPLES = {
-  "causal": Example(mods.causal, J <= I),
-  "sliding_window": Example(mods.sliding_window(9), (I - 9 < J) & (J <= I)),
-  "dilated_window": Example(mods.dilated_window(20, 3), np.isin(I - J, range(0, 20, 3))),
-  "sinks_and_window": Example(mods.sinks_and_window(3, 11), (J <= I) & ((J < 3) | (J > I - 11))),
-  "documents": Example(mods.documents, (NUMBERS[:, SK - SQ:, None] == NUMBERS[:, None])[:, None], tensors=(NUMBERS,)),
-  "prefix_lm": Example(mods.prefix_lm(23), (J <= I) | (J <= 22)),
-  "neighbourhood": Example(mods.sliding_tile(8, 2), np.isin(J//8 - I//8, range(-2, 3)) & np.isin(J % 8 - I % 8, range(-2, 3))),
-  "sliding_tile": Example(mods.sliding_tile(8, 1, tile=2), in_reach(I, J)),
-  "alibi_bias": Example(mods.alibi_bias, scores=lambda s: added(s, -of_head(SLOPES)*abs(I - J)), tensors=(SLOPES,)),
-  "relative_bias": Example(mods.relative_bias(SK), scores=lambda s: added(s, TABLE[:, I - J + 49]), tensors=(TABLE,), causal=True),
-  "tanh_softcap": Example(mods.tanh_softcap(0.75), scores=lambda s: capped(s, 0.75), causal=True),
-  "tanh_gate": Example(mods.tanh_gate, scores=lambda s: times(s, np.tanh(of_head(GATES))), tensors=(GATES,)),
-  "head_scale": Example(mods.head_scale, scores=lambda s: times(s, of_head(SCALES)), tensors=(SCALES,), causal=True)}
+  "causal": Example(attn.mods.causal, J <= I),
+  "sliding_window": Example(attn.mods.sliding_window(9), (I - 9 < J) & (J <= I)),
+  "dilated_window": Example(attn.mods.dilated_window(20, 3), np.isin(I - J, range(0, 20, 3))),
+  "sinks_and_window": Example(attn.mods.sinks_and_window(3, 11), (J <= I) & ((J < 3) | (J > I - 11))),
+  "documents": Example(attn.mods.documents, (NUMBERS[:, SK - SQ:, None] == NUMBERS[:, None])[:, None], tensors=(NUMBERS,)),
+  "prefix_lm": Example(attn.mods.prefix_lm(23), (J <= I) | (J <= 22)),
+  "neighbourhood": Example(attn.mods.sliding_tile(8, 2), np.isin(J//8 - I//8, range(-2, 3)) & np.isin(J % 8 - I % 8, range(-2, 3))),
+  "sliding_tile": Example(attn.mods.sliding_tile(8, 1, tile=2), in_reach(I, J)),
+  "alibi_bias": Example(attn.mods.alibi_bias, scores=lambda s: added(s, -of_head(SLOPES)*abs(I - J)), tensors=(SLOPES,)),
+  "relative_bias": Example(attn.mods.relative_bias(SK), scores=lambda s: added(s, TABLE[:, I - J + 49]), tensors=(TABLE,), causal=True),
+  "tanh_softcap": Example(attn.mods.tanh_softcap(0.75), scores=lambda s: capped(s, 0.75), causal=True),
+  "tanh_gate": Example(attn.mods.tanh_gate, scores=lambda s: times(s, np.tanh(of_head(GATES))), tensors=(GATES,)),
+  "head_scale": Example(attn.mods.head_scale, scores=lambda s: times(s, of_head(SCALES)), tensors=(SCALES,), causal=True)}
 
 # ***** the check *****
 
