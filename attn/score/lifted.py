@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
 from typing import Any
-from attn.functions.symbols import BATCH, FAR, QUERY_HEAD, KEY, QUERY, SCORE, indices_of, is_element, number_of_tensor, tensor_of
+from attn.functions.symbols import BATCH, FAR, QUERY_HEAD, KEY, QUERY, SCORE, elements_of, indices_of, is_element, number_of_tensor, tensor_of
 from attn.ops import common as ops
 from attn.ops.operation import integer
 from attn.score.term import Fragment
@@ -149,7 +149,9 @@ class Lifted:
     nbytes, name = count*u.dtype.itemsize, DTYPE_NAMES.get(u.dtype)
     if column is None or name not in IN_DWORDS or nbytes > ops.MAX_RECORDS:
       return buffer[flat_index([within(x, n) for x, n in zip(checked, shape)], shape)].load()
-    offset = flat_index([ops.at_least_0(x) if has_negative_term(x) else x for x in checked], shape)*u.dtype.itemsize
+    placed = [ops.at_least_0(x) if has_negative_term(x) else x for x in checked]
+    placed = [x.minimum(n) if elements_of(index) else x for x, n, index in zip(placed, shape, indices_of(u))]     # a tensor may hold any number
+    offset = flat_index(placed, shape)*u.dtype.itemsize
     words = ops.buffer_load(buffer[0], UOp.const(nbytes), offset, u.dtype.itemsize)
     if u.dtype in (dtypes.half, dtypes.bfloat16): return ops.widen_to_float(words, 1, name).cast(u.dtype)
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
