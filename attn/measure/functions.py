@@ -73,13 +73,12 @@ def tensors_of_functions() -> Tensors:
   return {"table": torch.randn(HEADS, 2*ROWS_OF_ALL, device="cuda", generator=generator),
           "documents": (torch.arange(ROWS_OF_ALL, device="cuda")//DOCUMENT).int(), "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
 
-def seconds_of(run:Callable[[], Any]) -> float:
-  """Returns the seconds of one call of `run`, with everything that it starts on the device."""
-  import torch
+def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
+  """Returns the seconds of one call of `run`, with everything that it starts on the device. `wait` waits for the device in the CUDA context of
+  `run`."""
   begin = time.perf_counter()
   run()
-  torch.cuda.synchronize()
-  device_of(Device.DEFAULT).synchronize()
+  wait()
   return time.perf_counter() - begin
 
 def graph_timer(*outputs:Tensor) -> Callable[[], float]:
@@ -90,11 +89,11 @@ def graph_timer(*outputs:Tensor) -> Callable[[], float]:
 
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
   """Returns attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""
-  q, k, v, do = inputs
-  first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize())}
+  (q, k, v, do), wait = inputs, device_of(Device.DEFAULT).synchronize
+  first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize(), wait)}
   with Context(TRAINING=1):
     o = attention(q, k, v, **options).realize()
-    first["backward"] = seconds_of(lambda: Tensor.realize(*o.gradient(q, k, v, gradient=do)))
+    first["backward"] = seconds_of(lambda: Tensor.realize(*o.gradient(q, k, v, gradient=do)), wait)
     timers = {"forward": graph_timer(attention(q, k, v, **options)), "backward": graph_timer(*o.gradient(q, k, v, gradient=do))}
   return timers, o, first
 
@@ -110,14 +109,14 @@ def compare_functions(row:FunctionRow) -> dict[str, Any]:
   t, flex = tensors_of_functions(), torch.compile(flex_attention)
   mask, score = row.torch_mask(t), None if row.torch_score is None else row.torch_score(t)
   create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda")
-  of_mask = seconds_of(lambda: create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda"))
+  of_mask = seconds_of(lambda: create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda"), torch.cuda.synchronize)
   blocks = create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda")
   inputs = [x.requires_grad_(True) for x in (q, k, v)]
   def forward() -> Any: return flex(*inputs, score_mod=score, block_mask=blocks)
-  first = {"forward": seconds_of(forward)}
+  first = {"forward": seconds_of(forward, torch.cuda.synchronize)}
   o = forward()
   def backward() -> Any: return torch.autograd.grad(o, inputs, do, retain_graph=True)
-  first["backward"] = seconds_of(backward)
+  first["backward"] = seconds_of(backward, torch.cuda.synchronize)
   theirs_timers = {"forward": torch_seconds(forward), "backward": torch_seconds(backward)}
   expected, arrays, given = o.detach().float().cpu().numpy(), [on_the_host(x.detach()) for x in (q, k, v, do)], {x: t[x].cpu().numpy() for x in t}
   with foreign_cuda_context() as theirs:
