@@ -43,8 +43,8 @@ def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Tile of a row that does not come from a table. Raises ValueError if the tile cannot be divided, if LDS has no room for it, or if mla_mma has more
-  warps than O has columns for: every warp must multiply P with columns of V."""
+  """Returns the tile that a settings row gives, if the row was written by a user and not taken from a table. Raises ValueError if the tile cannot be
+  divided, if LDS has no room for it, or if mla_mma has more warps than O has columns for: every warp must multiply P with columns of V."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > max(1, fragments(p.Dv, tile.matrix)//LINE):
     raise ValueError(f"{tile.waves} warps: O has {p.Dv} columns, of which each has {LINE*tile.matrix.N}")

@@ -34,7 +34,8 @@ class Bounds:
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns a border of the visible region of all clauses together: its first or its last column. Returns None if there are no clauses."""
+  """Returns the first or the last column that all clauses leave visible; `at` says which end each edge has. A clause leaves a column visible if one
+  of its edges does. Returns None if there are no clauses."""
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:
@@ -55,7 +56,8 @@ def _direction(clause:Clause) -> bool|None:
 NO_PAIR = Edge(True, (FloorStep(0, -1, 1),))     # no query sees a key
 
 def mask_bounds(mask:UOp) -> Bounds:
-  """Returns the bounds of a traced mask function."""
+  """Returns the interval of keys that a traced mask leaves to each query, the interval of queries that it leaves to each key, and the condition that
+  decides inside the intervals, as `Bounds`."""
   reader, conjuncts = Reader(), _conjuncts(mask)
   read = [reader.clauses(u) for u in conjuncts]
   clauses = without_contradicted(tuple(x for found in read for x in found))

@@ -64,7 +64,8 @@ class Lanes(Protocol):
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which only the active threads where `gate` is true are active."""
   def warpgroup_operand(self, a:Array) -> Array:
-    """Converts the A fragments of a warpgroup's wgmma, uint32 (registers, T), to a matrix of bits (warpgroups, 64, k)."""
+    """Converts the A fragments of each warpgroup's wgmma, uint32 (registers, T) of T threads, to a matrix (warpgroups, 64, k) of 16-bit or 32-bit
+    patterns."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on; with `more` the product is added to the fragments. `a` and `b`
     are functions that read the operands, as bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for the product,

@@ -39,8 +39,8 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   return with_gradients(score_function(p).value, s, at, given)
 
 def _of(p:Problem) -> ScoreTerm:
-  """Returns the table row of score_mod for one problem. A function that only adds to the score has the derivative 1. A function that attn cannot
-  differentiate is marked as not differentiable."""
+  """Returns score_mod's ScoreTerm, its value and derivative for kernels, for one problem. A function that only adds to the score has the derivative
+  1. A function that attn cannot differentiate is marked as not differentiable."""
   mod = score_function(p)
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)
   return replace(SCORE_MOD, derivative=one) if is_additive(mod.value) else SCORE_MOD

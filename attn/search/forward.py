@@ -207,7 +207,8 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
   return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
-  """Searches every class of head dimensions on every chip in `jobs` processes, with a progress line."""
+  """Searches the tiles with the best bounds for every class of head dimensions (up to 64, up to 128, ...) on every chip, in `jobs` processes, with a
+  progress line."""
   kinds = list(itertools.product(archs, classes))
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
     for arch, d in (bar := tqdm(kinds, unit="class")):

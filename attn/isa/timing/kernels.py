@@ -54,7 +54,8 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
 def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
             products:LoopProducts=((1, 1),), behind:int|None=None) -> Predicted:
-  """Times a kernel of an assembly text. To predict a problem as well, the head dimension and the queries of a wave must be known."""
+  """Predicts the time of an iteration of a kernel from its assembly text. Also predicts the time of a whole problem, if the head dimension and the
+  number of queries of a wave are given."""
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
   if d is None or queries is None: return Predicted(timing, None, None)
   own = queries*timing.waves

@@ -37,7 +37,7 @@ def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBack
 
 @dataclass(frozen=True)
 class MmaBias:
-  """The kernel of one problem, as one thread sees it: the steps that `BiasUnit` declares, on mma.sync."""
+  """The kernel for the gradient of a bias on mma.sync, as one thread sees it: the steps that `BiasUnit` declares."""
   of: MmaBackward      # the queries of the first iteration
   bias: BiasPart
 

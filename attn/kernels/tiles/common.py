@@ -44,9 +44,9 @@ def units_of_numbers(p:Problem, queries:int) -> int:
 
 @dataclass(frozen=True)
 class Told:
-  """Indices of the numbers of a row that waves exchange through LDS. For each tile of keys: the factor that rescales O, and the row's largest score
-  in each of the `parts` parts of the keys. After the last tile: the number that the softmax subtracts from the row's scores, and `kinds` kinds of
-  sums of P for each part of the keys."""
+  """Order in LDS of the numbers that waves exchange about a query row. In each iteration these are the factor that rescales O, and the row's largest
+  score in each of the `parts` parts of the tile's keys. After the last iteration they are the number that the softmax subtracts from the row's scores
+  and, for each part, `kinds` sums of P (P rounded to 16 bits, and P before rounding). Each field is the index of a number."""
   parts: int
   kinds: int
   factor: int = 0

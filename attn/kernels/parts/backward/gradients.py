@@ -46,7 +46,8 @@ class Exponent:
     return Exponent(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Exponent], join:Callable[..., UOp]) -> Exponent:
-    """Joins the exponents of several queries into one: `join` makes one value of their `low` numbers, and one of their `high` numbers."""
+    """Makes one Exponent for several queries, for example with vectors in place of numbers: `join` makes one value of all their `low` numbers, and
+    one of all their `high` numbers."""
     return Exponent(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def numbers(self) -> list[UOp]:

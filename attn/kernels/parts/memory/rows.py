@@ -1,4 +1,4 @@
-"""The rows of q, k and v in global memory."""
+"""Where the rows of q, k and v lie in global memory, and how a kernel loads them: plain tensors, pages, and tiles with rows of several heads."""
 from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Callable, Self
