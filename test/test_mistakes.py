@@ -290,7 +290,7 @@ def test_error_messages() -> None:
     rows = half(1, 8, 2, 64)
     def call(*args:Tensor, **options:Any) -> Callable[[], Any]: return lambda: attn.attention(*(args or (q, k, k)), **options)
     for words, refused in (
-      ("cu_seqlens_q has dtype long: must be int32", call(thd, thd, thd, layout="thd", cu_seqlens_q=ends.cast(dtypes.long), cu_seqlens_k=ends)),
+      ("cu_seqlens_q has dtype int64: must be int32", call(thd, thd, thd, layout="thd", cu_seqlens_q=ends.cast(dtypes.long), cu_seqlens_k=ends)),
       ("kv_lengths=3 with layout='thd': packed sequences take their lengths from cu_seqlens_k",
        call(thd, thd, thd, layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends, kv_lengths=3)),
       ("bias=ndarray of shape (4, 8) and dtype float32: must be a Tensor or None", call(bias=np.zeros((4, 8), np.float32))),
@@ -301,9 +301,9 @@ def test_error_messages() -> None:
       ("out_dtype='int8': must be one of float16", call(out_dtype="int8")),
       ("cache_seqlens=9: must lie in 0..8", lambda: flash_attn.flash_attn_with_kvcache(rows[:, :1], rows, rows, cache_seqlens=9)),
       ("cache_seqlens=1.5: must be an int", lambda: flash_attn.flash_attn_with_kvcache(rows[:, :1], rows, rows, cache_seqlens=1.5)),  # type: ignore[arg-type]
-      ("cache_seqlens has dtype long: must be int32",
+      ("cache_seqlens has dtype int64: must be int32",
        lambda: flash_attn.flash_attn_with_kvcache(rows[:, :1], rows, rows, cache_seqlens=int32(3).cast(dtypes.long))),
-      ("cache_seqlens has dtype long: must be int32",
+      ("cache_seqlens has dtype int64: must be int32",
        lambda: attn.attention_with_kv_cache(q[:, :, :1], q[:, :, :1], q[:, :, :1], *caches, int32(3).cast(dtypes.long))),
       ("window_size=3: must be (left, right)", lambda: flash_attn.flash_attn_func(rows, rows, rows, window_size=3)),    # type: ignore[arg-type]
       ("attn_mask has shape (3, 8): must broadcast", lambda: attn.scaled_dot_product_attention(q, k, k, attn_mask=half(3, 8))),

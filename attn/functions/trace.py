@@ -89,7 +89,7 @@ def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
 def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
   """Calls a caller's function with symbols (UOps) as its arguments, and returns its result."""
   try: inspect.signature(function).bind(*arguments)
-  except TypeError as e:
+  except (TypeError, ValueError) as e:
     raise ValueError(f"{signature.name}={described(function)} cannot be called with {len(arguments)} arguments, {signature.parameters} and "
                      f"{len(arguments) - len(signature.symbols)} of mod_tensors: {e}; it must be {signature.form}") from None
   try:

@@ -342,7 +342,7 @@ REFUSED = [
   ({"kv_lengths": -1}, "kv_lengths=-1"),
   ({"kv_lengths": 1.5}, "kv_lengths=1.5: must be an int"),
   ({"kv_lengths": Tensor([3, 4], dtype=dtypes.int, device="EMU")}, r"kv_lengths has shape \(2,\)"),
-  ({"kv_lengths": Tensor([3], dtype=dtypes.long, device="EMU")}, r"kv_lengths has dtype long: must be int32"),
+  ({"kv_lengths": Tensor([3], dtype=dtypes.long, device="EMU")}, r"kv_lengths has dtype int64: must be int32"),
   ({"cu_seqlens_q": Tensor([0, 4], dtype=dtypes.int, device="EMU")}, r"cu_seqlens_q with layout='bhsd'"),
   ({"max_seqlen_q": 4}, "max_seqlen_q=4"),
   ({"layout": "thd", "q": T(4, 2, 64), "k": T(8, 2, 64), "v": T(8, 2, 64)}, "layout='thd' needs cu_seqlens_q"),

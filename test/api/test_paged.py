@@ -191,7 +191,7 @@ def test_refused() -> None:
     def append(lengths:Any=3, new:Tensor=new, **options:Any) -> Any:
       return lambda: attn.attention_with_kv_cache(q, new, new, k, v, lengths, **{"block_table": table, **options})
     for what, text in (
-      (call(block_table=table.cast(dtypes.long)), "block_table has dtype long: must be int32"),
+      (call(block_table=table.cast(dtypes.long)), "block_table has dtype int64: must be int32"),
       (call(block_table=table[0]), r"block_table has shape \(2,\)"),
       (call(block_table=int32([[0, 1]])), r"block_table has shape \(1, 2\): must be \(2, max_blocks\)"),
       (call(block_table=table.to("EMU:1")), "block_table is on EMU:1"), (call(kv_lengths=None), "kv_lengths=None with block_table"),
