@@ -46,10 +46,9 @@ TensorKind = tuple[tuple[int, ...], str]     # shape and name of the dtype of a 
 TensorKinds = tuple[TensorKind, ...]
 
 def described(function:Callable[..., Any]) -> str:
-  """Returns the name of a function, with its file and the line where it begins."""
+  """Returns the name of a function, with its file and the line where it begins. A callable that has no code in Python is shown as any value is."""
   code = getattr(inspect.unwrap(function), "__code__", None)
-  name = getattr(function, "__name__", type(function).__name__)
-  return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+  return values.shown(function) if code is None else f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|None:
   """Returns the traced function, or None if the function changes nothing: a score_mod that returns the score, a mask_mod that returns True.
