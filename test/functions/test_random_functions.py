@@ -1,0 +1,201 @@
+"""Tests of functions that nobody has chosen: random score_mods and mask_mods, run forward and backward on six units, and compared with float64.
+The value of a function comes from numpy, applied to the traced UOp. Its slopes are those of attn/functions/derivative.py, which other tests compare
+with differences."""
+from __future__ import annotations
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+import pytest
+import attn
+from attn.functions.derivative import derivative
+from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, SCORE, indices_of, is_element, number_of_tensor, tensor_of
+from attn.functions.trace import MASK_FUNCTION, SCORE_FUNCTION, trace
+from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
+from api_cases import emulated
+from cases import array, tensor
+
+Array = np.ndarray
+Given = Mapping[UOp, Any]
+
+# ***** values in float64 *****
+
+OPERATIONS: dict[Ops, Callable[..., Any]] = {
+  Ops.ADD: np.add, Ops.MUL: np.multiply, Ops.MAX: np.maximum, Ops.EXP2: np.exp2, Ops.LOG2: np.log2, Ops.SIN: np.sin, Ops.SQRT: np.sqrt,
+  Ops.RECIPROCAL: np.reciprocal, Ops.TRUNC: np.trunc, Ops.CMPLT: np.less, Ops.CMPNE: np.not_equal, Ops.WHERE: np.where, Ops.AND: np.bitwise_and,
+  Ops.OR: np.bitwise_or, Ops.XOR: np.bitwise_xor, Ops.FLOORDIV: np.floor_divide, Ops.FLOORMOD: np.mod}
+
+def as_dtype(x:Any, u:UOp) -> Any:
+  return np.asarray(x).astype(np.float64 if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
+
+def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
+  """Evaluates a traced function at all pairs. `places` are the values of the symbols."""
+  found = {u: as_dtype(x, u) for u, x in places.items()}
+  with np.errstate(all="ignore"):
+    for u in value.toposort(lambda u: u not in places):
+      if u in found or u._shape != () or u.op is Ops.STACK: continue
+      if is_element(u): found[u] = as_dtype(tensors[number_of_tensor(u)].reshape(tensor_of(u).shape)[element_at(u, found)], u)
+      elif u.op is Ops.CONST: found[u] = as_dtype(u.val, u)
+      elif u.op is Ops.CAST: found[u] = as_dtype(found[u.src[0]], u)
+      else: found[u] = as_dtype(OPERATIONS[u.op](*(found[x] for x in u.src)), u)
+  return found[value]
+
+def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
+  """Returns the place of an element of a tensor, moved into the tensor where the pair is hidden and the place lies outside."""
+  return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
+
+# ***** one call *****
+
+EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
+
+@dataclass(frozen=True)
+class Case:
+  """Inputs of a call, rounded to their dtypes, with its functions."""
+  dtype: str
+  q: Array
+  k: Array
+  v: Array
+  do: Array
+  tensors: list[Array]
+  score: Callable[..., UOp]|None
+  mask: Callable[..., UOp]|None
+
+  def run(self, arch:str, kernel:str="") -> list[Array]:
+    """Returns o and the gradients of q, k, v."""
+    with emulated(arch, kernel):
+      q, k, v, do = (tensor(x, self.dtype).realize() for x in (self.q, self.k, self.v, self.do))
+      o = attn.attention(q, k, v, score_mod=self.score, mask_mod=self.mask, mod_tensors=[Tensor(x, device="EMU").realize() for x in self.tensors])
+      return [array(x) for x in (o, *o.gradient(q, k, v, gradient=do))]
+
+  def check(self, arch:str, kernel:str="") -> None:
+    for name, got, (expected, most) in zip(("o", "dq", "dk", "dv"), self.run(arch, kernel), self.expected()):
+      assert np.isfinite(expected).all() and np.isfinite(got).all(), name
+      worst = np.max(np.abs(got - expected)/most)
+      assert worst <= 1, f"{name} on {arch}: {worst} of what is allowed"
+
+  def expected(self) -> list[tuple[Array, Array]]:
+    """Returns o and the gradients in float64, each with the largest error that roundings explain: 4 of the dtype's in each P, dS and result, and
+    2^-17 of the terms of each score."""
+    q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
+    (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
+    kinds, scale, e = tuple((x.shape, str(x.dtype)) for x in self.tensors), D**-.5, 4*EPSILON[self.dtype]
+    k, v = (np.repeat(x, H//Hkv, 1) for x in (k, v))
+    s = q@k.swapaxes(-1, -2)*scale
+    places = {SCORE: s, BATCH: np.arange(B)[:, None, None, None], QUERY_HEAD: np.arange(H)[:, None, None],
+              QUERY: (np.arange(Sq) + Sk - Sq)[:, None], KEY: np.arange(Sk)}
+    x, slope, noise = s, np.ones_like(s), 2.0**-17*(1 + np.abs(q)@np.abs(k).swapaxes(-1, -2)*scale)
+    if self.score is not None and (found := trace(SCORE_FUNCTION, self.score, kinds)) is not None:
+      x = np.broadcast_to(computed(found.value, places, self.tensors), s.shape)
+      slope = np.broadcast_to(computed(derivative(found.value, SCORE), places, self.tensors), s.shape)
+    seen = np.ones(s.shape, bool)
+    if self.mask is not None and (shown := trace(MASK_FUNCTION, self.mask, kinds)) is not None:
+      seen = np.broadcast_to(computed(shown.value, places, self.tensors), s.shape)
+    x = np.where(seen, x, -np.inf)
+    noise = np.where(seen & np.isfinite(x), noise*np.abs(slope) + 2.0**-17*np.abs(np.where(np.isfinite(x), x, 0)), 0)
+    m = x.max(-1, keepdims=True)
+    p = np.exp(x - np.where(m == -np.inf, 0, m))
+    total = p.sum(-1, keepdims=True)
+    p = p/np.where(total == 0, 1, total)
+    slope = np.where(p > 0, slope, 0)
+    o, dp = p@v, do@v.swapaxes(-1, -2)
+    delta = (do*o).sum(-1, keepdims=True)
+    # errors of P relative to P, those of its row's sum among them
+    wrong = e + noise + (p*noise).sum(-1, keepdims=True)
+    wrong_o = (p*wrong)@np.abs(v) + e*np.abs(o)
+    wrong_delta = (np.abs(do)*wrong_o).sum(-1, keepdims=True)
+    ds = p*(dp - delta)*slope
+    wrong_ds = p*np.abs(slope)*(np.abs(dp - delta)*(wrong + e) + wrong_delta + e*np.abs(do)@np.abs(v).swapaxes(-1, -2)) \
+      + p*np.abs(dp - delta)*2.0**-12*np.abs(slope)
+    def of_group(a:Array) -> Array: return a.reshape(B, Hkv, H//Hkv, *a.shape[2:]).sum(2)
+    dv, wrong_dv = of_group(p.swapaxes(-1, -2)@do), of_group((p*wrong).swapaxes(-1, -2)@np.abs(do))
+    dk, wrong_dk = of_group(scale*ds.swapaxes(-1, -2)@q), of_group(scale*wrong_ds.swapaxes(-1, -2)@np.abs(q))
+    dq, wrong_dq = scale*ds@k, scale*wrong_ds@np.abs(k)
+    return [(a, w + e*np.abs(a) + 2.0**-17) for a, w in ((o, wrong_o), (dq, wrong_dq), (dk, wrong_dk), (dv, wrong_dv))]
+
+# ***** random functions *****
+
+@dataclass
+class Draw:
+  """Draws functions of UOps. Each draw is a Python function of the arguments of a score_mod, `a`: score, b, h, i, j and four tensors."""
+  rng: np.random.Generator
+  B: int
+  H: int
+  Sq: int
+  Sk: int
+  def one_of(self, *choices:Any) -> Any: return choices[self.rng.integers(len(choices))]
+  def number(self) -> float: return float(np.float32(self.rng.uniform(-1, 1)))
+  def axes(self) -> list[str]: return [self.one_of("b", "h", "i", "j", "i - j", "0") for _ in range(self.rng.integers(1, 4))]
+
+  def tensors(self) -> list[tuple[list[str], Array]]:
+    """Tensors of four dtypes, with the symbols that index their axes."""
+    sizes = {"b": self.B, "h": self.H, "i": self.Sq + self.Sk, "j": self.Sk, "i - j": self.Sq + 2*self.Sk, "0": 3}
+    axes = [self.axes() for _ in range(4)]
+    shapes = [tuple(sizes[x] for x in each) for each in axes]
+    made = [self.rng.standard_normal(shapes[0]).astype(np.float32), self.rng.standard_normal(shapes[1]).astype(np.float16),
+            self.rng.integers(-3, 4, shapes[2]).astype(np.int32), self.rng.random(shapes[3]) < 0.7]
+    return list(zip(axes, made))
+
+  def element(self, n:int, axes:list[str]) -> Callable[..., UOp]:
+    """Returns an element of tensor n, indexed by its symbols."""
+    def of(s:Any, b:UOp, h:UOp, i:UOp, j:UOp, *t:UOp) -> UOp:
+      places = {"b": b, "h": h, "i": i + self.Sq, "j": j, "i - j": i - j + self.Sq + self.Sk, "0": UOp.const(2)}
+      return t[n][tuple(places[x] for x in axes)]
+    return of
+
+  def condition(self, elements:list[Callable[..., UOp]], with_score:bool, depth:int=0) -> Callable[..., UOp]:
+    n, width, least = int(self.rng.integers(2, 7)), int(self.rng.integers(3, 40)), self.number()
+    choices: list[Callable[..., UOp]] = [
+      lambda s, b, h, i, j, *t: i >= j, lambda s, b, h, i, j, *t: (i - j) % n < 2, lambda s, b, h, i, j, *t: i//n == j//n,
+      lambda s, b, h, i, j, *t: (i - j).abs() < width, lambda s, b, h, i, j, *t: (h == 1) | (j < width), elements[3],
+      lambda *a: elements[2](*a) > 0, lambda s, b, h, i, j, *t: (j + b) % n != 1]
+    if with_score: choices += [lambda s, *a: s > least, lambda *a: elements[0](*a) < 0.3]
+    if depth < 2 and self.rng.random() < 0.6:
+      x, y = (self.condition(elements, with_score, depth + 1) for _ in range(2))
+      return self.one_of(lambda *a: x(*a) & y(*a), lambda *a: x(*a) | y(*a), lambda *a: x(*a) | ~y(*a))
+    return self.one_of(*choices)
+
+  def factor(self, elements:list[Callable[..., UOp]]) -> Callable[..., UOp]:
+    """Draws a number that does not depend on the score."""
+    c = self.number()
+    return self.one_of(elements[0], lambda *a: elements[1](*a).cast(dtypes.float), lambda *a: elements[2](*a).cast(dtypes.float)*c,
+                       lambda s, b, h, i, j, *t: (i - j).cast(dtypes.float)*(c/32), lambda s, b, h, i, j, *t: (h + 2*b).cast(dtypes.float)*c + 0.5,
+                       lambda *a: elements[0](*a).sin()*c, lambda *a: elements[3](*a).where(c, elements[0](*a)), lambda s, b, h, i, j, *t:
+                       1/((i - j).abs() + 1).cast(dtypes.float), lambda *a: UOp.const(c, dtypes.float))
+
+  def score(self, elements:list[Callable[..., UOp]], depth:int=0) -> Callable[..., UOp]:
+    if depth == 3: return self.one_of(lambda s, *a: s, lambda s, *a: s*0.5)
+    x, y = self.score(elements, depth + 1), self.score(elements, depth + 2 if depth < 2 else 3)
+    e, f, of, c = self.factor(elements), self.factor(elements), self.condition(elements, True, 1), abs(self.number()) + 0.5
+    hidden = [lambda *a: of(*a).where(x(*a), -float("inf"))]*(depth == 0)      # inside another operation, -inf could make a NaN
+    return self.one_of(*hidden, lambda *a: x(*a) + e(*a), lambda *a: x(*a)*e(*a) + f(*a), lambda *a: (x(*a)/c).tanh()*c,
+                       lambda *a: of(*a).where(x(*a), y(*a)),
+                       lambda *a: of(*a).where(x(*a) + e(*a), -1.5), lambda *a: x(*a).maximum(e(*a)), lambda *a: x(*a).abs()*c - y(*a)*0.5,
+                       lambda *a: x(*a).sigmoid()*e(*a) + y(*a), lambda *a: (x(*a).tanh()*0.5).exp()*e(*a) + y(*a),
+                       lambda *a: x(*a).minimum(y(*a) + c),
+                       lambda *a: x(*a)*x(*a)*0.125 + e(*a))
+
+UNITS = ("gfx942", "gfx1100", "gfx950", "sm_80", "sm_90", "gfx1030")     # gfx1030 has no matrix unit: tiled
+
+def rounded(x:Array, dtype:str) -> Array:
+  """Returns numbers of float32 that the dtype holds."""
+  if dtype == "bfloat16": return (x.astype(np.float32).view(np.uint32) & 0xffff0000).view(np.float32)
+  return x.astype(dtype).astype(np.float32)
+
+def random_case(n:int) -> Case:
+  rng = np.random.default_rng(n)
+  B, Hkv = int(rng.integers(1, 3)), int(rng.integers(1, 3))
+  Sq, Sk, D, H = int(rng.integers(17, 71)), int(rng.integers(17, 91)), int(rng.choice([32, 64])), 2
+  dtype = ("float16", "bfloat16", "float32")[n//len(UNITS) % 3]
+  draw = Draw(rng, B, H, Sq, Sk)
+  given = draw.tensors()
+  elements = [draw.element(m, axes) for m, (axes, _) in enumerate(given)]
+  mask, score = draw.condition(elements, False), draw.score(elements)
+  q, k, v, do = (rounded(rng.standard_normal(shape), dtype) for shape in ((B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, D), (B, H, Sq, D)))
+  return Case(dtype, q, k, v, do, [x for _, x in given], score if n % 4 != 3 else None, (lambda *a: mask(None, *a)) if n % 4 else None)
+
+BY_DEFAULT = (0, 7, 14, 21, 28)
+
+@pytest.mark.usefixtures("not_unrolled")
+@pytest.mark.parametrize("n", [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.thorough) for n in range(40)])
+def test_a_random_function(n:int) -> None:
+  random_case(n).check(UNITS[n % len(UNITS)])
