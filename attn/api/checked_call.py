@@ -159,7 +159,7 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
         raise NotImplementedError(f"kv_starts with {name}: kv_starts makes key numbers begin at a row that only the device knows, so the columns of "
                                   f"{name} cannot be matched to keys; give one of the two")
     extras["kv_starts"] = per_batch("kv_starts", options.kv_starts, "kv_starts")
-  for name, t in zip(MOD_TENSORS, options.mod_tensors): extras[name] = place(f"mod_tensors[{MOD_TENSORS.index(name)}]", t, x.at).contiguous()
+  for n, t in enumerate(options.mod_tensors): extras[MOD_TENSORS[n]] = place(f"mod_tensors[{n}]", t, x.at).contiguous()
   for name in ("block_table", "cu_seqlens_q", "cu_seqlens_k"):
     if (given := getattr(options, name)) is not None:
       dtype_of(name, given)

@@ -120,16 +120,17 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   """Computes gradients with the backward kernels: those of q, k, v and the sinks, and of a bias if its gradient is a sum over scores. `given` has the
   gradients of o and lse. `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
-  lists = dict(zip(("dq", "dkdv"), lists_of(p, arch, inputs["q"].device)))
-  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs), (lists["dq"], lists["dkdv"]))
+  lists = lists_of(p, arch, inputs["q"].device)
+  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs), lists)
   t = inputs | outputs
   if missing := [name for name in p.outputs if name not in t]:
     again = written_by(kernels["forward"], inputs, p.layout)
     t |= {name: again[name] for name in missing} | log_sums(again)
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
+  of_kernel = dict(zip(("dq", "dkdv"), lists))
   for name in ("dq", "dkdv", "dbias"):
-    if (x := lists.get(name)) is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
+    if (x := of_kernel.get(name)) is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
     if name in kernels: t = written_by(kernels[name], t, p.layout)
   found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", *TERM_TENSORS) if f"d{name}" in t}
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "delta", *log_sums(t)))).uop

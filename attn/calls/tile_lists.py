@@ -6,18 +6,19 @@ from attn.calls.checked_kernel import CheckedKernel, KernelFunction
 from attn.calls.placement import empty
 from attn.functions.symbols import elements_of
 from attn.kernels.tile_lists import ListedBlocks, list_kernels
+from attn.problem import Shapes
 from attn.tinygrad_compat import Tensor, UOp, capturing, inside_function
 from attn.values import INTS, cache_of_kernels
 
 MOST_KEPT = 64     # lists that a process keeps
 
 @cache_of_kernels
-def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, tuple[str, ...]]]:
-  """Returns the kernels that make lists, each with the names of its tensors. Equal arguments return identical objects, because tinygrad's schedule
-  cache compares by identity."""
+def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
+  """Returns the kernels that make lists, each with the (shape, dtype) of its tensors by name. Equal arguments return identical objects, because
+  tinygrad's schedule cache compares by identity."""
   def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
     return lambda *placeholders: CheckedKernel(program(*placeholders), names[:1])
-  return [(checked(program, tuple(shapes)), tuple(shapes)) for program, shapes in list_kernels(x)]
+  return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]
 
 def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
   """Returns the lists. `given` has the tensors that the mask reads. Lists of a mask that reads no tensor are made once and kept."""
@@ -31,8 +32,8 @@ def kept_lists(x:ListedBlocks, device:str) -> Tensor: return new_lists(x, device
 def new_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
   """Returns the lists, as an expression of the tensors that the mask reads."""
   t = dict(given)
-  for (kernel, names), (_, shapes) in zip(list_launches(x), list_kernels(x)):
-    for name in names:
-      if name not in t: t[name] = empty(shapes[name][0], INTS[shapes[name][1]], device, None)
-    t[names[0]] = Tensor.custom_kernel(*[t[name] for name in names], fxn=kernel)[0]
+  for kernel, shapes in list_launches(x):
+    for name, (shape, dtype) in shapes.items():
+      if name not in t: t[name] = empty(shape, INTS[dtype], device, None)
+    t[next(iter(shapes))] = Tensor.custom_kernel(*[t[name] for name in shapes], fxn=kernel)[0]
   return t["tile_list"]

@@ -26,8 +26,8 @@ SEEN, HIDDEN = 1, 2       # bits of what a mask leaves of a row in a tile: some 
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Which lists to make: those of blocks of `block_m` rows, with tiles of `block_n` columns. Columns are keys if `over` is "keys", and queries if
-  `over` is "queries".
+  """Lists of tiles to make: one list for each block of `block_m` rows, of tiles of `block_n` columns. Columns are keys if `over` is "keys", and
+  queries if `over` is "queries".
 
     heads: heads of the lists, and query heads that share a list. 1 and 1 if the mask is the same for all heads
     batches: batches of the lists, 1 if the mask is the same for all batches

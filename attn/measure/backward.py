@@ -17,7 +17,7 @@ from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.grid.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.measure.machine import need
-from attn.measure.peers import OURS, ROUND_SECONDS, as_tensor, backends, in_turn, on_the_host, random_inputs
+from attn.measure.peers import OURS, as_tensor, backends, in_turn, on_the_host, random_inputs, runs_of_a_round
 from attn.ops import renderers
 from attn.problem import Problem
 from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context
@@ -62,7 +62,7 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))*1e-3/count
-  count = max(1, round(ROUND_SECONDS/min(seconds(1) for _ in range(3))))
+  count = runs_of_a_round(lambda: seconds(1))
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) ->
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
   """Times our kernels: returns the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
   schedule = compiled(*outputs)
-  count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
+  count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,

@@ -14,7 +14,7 @@ import numpy as np
 from attn.api.attention import attention
 from attn.measure.backward import torch_seconds
 from attn.measure.machine import need
-from attn.measure.peers import OURS, ROUND_SECONDS, as_tensor, in_turn, on_the_host, random_inputs
+from attn.measure.peers import OURS, as_tensor, in_turn, on_the_host, random_inputs, runs_of_a_round
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Device, Tensor, UOp, compiled, cuda_graph_seconds, device_of, device_seconds, dtypes, foreign_cuda_context
 
@@ -85,7 +85,7 @@ def graph_timer(*outputs:Tensor) -> Callable[[], float]:
   """Returns a function that measures the seconds of the kernels that compute `outputs`. It runs a CUDA graph in which these kernels are repeated for
   the length of a round."""
   schedule = compiled(*outputs)
-  return cuda_graph_seconds(schedule, max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3)))))
+  return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
   """Returns attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""

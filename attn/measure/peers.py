@@ -66,6 +66,10 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
     except RuntimeError as e: print(f"{name} refuses {p}: {e}")
   return found
 
+def runs_of_a_round(seconds:Callable[[], float]) -> int:
+  """Returns how many runs fill a round, if `seconds` times one run."""
+  return max(1, round(ROUND_SECONDS/min(seconds() for _ in range(3))))
+
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   """Returns a timer of one call of `attention`, measured on a graph of the calls that fill a round."""
   import torch
@@ -77,7 +81,7 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
     end.synchronize()
     return start.elapsed_time(end)*1e-3
   seconds(attention)
-  count = max(1, round(ROUND_SECONDS/min(seconds(attention) for _ in range(3))))
+  count = runs_of_a_round(lambda: seconds(attention))
   graph = torch.cuda.CUDAGraph()
   with torch.cuda.graph(graph):
     for _ in range(count): attention()
@@ -108,7 +112,7 @@ def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any
     fxn = flash_attention_fn(causal="top-left" if causal else False, softmax_scale=p.softmax_scale)
     ours = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), q, k, v, fxn=fxn)[0]
     schedule = compiled(ours)
-    count = max(1, round(ROUND_SECONDS/min(device_seconds(schedule) for _ in range(3))))
+    count = runs_of_a_round(lambda: device_seconds(schedule))
     timers = {OURS: lambda: cuda_seconds(schedule, count)} | {peer: theirs(timer) for peer, timer in timers.items()}
     times = in_turn(timers)
     o = ours.float().numpy()

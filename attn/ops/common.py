@@ -171,6 +171,11 @@ def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column number of each element. An element is set to 0 if its
   column number is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
+def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
+  """Returns the vector with the elements of x where a condition holds, and with those of y elsewhere. There is one condition for each element. A
+  number stands for a vector of equal elements."""
+  def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
+  return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   """Subtracts the first column number from each of the column numbers `offsets` of a vector. Most vectors have equal differences, so one printed
   function is enough for all of them."""

@@ -32,8 +32,8 @@ def with_gradients(value:UOp, s:Tensor, at:Positions, given:Mapping[str, Tensor]
   made = parts_in_tensors(value, s, at, given)
   found = made[value].detach()
   for part in (SCORE, *[u for u in elements_of(value) if dtypes.is_float(u.dtype)]):
-    slope = parts_in_tensors(derivative(value, part), s, at, given)[derivative(value, part)].detach()
-    finite = made[part].float().isfinite()
-    x = finite.where(made[part].float(), 0.0)
+    slope = parts_in_tensors(of_part := derivative(value, part), s, at, given)[of_part].detach()
+    finite = (x := made[part].float()).isfinite()
+    x = finite.where(x, 0.0)
     found = found + ((found != -math.inf) & finite).where(slope, 0.0)*(x - x.detach())
   return found

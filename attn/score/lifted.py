@@ -67,7 +67,7 @@ class Lifted:
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
     """Computes a function, or a UOp inside a function."""
-    for x in u.toposort(gate=lambda x: x not in self.parts):
+    for x in u.toposort(gate=lambda x: x not in self.parts) if u not in self.parts else ():
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
@@ -77,14 +77,14 @@ class Lifted:
     if u is SCORE:
       assert self.raw is not None
       return Evaluated(vectors=[ops.mul(x, self.factor) for x in self.raw] if self.factor != 1 else self.raw)
-    if u is self.walked: return Evaluated(each=self.columns_from(self.first, 1))
+    if u is self.walked: return Evaluated(each=[[self.first + self.column(n, i) for i in range(size)] for n, size in enumerate(self.lengths)])
     if u.op is Ops.CONST: return Evaluated(same=u)
     if is_element(u): return self.element(u)
     parts = [self.parts[s] for s in u.src]
     if all(x.same is not None for x in parts): return Evaluated(same=u.replace(src=tuple(x.same for x in parts if x.same is not None)))
     if u.op is Ops.CAST and u.dtype == dtypes.float and is_element(u.src[0]) and parts[0].each is not None:      # 16-bit floats are loaded as fp32
       return Evaluated(vectors=[ops.build(*map(as_fp32, x)) for x in parts[0].each])
-    if u.op is Ops.CAST and u.dtype == dtypes.float and (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0]):
+    if u.op is Ops.CAST and u.dtype == dtypes.float and (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step):
       return Evaluated(vectors=self.numbers_from(self.at_first(u.src[0]), step))
     if u.op is Ops.MUL and u.dtype == dtypes.float and (found := constant_factor(u)) is not None: return Evaluated(vectors=self.scaled(*found))
     if is_magnitude(u): return Evaluated(vectors=[ops.absolute(x) for x in self.vectors(u.src[0])])
@@ -93,16 +93,16 @@ class Lifted:
     return Evaluated(vectors=[ops.build(*x) for x in made]) if u.dtype == dtypes.float else Evaluated(each=made)
 
   def each(self, u:UOp) -> Elementwise:
-    """Returns a computed UOp as one scalar per element of the fragment."""
-    x = self.parts[u]
+    """Returns a UOp of the function as one scalar per element of the fragment."""
+    x = self.part(u)
     if x.same is not None: return [[x.same]*n for n in self.lengths]
     if x.each is not None: return x.each
     assert x.vectors is not None
     return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
 
   def vectors(self, u:UOp) -> list[UOp]:
-    """Returns a computed UOp of a float dtype as vectors of fp32 numbers."""
-    x = self.parts[u]
+    """Returns a UOp of the function that has a float dtype, as vectors of fp32 numbers."""
+    x = self.part(u)
     if x.vectors is not None: return x.vectors
     if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
     return [ops.build(*map(as_fp32, y)) for y in self.each(u)]
@@ -111,8 +111,6 @@ class Lifted:
   def column(self, vector:int, i:int) -> int:
     """Returns the column of element `i` of a vector, counted from the first column of which the lane holds scores."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
-  def columns_from(self, first:UOp, step:int) -> Elementwise:
-    return [[first + step*self.column(n, i) for i in range(size)] for n, size in enumerate(self.lengths)]
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
     """Returns first + step*column for each element, as fp32 vectors. All vectors use the same few constants."""
     steps = [UOp.const(float(step*self.column(0, i)), dtypes.float) for i in range(self.lengths[0])]
@@ -125,10 +123,10 @@ class Lifted:
   def at_first(self, u:UOp) -> UOp:
     """Returns the value that an int expression has at the first column of which the lane holds scores."""
     return u.substitute({**self.symbols, self.walked: self.first})
-  def is_exact(self, u:UOp) -> bool:
-    """Returns whether fp32 holds every value exactly that an int expression has on this fragment."""
+  def is_exact(self, u:UOp, step:int) -> bool:
+    """Returns whether fp32 holds every value exactly that an int expression has on this fragment. From column to column the value grows by `step`."""
     first = self.at_first(u)
-    reach = abs(linear_in(u, self.walked) or 0)*(self.column(len(self.lengths) - 1, self.lengths[-1] - 1) + 1)
+    reach = abs(step)*(self.column(len(self.lengths) - 1, self.lengths[-1] - 1) + 1)
     return first.vmin - reach > -EXACT and first.vmax + reach < EXACT
 
   # ***** elements of tensors *****
@@ -137,8 +135,8 @@ class Lifted:
     outside the tensor. Another element is then loaded, and the result is not used."""
     parts = [self.parts[s] for s in indices_of(u)]
     if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))
-    each = [[[*zip(*vector)][i] for i in range(n)] for vector, n in zip(zip(*[self.each(s) for s in indices_of(u)]), self.lengths)]
-    found = [[self.loaded(u, list(xs), self.column(n, i)) for i, xs in enumerate(vector)] for n, vector in enumerate(each)]
+    each = zip(*[self.each(s) for s in indices_of(u)])     # for each vector, the elements of each index
+    found = [[self.loaded(u, list(xs), self.column(n, i)) for i, xs in enumerate(zip(*vector))] for n, vector in enumerate(each)]
     return Evaluated(vectors=[ops.build(*x) for x in found]) if u.dtype == dtypes.float else Evaluated(each=found)
 
   def loaded(self, u:UOp, indices:list[UOp], column:int|None=None) -> UOp:
@@ -169,7 +167,7 @@ class Lifted:
   # ***** with a factor *****
   def scaled(self, u:UOp, k:float) -> list[UOp]:
     """Returns k times a UOp of a float dtype, as vectors. The factor k is multiplied into the function's own constants where that is possible."""
-    if u not in self.parts: self.part(u)
+    self.part(u)
     if (u, k) not in self.factors: self.factors[u, k] = self._scaled(u, k)
     return self.factors[u, k]
 
@@ -181,7 +179,7 @@ class Lifted:
       if (found := constant_factor(u)) is not None and math.isfinite(found[1]*k): return self.scaled(found[0], found[1]*k)
       for x, y in (u.src, u.src[::-1]):     # the factor goes into an operand that is equal for all columns
         if (same := self.parts[x].same) is not None: return [ops.mul(v, ops.mul(as_fp32(same), k)) for v in self.vectors(y)]
-    if u.op is Ops.WHERE: return selected(self.each(u.src[0]), *[self.scaled(s, k) for s in u.src[1:]])
+    if u.op is Ops.WHERE: return [ops.select_each(*of) for of in zip(self.each(u.src[0]), *[self.scaled(s, k) for s in u.src[1:]])]
     if u.op is Ops.ADD:
       x, y = u.src if takes_factor(u.src[1]) else u.src[::-1]
       if takes_factor(x): return [ops.add(a, b) for a, b in zip(self.scaled(x, k), self.scaled(y, k))]
@@ -219,11 +217,6 @@ def within(index:UOp, size:int) -> UOp:
   """Returns an index that lies in 0..size-1: an index outside is moved to the nearest end of this range."""
   if index.vmin < 0: index = index.maximum(0)
   return index if index.vmax < size else index.minimum(size - 1)
-
-def selected(seen:Elementwise, x:list[UOp], y:list[UOp]) -> list[UOp]:
-  """Returns the elements of the vectors x where the condition `seen` holds, and those of the vectors y elsewhere."""
-  def element(condition:UOp, n:int, i:int) -> UOp: return condition.where(ops.extract(x[n], i), ops.extract(y[n], i))
-  return [ops.build(*[element(c, n, i) for i, c in enumerate(conditions)]) for n, conditions in enumerate(seen)]
 
 def by_vector(operation:Any) -> Any:
   """Turns an operation on vectors into the same operation on lists of vectors."""

@@ -32,8 +32,8 @@ def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UO
   must its product with the derivative be, but the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, SCORE), 1.0)
-  def element(slope:UOp, x:UOp, i:int) -> UOp: return ops.extract(x, i).eq(-math.inf).where(0.0, ops.extract(slope, i))
-  return [ops.build(*[element(slope, x, i) for i in range(ops.length(x))]) for slope, x in zip(slopes, after)]
+  def nothing(x:UOp) -> list[UOp]: return [ops.extract(x, i).eq(-math.inf) for i in range(ops.length(x))]
+  return [ops.select_each(nothing(x), 0.0, slope) for slope, x in zip(slopes, after)]
 
 def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor:
   return with_gradients(score_function(p).value, s, at, given)
@@ -58,9 +58,7 @@ def _interval(walk:Walk, row:Any) -> Interval:
 def _seen(at:Fragment) -> Elementwise:
   mod = at.p.mask_mod
   assert mod is not None
-  lifted = Lifted(at, f"mask_mod={mod}")
-  lifted.part(mod.value)
-  return lifted.each(mod.value)
+  return Lifted(at, f"mask_mod={mod}").each(mod.value)
 
 def _sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
   found = None

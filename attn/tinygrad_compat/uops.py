@@ -71,8 +71,8 @@ def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[
   stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite would take u's own base apart
   view = on_top(u, base, stand_in)
   assert view is not None
-  found = graph_rewrite(view.substitute(instead or {}).index(*indices), pm_mops + symbolic, name="attn view")
-  return (base, found.src[1]) if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
+  found = flat_element(view.substitute(instead or {}).index(*indices))
+  return None if found is None else (base, found.src[1])
 
 def flat_element(index:UOp) -> UOp|None:
   """Rewrites an element of a view of a parameter (an INDEX of movement operations such as a permute) as an element of the flat parameter. Returns

@@ -122,7 +122,7 @@ class Scores:
   def _seen(self, x:list[UOp], row:Row, tile:UOp, hidden:float) -> list[UOp]:
     """Replaces numbers by `hidden` where the caller's mask_mod, which may hide any score of a tile, hides the key."""
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
-    return [ops.build(*[there.where(ops.extract(y, i), hidden) for i, there in enumerate(vector)]) for y, vector in zip(x, seen)]
+    return [ops.select_each(conditions, y, hidden) for conditions, y in zip(seen, x)]
 
   @property
   def in_place(self) -> bool:
