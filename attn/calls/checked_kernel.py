@@ -149,7 +149,7 @@ def numbers_at_hand(t:Tensor) -> np.ndarray|None:
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 
 TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",), "block_table": ("int32",),
-                 "cu_seqlens_q": ("int32",), "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "dropout_start": ("uint32",),
+                 "cu_seqlens_q": ("int32",), "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "first_batch_and_head": ("uint32",),
                  **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()},
                  **dict.fromkeys(MOD_TENSORS, tuple(FUNCTION_TENSOR_DTYPES))}   # tensors with a dtype of their own
 

@@ -57,7 +57,7 @@ class ListedBlocks:
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
   """Returns the kernels that make lists, in order, each with the (shape, dtype) of its tensors by name. A kernel writes its first tensor."""
   in_rows, in_blocks = ((x.lists, x.tiles, x.rows), "uint8"), ((x.lists, x.tiles, x.blocks), "uint8")
-  read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "dropout_start")}
+  read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
   return [(seen_in_rows(x), {"in_rows": in_rows, **read}), (seen_in_blocks(x), {"in_blocks": in_blocks, "in_rows": in_rows}),
           (tiles_in_order(x), {"tile_list": (x.shape, "int32"), "in_blocks": in_blocks})]
 
