@@ -37,9 +37,9 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class Law:
-  """The accuracy law of an output: for each element the exact value and the limit of the error. `alike` marks the elements that the root mean square
-  of the errors must leave out. Equal numbers round equally, so an element's error may come from few different roundings, or be equal to another
-  element's error: such elements are marked, and elements below the normal numbers of the dtype."""
+  """The accuracy law of an output: for each element the exact value and the limit of the error. `alike` marks the elements that are left out of the
+  root mean square of the errors. An element is left out if its error comes from few different roundings or equals the error of another element, as
+  equal numbers are rounded with equal errors. An element below the smallest normal number of the dtype is left out, too."""
   exact: Array
   sigma: Array
   slack: Array
@@ -84,9 +84,9 @@ class Laws:
 class Verdict:
   """How an output compares with its law.
 
-  `error`, `limit`, `sigma` and `where` are of the element nearest to its limit, or furthest beyond it. `rms` is the root mean square of
-  error/sigma over the `resolved` elements, whose slack is below sigma/4 and which are not `alike`; `furthest` is their largest error/sigma.
-  `count` is the number of elements. `pattern` says which NaN or inf is out of place."""
+  `error`, `limit`, `sigma` and `where` describe one element: the one with the largest error/limit. `rms` is the root mean square of error/sigma over
+  the `resolved` elements, whose slack is below sigma/4 and which are not `alike`; `furthest` is their largest error/sigma. `count` is the number of
+  elements. `pattern` says which NaN or inf is out of place."""
   error: float
   limit: float
   sigma: float
@@ -169,11 +169,12 @@ def _stored(x:Array, found:_Moments, dtype:str) -> Law:
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Returns (the largest error of w rounded to `dtype`, the loss of w or None). Below the normal numbers of float16 the largest error is that of the
-  smallest normal number. For weights that reach only the last two bits of these numbers, errors are no longer random: each weight may be rounded to
-  0, however many weights there are. Such an error, at most w itself, counts as a loss, and losses are added up. A unit that `flushes` loses every
-  weight below the normal numbers. `off` is the error of w: a weight that lies at most `off` above them may be lost, too. float32 is not rounded.
-  bfloat16 holds numbers as small as the exponentials of fp32, so that weights lose nothing."""
+  """Returns (the largest error of rounding the weights w to `dtype`, the loss of w or None). The loss is an error that is not random, such as a
+  weight that is rounded to 0: errors of this kind add up over the weights.
+
+  float16 has losses: a weight below 2^-8 times the smallest normal number has only the last two bits of a denormal number, and may be rounded to 0.
+  Its loss is at most the weight itself. A unit that `flushes` loses every weight below the smallest normal number, and may lose one that lies at most
+  `off`, the error of w, above it. bfloat16 has no losses, because it holds numbers as small as the exponentials of fp32. float32 is not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
@@ -249,8 +250,8 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Returns a limit of the error of an fp32 sum of terms with factors w. Its unit is the roundoff of the largest partial sum. A matrix instruction
-  adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
+  """Returns a limit of the error of an fp32 sum of terms with factors w, as a multiple of the roundoff of the largest partial sum. A matrix
+  instruction adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
@@ -270,10 +271,10 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 @dataclass(frozen=True)
 class _Pairs:
   """Float64 values for each pair of a query and a key, (..., H, Sq, Sk). `raw` is the scaled product of query and key, and `p` the weight P. `slope`
-  is the slope of the terms, and `slope_off` its error. `factor` is 1/(1 - dropout_p) for a pair that dropout keeps, 0 for another pair, and None
-  without dropout. `off` is the standard deviation of the score's error in fp32, and `own` the part of this that arises after the product. For each
-  row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is the result of `_rounding` for the weights of forward. q, k and v have equal
-  numbers of heads."""
+  is the derivative of the final score by `raw` (softcap and score_mod change it from 1), and `slope_off` its error. `factor` is 1/(1 - dropout_p) for
+  a pair that dropout keeps, 0 for another pair, and None without dropout. `off` is the standard deviation of the score's error in fp32, and `own` the
+  part of `off` that arises after the product. For each row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is the result of
+  `_rounding` for the weights of forward. q, k and v have equal numbers of heads."""
   dtype: str
   flushes: bool
   scale: float
@@ -367,9 +368,9 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
     for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors: the fp32 error of each
-  score, of which one part is equal for all keys with equal products and another part for all keys with equal weights; the error of adding up; the
-  error of rescaling, which only the keys before a new reference have; and the loss of small weights."""
+  """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors. (1) The fp32 error of each
+  score. One part of it is equal for all keys with equal products, another part for all keys with equal weights. (2) The error of adding up. (3) The
+  error of rescaling the sums when the softmax subtracts a larger number than before. (4) The loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0] + _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)[0])
@@ -412,9 +413,9 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Float64 values for the gradients. For each pair (..., H, Sq, Sk) there are dS before the slope of the terms (`ds`) and after it (`capped`), and
-  the variances of the fp32 errors of these (`off`, `capped_off`). For each row (..., H, Sq, 1) there are delta, the variance of its error, and the
-  part of this variance that fp32 causes."""
+  """Float64 values for the gradients. For each pair (..., H, Sq, Sk) there are the derivative of the loss by the final score (`ds`) and by the
+  product of query and key (`capped`), and the variances of the fp32 errors of both (`off`, `capped_off`). For each row (..., H, Sq, 1) there are
+  delta, the variance of its error, and the part of this variance that fp32 causes."""
   t: _Pairs
   do: Array
   heads: int
@@ -451,8 +452,8 @@ class _Gradients:
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, common:Array|float=0.0) -> _Moments:
-    """Returns the moments (variance and slack) of w @ x. Each element of w has an error with variance `off` of its own, and an error with variance
-    `common` that other elements have, too. After that, w is rounded, because it is a factor."""
+    """Returns the moments (variance and slack) of w @ x, where w is rounded before the product. Each element of w has an error of its own, with
+    variance `off`, and an error with variance `common` that other elements share."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + common))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)

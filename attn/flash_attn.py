@@ -70,8 +70,8 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
   """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq),
   S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P and -1 where dropout drops it; None without dropout.
 
-  Always deterministic, whatever `deterministic` says. dropout_p drops whenever it is not 0, with dropout_seed, uint32 (2), or else a seed from
-  tinygrad's generator."""
+  The result is always deterministic, whatever `deterministic` says. Dropout is active whenever dropout_p is not 0. Its seed is dropout_seed, uint32
+  (2), or, if that is None, a new seed from tinygrad's generator."""
   options = _options(locals())
   values.truth("deterministic", deterministic)
   return _attend(options, q, k, v, "bshd")

@@ -1,5 +1,5 @@
-"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that the call stands
-for."""
+"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that describes the
+call."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values

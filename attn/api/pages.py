@@ -72,7 +72,7 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
 
 def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
   """Returns pages in a form that kernels can read, and where their rows lie: in a buffer of their own, or in a larger buffer of which the pages are a
-  view. The pages are copied if the rows of the view are not whole, or do not lie a constant stride apart in the buffer."""
+  view. Pages that are a view are copied unless each row is contiguous in the buffer and rows lie a constant stride apart."""
   if not isinstance(t.device, str): return t, whole_places(local_shape(t), "bshd")
   if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
   return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")

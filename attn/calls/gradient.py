@@ -69,7 +69,8 @@ class BackwardLaunch:
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get
 
 def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
-  """Returns which lists of tiles the kernels "dq" and "dkdv" get."""
+  """Returns, for the kernels "dq" and "dkdv", which lists of visible tiles each one loops over; None for a kernel that loops over neighbouring
+  tiles."""
   if not isinstance(device, str): return None, None
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")

@@ -270,8 +270,8 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns a problem with which dispatch chooses the kernel for a batch-invariant problem. It has a single sequence (with LONG_SEQUENCE queries if
-  sequences are packed), so that the choice does not depend on the batch. Returns any other problem unchanged."""
+  """Replaces a batch-invariant problem by a problem that is the same for every batch, so that dispatch chooses the same kernel for every batch: one
+  with a single sequence, which has LONG_SEQUENCE queries if sequences are packed. Returns any other problem unchanged."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

@@ -43,7 +43,7 @@ def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Returns the tile that a settings row gives, if the row was written by a user and not taken from a table. Raises ValueError if the tile cannot be
+  """Returns the tile of a row that does not come from a table: a search or the file of tuned tiles gave it. Raises ValueError if the tile cannot be
   divided, if LDS has no room for it, or if mla_mma has more warps than O has columns for: every warp must multiply P with columns of V."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > max(1, fragments(p.Dv, tile.matrix)//LINE):

@@ -53,7 +53,8 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem, with facts about the kernel."""
+  """The reason why a kernel cannot compute a problem, and two facts that say how much the reason helps a user: whether the chip has the kernel's
+  unit, and whether the kernel is a general one."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str

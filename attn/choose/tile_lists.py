@@ -25,5 +25,5 @@ def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> Liste
   return found if p.B*p.H*found.blocks*found.tiles >= LEAST_TILES else None
 
 def with_lists(p:Problem, lists:ListedBlocks|None) -> Problem:
-  """Returns the problem of a kernel that gets lists, or `p` if there are none."""
+  """Returns `p` with the shape of the lists that its kernel loops over, or `p` itself if there are no lists."""
   return p if lists is None else replace(p, tile_list=lists.shape)

@@ -177,8 +177,9 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Returns the edge that says that the sum of `terms`, plus `plus`, is at most 0. Returns None if no edge says that: if the terms are not one
-    function of the query's place and one of the key's place, if the edge would fall, or if its numbers are too large for int32."""
+    """Returns the edge (a limit such as j <= i) that says that the sum of `terms`, plus `plus`, is at most 0. Returns None if no edge says that. This
+    is so if the terms are not one function of the query's place and one of the key's place, if the limit would decrease from one query to the next,
+    or if its numbers are too large for int32."""
     found: dict[UOp, tuple[int, Steps]] = {}
     for u, n in terms:
       if (chain := self._chain(u)) is None or chain[0] in found: return None

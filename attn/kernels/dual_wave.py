@@ -178,7 +178,8 @@ class DualWave:
     return here, self.group.row(wave*self.mat.N, here.n)
 
   def outputs(self, s:DualWaveState) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l
+    the row's sum of P."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]

@@ -126,15 +126,16 @@ class AmdForward:
     return self.products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
-    """Computes P = exp2(scores - m) for a tile of keys, with the reference m of each row. If P of a row becomes too large, raises m and computes P
-    again."""
+    """Computes P = exp2(scores - m) for a tile of keys, where m is the number that the softmax subtracts from the scores of a row. If P of a row
+    becomes too large, raises m and computes P again."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(tiles, addends, strict=True)]
     return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
 
   def outputs(self, softmax:Softmax) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l
+    the row's sum of P."""
     mat, stores = self.mat, list[UOp]()
     for qt, row in enumerate(self.queries):
       factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))
