@@ -227,8 +227,8 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *before:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Computes P = exp2(x - m) of the scores `x`, with the softmax's reference m of the row, as operands of the next product. A branch checks whether
-    m is high enough, and raises m if it is not. This branch comes after the values `before` are computed."""
+    """Computes P = exp2(x - m) of the scores `x`, as operands of the next product. m is the number that the softmax subtracts from the scores of a
+    row. A branch checks whether m is high enough, and raises m if it is not. This branch comes after the values `before` are computed."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))

@@ -14,7 +14,7 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Meaning, in the emulator, of a statement that has no effect on numbers."""
+  """What the emulator computes for a statement that has no effect on numbers: nothing."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****

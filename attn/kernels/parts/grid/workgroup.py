@@ -51,17 +51,17 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
   return Grid(new, (block, head, lane, wave), head, block, lane, wave)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the group has as many heads as the
-  cache holds K and V of, else one head. If a device holds two pieces of a sequence, the grid goes over one piece after the other, so that no block
-  with many keys runs last."""
+  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the cache has room for K and V of
+  all heads of the group; without one a group is a single head. If a device holds two pieces of a sequence, the grid goes over one piece after the
+  other, so that no block with many keys runs last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the group has as many
-  key/value heads as the cache holds the queries of, else one."""
+  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the cache has room for the
+  queries of all heads of the group; without one a group is a single key/value head."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
@@ -195,7 +195,7 @@ class Workgroup:
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property
   def walked_end(self) -> UOp:
-    """The workgroup reads no walked row from this one on."""
+    """Number of the row at which the workgroup's loop over rows (keys or queries) ends: it reads neither this row nor a later one."""
     count = self.scores.walk.count
     return as_index(count) if self.scores.listed is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property
