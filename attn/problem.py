@@ -190,7 +190,7 @@ class Problem:
                  tensor has that size (True) or 1 (False)
     score_mod    the caller's own function of a score, applied after the other terms
     mask_mod, mask_bounds   the caller's own mask: a query sees the keys of an interval, which `mask_bounds` computes, for which the function
-                 `mask_mod` holds. Each may be None: then the other says all
+                 `mask_mod` holds. If one of them is None, the other is the whole mask
     tile_list    shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py)
     mod_tensors  shape and dtype of the tensors that these functions read: mod_tensor0, mod_tensor1, ...
     sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse

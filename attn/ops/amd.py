@@ -1,5 +1,5 @@
-"""Instructions of AMD's chips that tinygrad has no UOp for: for each, the HIP text that is printed and the meaning in numpy that the emulator runs.
-Operations of all vendors are in common.py."""
+"""Instructions of AMD's chips that tinygrad has no UOp for: for each, the HIP text that is printed, and the numpy function with which the emulator
+computes it. Operations of all vendors are in common.py."""
 from __future__ import annotations
 from typing import Any
 import functools
@@ -218,7 +218,7 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Computes acc + A B by one matrix instruction; a and b are register images.
+  """Computes acc + A B by one matrix instruction; a and b are the packed operands as the registers hold them.
 
   This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0), with the shape in the value's type and not in the UOp's. An `Ops.WMMA` needs operands of one
   dimension. The devectorizer (do_stack_wmma) splits operands of n numbers into single numbers. Operands of one element, a vector, work, but the

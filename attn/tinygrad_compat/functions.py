@@ -28,8 +28,8 @@ def copied(u:UOp) -> UOp:
   return buffer.after(emptied(buffer).store(u))
 
 def emptied(u:UOp) -> UOp:
-  """Returns a new buffer without its first content. tinygrad takes every element of a buffer that is Invalid for Invalid, also where it is stored
-  to."""
+  """Returns a new buffer without its first content. tinygrad treats the elements of a buffer whose first content is Invalid as Invalid, even after
+  values have been stored to them."""
   return u.substitute({x: x.src[0] for x in u.toposort() if x.op is Ops.AFTER}, walk=True)
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
@@ -40,8 +40,8 @@ def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Replaces each output of a FUNCTION by the copy of it that the body makes in a buffer, as an input of a kernel, if there is such a copy. Otherwise
-  tinygrad would compute both."""
+  """Makes the body of a FUNCTION return a buffer that it fills anyway: if the body copies an output to a buffer, as an input of a kernel, the copy
+  replaces the output. Otherwise tinygrad would compute both."""
   if body.op is not Ops.TUPLE: return body
   buffers = {u.src[0]: u for u in body.toposort(enter_calls=False) if u.op is Ops.CONTIGUOUS}
   return body.replace(src=tuple(buffers.get(u, u) for u in body.src))

@@ -1,4 +1,5 @@
-"""Tests of attention's gradients: for every way to call attention, with every option, they agree with float64 by the law of attn/accuracy.py."""
+"""Tests of attention's gradients: for every way to call attention, with every option, they agree with float64 by the accuracy law
+(attn/accuracy.py)."""
 from __future__ import annotations
 import itertools, re
 from typing import Any, Callable
@@ -28,8 +29,8 @@ SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs `attention` on the problem. The loss is a weighted sum of o, of lse, or of o and lse. Checks the gradient of every input against the law,
-  and returns the gradients in the shapes of the inputs. Gradients of q, k and v have the shape (B, H, S, D)."""
+  """Runs `attention` on the problem. The loss is a weighted sum of o, of lse, or of o and lse. Checks the gradient of every input against the
+  accuracy law, and returns the gradients in the shapes of the inputs. Gradients of q, k and v have the shape (B, H, S, D)."""
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))

@@ -282,7 +282,8 @@ def test_vector_types_in_memory(emu):
   np.testing.assert_array_equal(got, x.reshape(128, 8)[::-1].ravel())
 
 def test_custom_text(emu, monkeypatch):
-  """The emulator refuses an operation given as text without a definition, because its meaning is unknown. An operation with a definition runs."""
+  """The emulator refuses an operation that is given as text only, because it cannot tell what the text computes. An operation with a definition
+  runs."""
   def kernel(value):
     def kernel(o, x):
       t = UOp.range(64, 0, AxisType.WARP)

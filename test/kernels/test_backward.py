@@ -1,4 +1,4 @@
-"""Tests of the backward kernels on every matrix unit: each element of the gradients agrees with float64 by the law of attn/accuracy.py."""
+"""Tests of the backward kernels on every matrix unit: each element of the gradients agrees with float64 by the accuracy law (attn/accuracy.py)."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
 from collections.abc import Callable

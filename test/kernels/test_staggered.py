@@ -1,4 +1,4 @@
-"""Tests of the staggered kernel of CDNA2 and CDNA3, whose waves alternate: it keeps the law, and the emulator finds a missing barrier."""
+"""Tests of the staggered kernel of CDNA2 and CDNA3, whose waves alternate: it keeps the accuracy law, and the emulator finds a missing barrier."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
