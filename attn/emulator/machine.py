@@ -1,5 +1,6 @@
 """Interpreter of the emulator: a `Frame` holds the threads of a run, their values and their memory, and executes a program's steps."""
 from __future__ import annotations
+from collections.abc import Sequence
 from typing import Any, Callable
 from dataclasses import dataclass, field
 import time
@@ -48,6 +49,7 @@ class Frame(Threads):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
     self.matrix_unit = MatrixUnit(plan.chip.family, plan.arch)
     self.under_way = UnderWay(self)
+    self.order = np.arange(self.T)      # the threads, in the order of their atomic operations
     # values and memory
     self.v: list[Any] = list(plan.constants)
     for u, x in values.items(): self.v[plan.slot[u]] = numpy_dtype(u.dtype).type(x)
@@ -238,6 +240,25 @@ class Frame(Threads):
       bad = np.zeros(self.T, bool)
       bad[at[first[twice[0]]]] = True
       raise self.error(SharedSlot, bad, lambda t: f"{name} {found[twice[0]]} is written {count[twice[0]]} times in one launch")
+  def atomic_add(self, pointer:Pointer, steps:Sequence[int], x:Array, gate:Array) -> None:
+    self.plan.stored.setdefault(pointer.buffer, 4)
+    by = self.order[np.broadcast_to(gate, self.T)[self.order]]
+    for step, values in zip(steps, x):
+      memory, at = pointer.space.atomic(pointer.offset + 4*step, 4*len(values), gate, "atomic addition to")
+      for i, value in enumerate(values): np.add.at(memory.view(np.float32), at[by] + i, self.full(value)[by])
+  def fetch_add(self, pointer:Pointer, gate:Array) -> Array:
+    self.plan.stored.setdefault(pointer.buffer, 4)
+    memory, at = pointer.space.atomic(pointer.offset, 4, gate, "atomic addition to")
+    found = np.zeros(self.T, np.int32)
+    for t in self.order[np.broadcast_to(gate, self.T)[self.order]]:
+      found[t] = memory[at[t]]
+      memory[at[t]] += 1
+    return found
+  def await_turn(self, pointer:Pointer, number:Array, gate:Array) -> None:
+    memory, at = pointer.space.atomic(pointer.offset, 4, gate, "wait for")
+    if (gate & (memory[at].view(np.int32) != number)).any(): raise NotImplementedError("the emulator can't suspend a workgroup")
+  def settle(self) -> None: pass
+  def pass_turn(self, pointer:Pointer, gate:Array) -> None: self.fetch_add(pointer, gate)
   def start_product(self, acc:RegisterPointer, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
     self.operands = operands = list[Operand]()

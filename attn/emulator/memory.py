@@ -143,6 +143,17 @@ class Space:
       flags = self._view(chunk, True)
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
+  def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
+    """Prepares atomic operations on numbers of 4 bytes, by the threads where `gate` is true; each thread operates on `nbytes` at once. Returns the
+    memory as uint32, and the position of each thread's first number."""
+    index, beyond = divided(index, nbytes)
+    if (bad := gate & (beyond != 0)).any():
+      raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, at no multiple of {nbytes} bytes")
+    at = np.broadcast_to(self._at(index, nbytes, gate, verb), self.f.T)
+    if self.f.checks and self.guarded: self._check_flags(at, nbytes, gate)
+    if self.written is not None: self._view(nbytes, True)[at[gate]] = np.full(nbytes, 1, np.uint8).view(chunk_type(nbytes))[0]
+    return self._view(4).view(np.uint32), at*(nbytes//4)
+
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)
     if active is not None: bad = bad & active

@@ -93,12 +93,12 @@ def low_lanes(x:UOp) -> UOp:
 
 # ***** order *****
 
-def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
+def waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
   """Returns the C++ text of CDNA's s_waitcnt: it waits until at most `vmcnt` loads from memory and `lgkmcnt` accesses to LDS of this wave are not
   complete. (The encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
-def _in_order(*statements:str) -> str:
+def kept_in_order(*statements:str) -> str:
   """Returns the C++ text of statements across which neither clang's passes nor its scheduler move accesses to memory. The fences have the scope of
   one wave and cost nothing. A release fence with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for
   only some."""
@@ -106,11 +106,11 @@ def _in_order(*statements:str) -> str:
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
 instruction("barrier", lambda lanes, *_: lanes.barrier(lanes.active),
-            Body(_in_order(_waitcnt(lgkmcnt=0), "__builtin_amdgcn_s_barrier();"), "", name="ordered_barrier"))
+            Body(kept_in_order(waitcnt(lgkmcnt=0), "__builtin_amdgcn_s_barrier();"), "", name="ordered_barrier"))
 instruction("barrier_of", lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0)),
             Body("if (__builtin_amdgcn_readfirstlane(waves)) __builtin_amdgcn_s_barrier();\nreturn 0.0f;", "waves"))
 instruction("wait_loads", lambda lanes, *_, n: lanes.wait_stores(n),
-            lambda printer, out, n: Body(f"{_waitcnt(vmcnt=n)}\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
+            lambda printer, out, n: Body(f"{waitcnt(vmcnt=n)}\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
 instruction("priority", nothing,
             lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
 instruction("fp32_apart", nothing, Body("return 0.0f;", ""))

@@ -12,7 +12,7 @@ tinygrad drops a CUSTOM of dtype void.
 """
 from __future__ import annotations
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
@@ -72,6 +72,17 @@ class Lanes(Protocol):
     no thread may access the fragments or write the operands."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
+  def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array) -> None:
+    """Adds float32 x (instructions, elements, T) to global memory where `gate` is true, in any order. The elements of instruction i follow each
+    other from `steps[i]` elements after `pointer` on."""
+  def fetch_add(self, pointer:Any, gate:Array) -> Array:
+    """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns the numbers before each addition, (T,)."""
+  def await_turn(self, pointer:Any, number:Array, gate:Array) -> None:
+    """Waits until an int32 in global memory is equal to `number`, in the threads where `gate` is true."""
+  def settle(self) -> None:
+    """Makes the active waves wait until their additions and stores to global memory are complete."""
+  def pass_turn(self, pointer:Any, gate:Array) -> None:
+    """Adds 1 to an int32 in global memory for each thread where `gate` is true. What was done before is there for those who wait for the number."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises if `pointer` is not a multiple of `nbytes` bytes from the start of its buffer."""
   def probe(self, name:str, x:Array) -> Array:
