@@ -417,7 +417,7 @@ def check_total(name:str, x:Any) -> int: return counted_rows(name, values.whole_
 
 def counted_rows(name:str, rows:int) -> int:
   if rows <= MOST_ROWS: return rows
-  raise NotImplementedError(f"{name}={rows}: kernels count rows in 32 bits: at most {MOST_ROWS}")
+  raise NotImplementedError(f"{name}={rows}: kernels support at most {MOST_ROWS} rows")
 
 def check_offset(name:str, x:Any) -> int:
   if not values.is_whole(x): raise values.wrong(name, x, "a whole number")

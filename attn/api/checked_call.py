@@ -61,7 +61,7 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
       raise ValueError(f"{name} has shape {values.shown_shape(n.shape)}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
     return placed
   if (value := known(n)) is not None and not 0 <= value <= capacity:
-    raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, the rows there are")
+    raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, where {capacity} is the number of rows")
   return of_each_device(Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous(), at.axis(("batch",)))
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
@@ -70,7 +70,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
-    raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
+    raise ValueError(f"{name}={values.shown(ends.tolist())}: must not decrease, and must lie in 0..{rows}, where {rows} is the number of rows")
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:

@@ -161,7 +161,7 @@ def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str=""
   class, OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
-    raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class for which tiles are kept: TUNE=1 is for problems without that")
+    raise ValueError(f"{', '.join(p.options)}: TUNE=1 times tiles only for problems without these options")
   entry = {"tile": said_of(row) if row is not None else None, "seconds": seconds, "stamp": stamp()}
   with user_cache.only_one(file):         # so that processes that tune at the same time don't overwrite each other's tiles
     found = load()

@@ -44,8 +44,8 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
-    raise NotImplementedError("a gradient through what custom_kernel returns for an input of attention: use the tensor that was given to it; only "
-                              f"{' and '.join(outputs)} {'are' if len(outputs) > 1 else 'is'} computed")
+    raise NotImplementedError("a gradient through an input that custom_kernel returned: use the tensor that was given to custom_kernel; only "
+                              f"{' and '.join(outputs)} {'have' if len(outputs) > 1 else 'has'} a gradient function")
   return found
 
 # ***** by tinygrad *****

@@ -59,9 +59,9 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Returns the reason why the wgmma kernels do not compute the gradient of `p` on `arch`: they cannot, or smaller tiles suit it better. Returns None
   if they compute it."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
-  if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
+  if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
-  return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
+  return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows; mma.sync, with smaller tiles, is faster" if min(p.Sq, p.Sk) < rows else None
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardShape], ...], rows:int, keys:bool) -> MmaBackwardTile:
   mat = MMA[p.dtype]

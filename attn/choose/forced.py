@@ -37,7 +37,7 @@ def _parsed(text:str, kernels:tuple[str, ...]) -> Forced:
   names = [x.strip() for x in text.split(",")] if text else []
   if unknown := [x for x in names if x not in (*kernels, *WAYS, BY_TINYGRAD)]:
     which = f"{unknown[0]!r} "*(unknown[0] != text)
-    raise ValueError(f"ATTN_KERNEL={text!r}: {which}must be one of {', '.join(kernels)}; or of the backward, after a comma perhaps, "
+    raise ValueError(f"ATTN_KERNEL={text!r}: {which}must be one of {', '.join(kernels)}; or for the gradients, alone or after a comma, "
                      f"one of {', '.join((*WAYS, BY_TINYGRAD))}")
   forward, backward = ([x for x in dict.fromkeys(names) if (x in kernels) == first] for first in (True, False))
   units = tuple(unit for unit in UNITS if all(unit in WAYS.get(name, ()) for name in backward))

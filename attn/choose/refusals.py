@@ -38,9 +38,9 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: rows are copied by {unit} elements"
+    if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: must be a multiple of {unit}"
   for name, view in (("k", p.k_view), ("v", p.v_view)):
-    if view is not None and not view.whole(unit): return f"{name} lies as {view} says: rows are copied by {unit} elements, from a multiple of them on"
+    if view is not None and not view.whole(unit): return f"{name} is a view, {view}: its start and strides must be multiples of {unit} elements"
   return None
 
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds

@@ -357,10 +357,10 @@ def test_explain(capsys:pytest.CaptureFixture[str]) -> None:
     Tensor.manual_seed(1)
     choice = attn.explain(q, q, q, dropout_p=P)
     assert Tensor.rand(1).item() == first != before, "explain must not draw a seed"
-    assert choice.kernel == "forward" and choice.why_not("dual_wave") == "dropout_p: it takes plain problems only"
+    assert choice.kernel == "forward" and choice.why_not("dual_wave") == "dropout_p: this kernel does not support it"
     assert "dropout_p=0.3: each element of P is kept with probability 0.7" in capsys.readouterr().out
     patch.setenv("ATTN_KERNEL", "dual_wave")
-    with pytest.raises(NotImplementedError, match="dropout_p: it takes plain problems only"): attn.attention(q, q, q, dropout_p=P)
+    with pytest.raises(NotImplementedError, match="dropout_p: this kernel does not support it"): attn.attention(q, q, q, dropout_p=P)
   with emulated("gfx942"):
     q = draw(1, 2, 32, 16)
     assert "backward_dq_mma" in str(attn.explain(q, q, q, dropout_p=P, arch="sm_80", backward=True))

@@ -210,7 +210,7 @@ def test_part_of_an_operand_is_refused() -> None:
   product, and only its wrong results would show this."""
   p, chip = problem(D=64), get_chip("gfx1100")
   one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
-  assert "1 units together, an operand is made of more" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
+  assert "fenced=1 is less than the number of units in one operand" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
   assert misfit(p, chip, two, backward_tile(p, chip, two, False)) is None
 
 PARTS: dict[str, dict[str, Any]] = {

@@ -237,7 +237,7 @@ def test_what_computes_the_gradient() -> None:
     by_matrices, by_none = attn.explain(half, half, half, backward=True), attn.explain(wide, wide, wide, backward=True)
     assert by_matrices.kernels == ("backward_dq", "backward_dkdv") and by_matrices.why_not("backward_dq") is None
     assert by_none.kernels == ("backward_dq_tiled", "backward_dkdv_tiled") and by_none.why_not("backward_dq_tiled") is None
-    for line in ("not backward_dq, backward_dkdv: D=300: a row is held in registers, up to 256",
+    for line in ("not backward_dq, backward_dkdv: D=300: this kernel supports at most 256",
                  "not backward_dq_wgmma, backward_dkdv_wgmma: gfx942 has no wgmma", "not backward_dq_mma, backward_dkdv_mma: gfx942 has no mma.sync"):
       assert line in str(by_none)
   with emulated("gfx942", "backward_dq_tiled"):

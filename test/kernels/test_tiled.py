@@ -258,7 +258,7 @@ def test_what_it_takes_and_why_not() -> None:
   with emulated("gfx942"):
     q, wide, half = draw(1, 1, 8, 64, dtype="float32"), draw(1, 1, 8, 300), draw(1, 1, 8, 64)
     assert [choice_of(x, x, x).kernel for x in (q, wide, half)] == ["tiled", "tiled", "forward"]
-    assert choice_of(*[draw(1, 1, 8, 513)]*3).why_not("tiled") == "D=513: a row is held in local memory and registers, up to 512"
+    assert choice_of(*[draw(1, 1, 8, 513)]*3).why_not("tiled") == "D=513: this kernel supports at most 512"
   with emulated("gfx1030"):
     choice = choice_of(half, half, half)
     assert choice.kernel == "tiled" and "gfx1030: AMD's kernels have no tile" in choice.why_not("forward")
