@@ -32,6 +32,8 @@ class Bounds:
     """Returns the interval of the places of the queries that see the key at place j."""
     return Interval(_combined(self.after, lambda x: x.query(j), smaller, larger), _combined(self.before, lambda x: x.query(j), larger, smaller))
 
+NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
+
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:

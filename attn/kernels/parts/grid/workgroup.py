@@ -17,7 +17,8 @@ from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import INVARIANT_KEYS, Problem
-from attn.score.masks import as_index, hiding
+from attn.score.masks import as_index, cuts_some, hiding, scattered
+from attn.score.places import Walk
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
@@ -124,6 +125,11 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, length - list_length(0), tile.block_n)
 
+def cut_off(walk:Walk, tile:BlockTile) -> bool:
+  """Returns whether masks have to look where the interval of a row begins and ends. It is False only if mask_mod alone hides scores: no interval
+  begins or ends inside a tile."""
+  return not scattered(walk.p) or cuts_some(walk, tile.block_n)
+
 @dataclass(frozen=True)
 class Workgroup:
   """The part of a problem that one workgroup computes, as one of its threads sees it."""
@@ -163,7 +169,7 @@ class Workgroup:
     first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
     listed = list_of(p, tile, given, batch, first_head, own.first//tile.block_m)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed, cut=cut_off(walk, tile))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n) if listed is None else listed.blocks
     for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), own.first, own.end, sequence, scores,
@@ -181,7 +187,7 @@ class Workgroup:
     first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
     listed = list_of(p, tile, given, batch, kv_head, grid.block)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed, cut=cut_off(walk, tile))
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n) if listed is None else listed.blocks
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,

@@ -36,6 +36,7 @@ class Scores:
   given: Mapping[str, UOp]   # the kernel's tensors by name, among them all that terms and dropout read
   natural: bool = False      # whether terms leave natural logarithms instead of base-2 logarithms
   listed: TileList|None = None      # the list of tiles over which the workgroup loops; None: it loops over neighbouring tiles
+  cut: bool = True           # whether the interval of a row may begin or end inside a tile. If not, only mask_mod hides scores
 
   @functools.cached_property
   def terms(self) -> tuple[ScoreTerm, ...]: return score_terms(self.p)
@@ -116,6 +117,7 @@ class Scores:
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_beyond:Callable[..., UOp]) -> list[UOp]:
+    if not self.cut: return x
     first, last = self.limits(row, tile)
     if first is None: return [of_above(y, last, rows) for y, rows in zip(x, self.walked)]
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
