@@ -165,7 +165,8 @@ def _stored(x:Array, found:_Moments, dtype:str) -> Law:
   squares: the root mean square of their error/sigma may reach 1, while that of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
-  sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
+  sigma = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3)
+  slack = found.slack + 8*FP32*np.abs(finite) + VANISHING
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
@@ -303,7 +304,8 @@ def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Arr
 def _off_by_a_function(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
   assert x.score_mod is not None and step.slope is not None
   slope, (_, moved, inner) = np.abs(step.slope), x.score_mod(step.before + off)     # the slope moves with the score
-  return off*slope + 4*FP32*(np.abs(step.before*slope) + np.abs(_finite(step.after)) + inner), 4*FP32*(1 + slope) + np.abs(moved - step.slope)
+  new_off = off*slope + 4*FP32*(np.abs(step.before*slope) + np.abs(_finite(step.after)) + inner)
+  return new_off, 4*FP32*(1 + slope) + np.abs(moved - step.slope)
 
 # terms that do more than add to a score, by the name of their option. The function gets the standard deviation of the scores' error before the term.
 # It returns the standard deviation after the term, and a limit of the error of the term's slope
@@ -317,12 +319,14 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   turned = k.swapaxes(-1, -2)
   raw = (q @ turned)*scale
   with np.errstate(all="ignore"):
-    s, steps = finished_scores(raw if q is given_q and k is given_k else (given_q @ given_k.swapaxes(-1, -2))*scale, window, offset, x)
+    given_raw = raw if q is given_q and k is given_k else (given_q @ given_k.swapaxes(-1, -2))*scale
+    s, steps = finished_scores(given_raw, window, offset, x)
     slope = _finite(np.asarray(slope_of(steps), np.float64))
     p, lse = (_finite(a) for a in softmax_of(s, x))
     top = _finite(np.fmax.reduce(s, axis=-1, initial=-np.inf))[..., None]
     none_bent: dict[str, Any] = dict.fromkeys(BENT, 0.0)
-    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])     # what terms add to scores
+    # what terms add to scores
+    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])
   lse = lse[..., None]
   off, size, slope_off = scale*_dot_error(q.shape[-1], raw/scale, (q*q) @ (turned*turned)), np.abs(raw), np.zeros_like(raw)
   for step in term_steps(raw, offset, x):
@@ -365,7 +369,9 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
   by itself."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
-    for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
+    for b, n in enumerate(map(int, x.kv_lengths)):
+      shift = 0 if x.top_left else n - k.shape[-2]
+      yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
   """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors. (1) The fp32 error of each
@@ -373,7 +379,9 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
   error of rescaling the sums when the softmax subtracts a larger number than before. (4) The loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
-  found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0] + _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)[0])
+  of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)
+  of_weights, _ = _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)
+  found = SIGMAS*np.sqrt(of_products + of_weights)
   found += _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
   if (lost := t.rounding[1]) is not None:
     mass = lost.sum(-1, keepdims=True)
@@ -406,7 +414,8 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
       some = slice(n) if options.bias.shape[-1] > 1 else slice(None)
       found["bias"] = (of_batch(options.bias), Ellipsis, some), g.of_scores(np.ones(t.p.shape[-2:]), x.bias.shape)
     if (slopes := options.alibi_slopes) is not None and x.alibi_slopes is not None:
-      found["alibi_slopes"] = (of_batch(slopes) if slopes.ndim == 2 else Ellipsis,), g.of_slopes(offset + shift, x.alibi_slopes.shape)
+      into_slopes = (of_batch(slopes) if slopes.ndim == 2 else Ellipsis,)
+      found["alibi_slopes"] = into_slopes, g.of_slopes(offset + shift, x.alibi_slopes.shape)
     if x.sinks is not None: found["sinks"] = (Ellipsis,), g.of_sinks(x.sinks.astype(np.float64))
     for name, (into, moments) in found.items(): total[name].add(into, moments)
   return Laws(**{n: _stored(a, total[n], types[n]) for n, a in results.items()})
@@ -431,18 +440,21 @@ class _Gradients:
 
   @staticmethod
   def of(t:_Pairs, do:Array, dlse:Array, heads:int, out_dtype:str) -> _Gradients:
-    raw, squares, width = do @ t.v.swapaxes(-1, -2), (do*do) @ (t.v*t.v).swapaxes(-1, -2), t.v.shape[-1]
+    raw, squares = do @ t.v.swapaxes(-1, -2), (do*do) @ (t.v*t.v).swapaxes(-1, -2)
+    width = t.v.shape[-1]
     o, dp, dp_off = t.kept(t.p) @ t.v, t.kept(raw), t.kept(_dot_error(width, raw, squares))
     of_o = (do*o).sum(-1, keepdims=True)
     delta, terms = of_o - dlse[..., None], t.rounding[0]*(dp - of_o)
     def ordered(here:tuple[Array, ...], order:Array) -> Array: return np.take_along_axis(terms[here], order, -1)
     of_p, alike = _with_equals((terms*terms).sum(-1, keepdims=True), t.p, 1, ordered)
     variance = of_p/3 + np.square(do*_largest_error(o, out_dtype)).sum(-1, keepdims=True)/3
-    fp32 = np.square(do*_slack_of_o(t, o)/3).sum(-1, keepdims=True) + np.square(_dot_error(width, delta, np.square(do*o).sum(-1, keepdims=True)))
+    of_dot = _dot_error(width, delta, np.square(do*o).sum(-1, keepdims=True))
+    fp32 = np.square(do*_slack_of_o(t, o)/3).sum(-1, keepdims=True) + np.square(of_dot)
     p_off, difference = t.off + t.lse_off/3, dp - delta
     off = np.square(t.p)*(np.square(p_off*difference) + np.square(dp_off + 4*FP32*(np.abs(dp) + np.abs(delta))))
     ds = t.p*difference
-    return _Gradients(t, do, heads, ds, ds*t.slope, off, off*np.square(t.slope) + np.square(ds*t.slope_off), p_off, delta, variance, fp32, alike)
+    capped_off = off*np.square(t.slope) + np.square(ds*t.slope_off)
+    return _Gradients(t, do, heads, ds, ds*t.slope, off, capped_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
     """Rearranges values of pairs so that rows are keys, and columns are all queries of the heads that share a key: (..., Hkv, Sk, rows)."""
@@ -467,8 +479,9 @@ class _Gradients:
 
   def of_k(self) -> _Moments:
     moves, q, scale = np.square(self.t.p*self.t.slope), self.rows(self.t.q), self.t.scale
-    x = self.product(self.by_key(self.capped), self.by_key(self.capped_off + moves*self.fp32), q, self.by_key(moves*self.variance))
-    return _Moments((x.variance + self.by_key(moves*self.variance) @ (q*q))*scale**2, x.slack*abs(scale), x.alike)
+    off, common = self.by_key(self.capped_off + moves*self.fp32), self.by_key(moves*self.variance)
+    x = self.product(self.by_key(self.capped), off, q, common)
+    return _Moments((x.variance + common @ (q*q))*scale**2, x.slack*abs(scale), x.alike)
 
   def of_v(self) -> _Moments:
     p = self.t.kept(self.t.p)

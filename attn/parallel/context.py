@@ -100,7 +100,8 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                        "default unless k and v, or q, k and v, are sharded along their rows, as attn.shard_sequence does")
     at = Placement(at.device, "rows")
   what = "k and v sharded along their rows" if at.shared == "keys" else "q, k and v sharded along their rows"
-  if options.layout == "thd": raise ValueError(f"layout='thd' with {asked or what}: packed sequences can't be sharded along rows; {WHOLE_INSTEAD}")
+  if options.layout == "thd":
+    raise ValueError(f"layout='thd' with {asked or what}: packed sequences can't be sharded along rows; {WHOLE_INSTEAD}")
   for name, instead in REFUSED.items():
     if isinstance(given := getattr(options, name), (Tensor, UOp)) or given not in (None, False, 0.0):
       raise ValueError(f"{name}={values.shown(given)} with {what}: {instead}")
@@ -111,8 +112,9 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
       raise ValueError(f"sequence_lengths={lengths}: {name} must lie in {least}..{have}, the rows of {'q' if name == 'Sq' else 'k'}")
   pieces = at.count*ORDERS[order]
   for name, have in zip(("q", "k") if at.shared == "rows" else ("k",), rows if at.shared == "rows" else rows[1:]):
-    if have % pieces: raise ValueError(f"{name} has {have} rows: sequence_order={order!r} on {at.count} devices needs a multiple of {pieces}, "
-                                       "which attn.shard_sequence pads to")
+    if have % pieces:
+      raise ValueError(f"{name} has {have} rows: sequence_order={order!r} on {at.count} devices needs a multiple of {pieces}, "
+                       "which attn.shard_sequence pads to")
   shared = SequenceShards(at.count, order, rows[1]//at.count, rows[0]//at.count if at.shared == "rows" else None,
                           tuple(name for name in TERM_TENSORS if lies_as_q(name, getattr(options, name), rows[0], at)))
   return at, shared, lengths or rows
@@ -133,7 +135,8 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
   has all rows of the sequence, without the padding."""
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
-  if shape[axis] != shards.queries: raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be equal")
+  if shape[axis] != shards.queries:
+    raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be equal")
   return (*shape[:axis], queries, *shape[axis + 1:])
 
 # ***** shards *****
@@ -261,7 +264,8 @@ class GatheringDevice:
     t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
     t |= {name: dealt_rows(c, name, t[name], number) for name in TERM_TENSORS if name in t}
     shapes = {x: shape for x, (shape, _) in launches[0][1].shapes.items() if x in ("k", "v")} if c.shards.count > 1 else {}
-    slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
+    slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()}
+             for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
     """Returns the region of some rows of k or v in the buffer that the n-th launch uses."""
@@ -276,11 +280,13 @@ class GatheringDevice:
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
     for name, u in slot.items() if pieces else ():
       kernel = ordering_kernel(p, shards.keys, pieces, first, self.launches[n][0], p.D if name == "k" else p.Dv)
-      self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0].src[1]
+      written = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0]
+      self.ordered[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
     """Returns the regions of the buffers that `order_own` fills for the n-th launch."""
-    return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in self.c.shards.keys_held(self.c.problem, self.number)]
+    held = self.c.shards.keys_held(self.c.problem, self.number)
+    return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   """Copies the keys for the n-th launch of each device, from the owners' ordered buffers to the device's gathering buffer. These copies begin after
@@ -349,7 +355,8 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   use."""
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
   buffer = UOp.empty((size,), dtype=dtypes.float, device=device)
-  results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous() for shape, begin in zip(shapes, places)]
+  results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()
+             for shape, begin in zip(shapes, places)]
   if region(results[0]) is not None: return buffer.after(write(*results, buffer))
   results = [UOp.empty(shape, dtype=dtypes.float, device=device) for shape in shapes]     # OpenCL's buffers have no regions
   call = write(*results, buffer)
@@ -432,7 +439,8 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   second mapping. Because o and lse depend on it, taking the gradient does not compute the inputs again."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
-  shapes, axes = c.own.shapes, {name: AXES[c.problem.layout] if name == "o" else lse_axes(c.problem.layout) for name in c.own.outputs}
+  shapes, layout = c.own.shapes, c.problem.layout
+  axes = {name: AXES[layout] if name == "o" else lse_axes(layout) for name in c.own.outputs}
   buffers = {name: UOp.empty(shapes[name][0], dtype=FLOATS[shapes[name][1]], device=c.at.device) for name in axes}
   call = gathered_over(c, inputs, held, attend, buffers) if c.gathers else merged_over(c, held, attend, buffers)
   def on_all(name:str) -> UOp:

@@ -75,7 +75,7 @@ def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1,
 def test_a_variable_number_of_keys_is_refused(make:Callable[..., Any]) -> None:
   p = problem(Sk=64, sk_variable=Count((("n", 1, 64),)), extras=dict(bias=floats(1, 1, 1, 64)))
   chip = get_chip("gfx942")
-  with pytest.raises(NotImplementedError, match=r"sk_variable=Count\(.*\): the backward kernels have no Variable"):
+  with pytest.raises(NotImplementedError, match=r"sk_variable=Count\(.*\): the backward kernels take no Variable"):
     make(p, chip, amd_backward_tile(p, chip, False))
   assert "sk_variable" in str(can_differentiate(p, chip))
 
