@@ -76,7 +76,7 @@ def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) 
               f'    :: {", ".join([of_global("at"), *(f"{chr(34)}f{chr(34)}({x})" for x in values)])} : "memory");']
   return Body("\n".join([*lines, "return 0.0f;"]), "at x gate", name=_named(steps, together))
 
-instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda)
+instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
 
 def atomic_add(at:UOp, x:UOp, *done:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
   """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `steps` has one constant distance from `at` (an INDEX)
@@ -106,13 +106,13 @@ _DRAW = f'asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(dra
 
 instruction("ticket", _ticket,
             Body(f"{_AT}\nint drawn = 0;\nif (first) drawn = {_DRAWN}\nreturn __builtin_amdgcn_readfirstlane(drawn);", "counter first"),
-            Body(f"int drawn = 0;\nif (first) {_DRAW}\nreturn __shfl_sync(0xffffffffu, drawn, 0);", "counter first"))
+            Body(f"int drawn = 0;\nif (first) {_DRAW}\nreturn __shfl_sync(0xffffffffu, drawn, 0);", "counter first"), atomic=True)
 instruction("ticket_of_all", _ticket_of_all,
             Body(f"{_AT}\nif (first) *({IN_LDS} int*)lds = {_DRAWN}\n"
                  f"{fence('RELEASE', 'workgroup')}\n__builtin_amdgcn_s_barrier();\n{fence('ACQUIRE', 'workgroup')}\n"
                  f"return __builtin_amdgcn_readfirstlane(*({IN_LDS} int*)lds);", "counter lds first"),
             Body("if (first) {\n  int drawn;\n" f"  {_DRAW}\n  *(int*)lds = drawn;\n" "}\n"
-                 "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"))
+                 "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *done:UOp, lds:UOp|None=None) -> UOp:
   """Adds 1 to `counter` (an INDEX) and returns, in all lanes of the workgroup, the number that it had before. `block` is any number made of all block
@@ -152,11 +152,11 @@ instruction("await_turn", _await_turn, Body(f"{_AT}\nif (!first) return 0.0f;\n"
             f"{fence('ACQUIRE', 'agent')}\nreturn 0.0f;", "counter number first"),
             Body("int found = number;\nif (first) do {\n"
                  f'  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : {of_global("counter")} : "memory");\n'
-                 "} while (found != number);\n__syncwarp();\nreturn 0.0f;", "counter number first"))
-instruction("settle", _settle, _settle_text, Body("__syncwarp();\nreturn 0.0f;", ""))
+                 "} while (found != number);\n__syncwarp();\nreturn 0.0f;", "counter number first"), atomic=True)
+instruction("settle", _settle, _settle_text, Body("__syncwarp();\nreturn 0.0f;", ""), atomic=True)
 instruction("pass_turn", _pass_turn, _pass_text, Body(
   f'__syncwarp();\nif (first) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: {of_global("counter")} : "memory");\nreturn 0.0f;',
-  "counter first"))
+  "counter first"), atomic=True)
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *done:UOp) -> UOp:
   """Waits until `counter` (an INDEX) is equal to `number`, in lanes where `first` is true. What others did before they passed this turn is there

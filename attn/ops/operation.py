@@ -131,6 +131,7 @@ class Operation:
   definition: Callable[..., Any]|None = None
   inline: bool = False
   suffix: str = ""
+  atomic: bool = False     # works on global memory that workgroups share
 
 OPERATIONS: dict[str, Operation] = {}
 

@@ -297,10 +297,10 @@ def test_custom_text(emu, monkeypatch):
   np.testing.assert_array_equal(go(lambda x: emit("my_builtin", dtypes.float, x)), x + 64)
 
 def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
-  from attn.emulator import machine
+  from attn.emulator import launch
   a = rng.standard_normal((256, 64)).astype(np.float32)
   whole = (Tensor(a) @ Tensor(a.T.copy())).softmax().numpy()
-  monkeypatch.setattr(machine, "WORKING_SET", 1 << 16)
+  monkeypatch.setattr(launch, "WORKING_SET", 1 << 16)
   np.testing.assert_array_equal((Tensor(a) @ Tensor(a.T.copy())).softmax().numpy(), whole)
 
 # ***** memory after a run *****
