@@ -45,11 +45,11 @@ class Law:
   slack: Array
   alike: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the law of the output after `change`, which changes the shape or selects elements."""
+    """Returns the accuracy law of the output after `change`, which changes the shape or selects elements."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Replaces the law of the elements `at` by `law`."""
+    """Replaces the accuracy law of the elements `at` by `law`."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
     """Adds to the elements `at` a second result whose errors are independent: exact values, variances and slacks add up."""
@@ -58,19 +58,20 @@ class Law:
     self.slack[at] += law.slack
     self.alike[at] |= law.alike
   def rounded_to(self, dtype:str) -> Law:
-    """Returns the law of the output after it is rounded once more, to `dtype`."""
+    """Returns the accuracy law of the output after it is rounded once more, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
     return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
 def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
-  """Makes the law of an output that must be exactly `value`."""
+  """Makes the accuracy law of an output that must be exactly `value`."""
   return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
 
 @dataclass(frozen=True)
 class Laws:
-  """The laws of the gradients. None for a gradient that is not computed."""
+  """The accuracy laws of the gradients: for each gradient the exact values and the limits of their errors. None for a gradient that is not
+  computed."""
   q: Law
   k: Law
   v: Law
@@ -161,8 +162,8 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """Returns the law of a result stored as `dtype`. Elements below the normal numbers of `dtype` are marked `alike`, to leave them out of root mean
-  squares: the root mean square of their error/sigma may reach 1, while that of normal numbers is 0.73."""
+  """Returns the accuracy law of a result stored as `dtype`. Elements below the normal numbers of `dtype` are marked `alike`, to leave them out of
+  root mean squares: the root mean square of their error/sigma may reach 1, while that of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3)
@@ -348,8 +349,8 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False) -> tuple[Law, Law]:
-  """Computes the laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the matrix unit
-  treats denormal 16-bit numbers as zero, as CDNA2 does."""
+  """Computes the accuracy laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the
+  matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -392,7 +393,7 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """Computes the laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of
+  """Computes the accuracy laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of
   `reference.exact_backward`. `do` is the gradient of an o of `out_dtype`, rounded to `dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])

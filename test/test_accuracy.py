@@ -130,8 +130,8 @@ def test_rounded_once_more() -> None:
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
 
 def test_each_batch_has_its_own_law() -> None:
-  """A batch with kv_lengths has the laws of its visible keys alone. For gradients of a tensor that batches share, the accuracy law adds the batches'
-  variances."""
+  """The accuracy law of a batch with kv_lengths is that of its visible keys alone. For gradients of a tensor that batches share, the accuracy law
+  adds the batches' variances."""
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
   how, found = dict(dtype="float16", out_dtype="float16"), []

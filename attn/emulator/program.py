@@ -43,7 +43,7 @@ class EmulatedProgram:
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Finds the place of an operation in Python and in the source."""
+    """Finds where an operation comes from: the line of Python that emitted it, and its statement in the printed source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)

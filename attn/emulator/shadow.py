@@ -208,7 +208,7 @@ class LdsOperand(Operand):
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Groups an array of int32 into chunks of `per` numbers, which are copied and never interpreted. Copies nothing itself."""
+  """Views an array of int32 as chunks of `per` numbers each, without a copy. A chunk is copied as a whole and never interpreted."""
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array:
   """Repeats each number of x to make a chunk of `per` equal numbers."""

@@ -142,8 +142,8 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Returns the tensor if it lies in a buffer on each of its devices, else new private buffers filled with it. (For a tensor that is not realized,
-  tinygrad confuses an element and the buffer if one kernel takes the elements and another one takes the buffer of one device.)"""
+  """Returns the tensor if it lies in a buffer on each of its devices, else new private buffers filled with it. (If a tensor is not realized, one
+  kernel may take its elements and another one the buffer of one of its devices; tinygrad then mistakes one for the other.)"""
   if u.has_buffer_identity(): return u
   if isinstance(u.device, str): return u.contiguous()
   buffer = UOp.empty(u.max_shard_shape, dtype=u.dtype, device=u.device)

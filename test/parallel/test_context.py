@@ -569,8 +569,8 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """A tensor that is multiplied by 0, once tinygrad has unrolled the loop over a row, is no parameter of the program. tinygrad's own graphs pass it;
-  the case `mended=False` shows this."""
+  """When tinygrad has unrolled the loop over a row, a tensor that is only multiplied by 0 is no longer a parameter of the program, and a graph must
+  not pass it. tinygrad's own graphs do pass it; the case `mended=False` shows this."""
   if not mended: monkeypatch.setattr(MultiGraphRunner, "__init__", inspect.unwrap(MultiGraphRunner.__init__))
   with emulated("gfx942"), Context(NOOPT=0):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)

@@ -53,8 +53,8 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the cache has room for K and V of
-  all heads of the group; without one a group is a single head. If a device holds two pieces of a sequence, the grid goes over one piece after the
-  other, so that no block with many keys runs last."""
+  all heads of the group; without a causal mask a group is a single head. If a device holds two pieces of a sequence, the grid goes over one piece
+  after the other, so that no block with many keys runs last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
@@ -62,7 +62,7 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the cache has room for the
-  queries of all heads of the group; without one a group is a single key/value head."""
+  queries of all heads of the group; without a causal mask a group is a single key/value head."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
