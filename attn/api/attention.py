@@ -2,15 +2,20 @@
 kernel that is, and why `attention` doesn't use the other kernels."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from attn import values
 from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import check_devices, run, seeded
 from attn.calls.options import AttentionOptions, options_of
+from attn.calls.tile_shares import shares_told
 from attn.choose.backward import BackwardChoice, choose_backward
 from attn.choose.dispatch import Choice
 from attn.compilers.choice import in_use
+from attn.kernels.parts.grid.tensors import of_backward
+from attn.kernels.tiles.common import BlockTile
 from attn.parallel.context import first_launch
+from attn.problem import Problem
 from attn.score.terms import check_differentiable
 from attn.tinygrad_compat import DType, Tensor, UOp
 
@@ -132,6 +137,10 @@ def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
   """Returns which of the inputs "k" and "v" are pages that no kernel can read in place. Every call copies these inputs."""
   return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
 
+def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
+  """Describes what shares of tiles a kernel of a call skips and masks."""
+  return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
+
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
   """Prints and returns the kernel, its tile and the number of key ranges that `attention` chooses for these arguments, and why it doesn't choose the
   other kernels.
@@ -140,9 +149,11 @@ def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options
     attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients
 
   The options are those of `attention`. With `backward`, `explain` also prints what computes the gradients, and returns this choice instead of the
-  forward kernel. On an AMD GPU `explain` also prints which compiler compiles the kernel (docs/compilers.md)."""
+  forward kernel. For a call with a mask it also prints what share of the tiles of keys each kernel skips, and in what share it computes the mask. On
+  an AMD GPU `explain` also prints which compiler compiles the kernel (docs/compilers.md)."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
+  if told := of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
   if call.shards is not None: print(f"  {call.shared_rows.told}")
   for name in copied_pages(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
@@ -150,4 +161,6 @@ def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
   if not backward: return choice
   print(gradients := backward_choice_of(q, k, v, **options))
+  for kernel, tile, over in zip(gradients.kernels, gradients.tiles or (), ("keys", "queries")):
+    if told := of_tiles(call, kernel, of_backward(call.problem), tile, over): print(f"  {kernel}: {told}")
   return gradients
