@@ -37,19 +37,19 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class Law:
-  """The accuracy law of an output: for each element the exact value and the limit of the error. `alike` marks the elements that the root mean square
-  of the errors must leave out. Equal numbers round equally, so an element's error may come from few different roundings, or be equal to another
-  element's error: such elements are marked, and elements below the normal numbers of the dtype."""
+  """The accuracy law of an output: for each element the exact value and the limit of the error. `alike` marks the elements that are left out of the
+  root mean square of the errors. An element is left out if its error comes from few different roundings or equals the error of another element, as
+  equal numbers are rounded with equal errors. An element below the smallest normal number of the dtype is left out, too."""
   exact: Array
   sigma: Array
   slack: Array
   alike: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the law of the output after `change`, which changes the shape or selects elements."""
+    """Returns the accuracy law of the output after `change`, which changes the shape or selects elements."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Replaces the law of the elements `at` by `law`."""
+    """Replaces the accuracy law of the elements `at` by `law`."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
     """Adds to the elements `at` a second result whose errors are independent: exact values, variances and slacks add up."""
@@ -58,19 +58,20 @@ class Law:
     self.slack[at] += law.slack
     self.alike[at] |= law.alike
   def rounded_to(self, dtype:str) -> Law:
-    """Returns the law of the output after it is rounded once more, to `dtype`."""
+    """Returns the accuracy law of the output after it is rounded once more, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
     return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
 def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
-  """Makes the law of an output that must be exactly `value`."""
+  """Makes the accuracy law of an output that must be exactly `value`."""
   return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
 
 @dataclass(frozen=True)
 class Laws:
-  """The laws of the gradients. None for a gradient that is not computed."""
+  """The accuracy laws of the gradients: for each gradient the exact values and the limits of their errors. None for a gradient that is not
+  computed."""
   q: Law
   k: Law
   v: Law
@@ -84,9 +85,9 @@ class Laws:
 class Verdict:
   """How an output compares with its law.
 
-  `error`, `limit`, `sigma` and `where` are of the element nearest to its limit, or furthest beyond it. `rms` is the root mean square of
-  error/sigma over the `resolved` elements, whose slack is below sigma/4 and which are not `alike`; `furthest` is their largest error/sigma.
-  `count` is the number of elements. `pattern` says which NaN or inf is out of place."""
+  `error`, `limit`, `sigma` and `where` describe one element: the one with the largest error/limit. `rms` is the root mean square of error/sigma over
+  the `resolved` elements, whose slack is below sigma/4 and which are not `alike`; `furthest` is their largest error/sigma. `count` is the number of
+  elements. `pattern` says which NaN or inf is out of place."""
   error: float
   limit: float
   sigma: float
@@ -161,19 +162,21 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """Returns the law of a result stored as `dtype`. Elements below the normal numbers of `dtype` are marked `alike`, to leave them out of root mean
-  squares: the root mean square of their error/sigma may reach 1, while that of normal numbers is 0.73."""
+  """Returns the accuracy law of a result stored as `dtype`. Elements below the normal numbers of `dtype` are marked `alike`, to leave them out of
+  root mean squares: the root mean square of their error/sigma may reach 1, while that of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
-  sigma, slack = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3), found.slack + 8*FP32*np.abs(finite) + VANISHING
+  sigma = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3)
+  slack = found.slack + 8*FP32*np.abs(finite) + VANISHING
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Returns (the largest error of w rounded to `dtype`, the loss of w or None). Below the normal numbers of float16 the largest error is that of the
-  smallest normal number. For weights that reach only the last two bits of these numbers, errors are no longer random: each weight may be rounded to
-  0, however many weights there are. Such an error, at most w itself, counts as a loss, and losses are added up. A unit that `flushes` loses every
-  weight below the normal numbers. `off` is the error of w: a weight that lies at most `off` above them may be lost, too. float32 is not rounded.
-  bfloat16 holds numbers as small as the exponentials of fp32, so that weights lose nothing."""
+  """Returns (the largest error of rounding the weights w to `dtype`, the loss of w or None). The loss is an error that is not random, such as a
+  weight that is rounded to 0: errors of this kind add up over the weights.
+
+  float16 has losses: a weight below 2^-8 times the smallest normal number has only the last two bits of a denormal number, and may be rounded to 0.
+  Its loss is at most the weight itself. A unit that `flushes` loses every weight below the smallest normal number, and may lose one that lies at most
+  `off`, the error of w, above it. bfloat16 has no losses, because it holds numbers as small as the exponentials of fp32. float32 is not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
@@ -249,8 +252,8 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Returns a limit of the error of an fp32 sum of terms with factors w. Its unit is the roundoff of the largest partial sum. A matrix instruction
-  adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
+  """Returns a limit of the error of an fp32 sum of terms with factors w, as a multiple of the roundoff of the largest partial sum. A matrix
+  instruction adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
@@ -270,10 +273,10 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 @dataclass(frozen=True)
 class _Pairs:
   """Float64 values for each pair of a query and a key, (..., H, Sq, Sk). `raw` is the scaled product of query and key, and `p` the weight P. `slope`
-  is the slope of the terms, and `slope_off` its error. `factor` is 1/(1 - dropout_p) for a pair that dropout keeps, 0 for another pair, and None
-  without dropout. `off` is the standard deviation of the score's error in fp32, and `own` the part of this that arises after the product. For each
-  row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is the result of `_rounding` for the weights of forward. q, k and v have equal
-  numbers of heads."""
+  is the derivative of the final score by `raw` (softcap and score_mod change it from 1), and `slope_off` its error. `factor` is 1/(1 - dropout_p) for
+  a pair that dropout keeps, 0 for another pair, and None without dropout. `off` is the standard deviation of the score's error in fp32, and `own` the
+  part of `off` that arises after the product. For each row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is the result of
+  `_rounding` for the weights of forward. q, k and v have equal numbers of heads."""
   dtype: str
   flushes: bool
   scale: float
@@ -302,7 +305,8 @@ def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Arr
 def _off_by_a_function(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
   assert x.score_mod is not None and step.slope is not None
   slope, (_, moved, inner) = np.abs(step.slope), x.score_mod(step.before + off)     # the slope moves with the score
-  return off*slope + 4*FP32*(np.abs(step.before*slope) + np.abs(_finite(step.after)) + inner), 4*FP32*(1 + slope) + np.abs(moved - step.slope)
+  new_off = off*slope + 4*FP32*(np.abs(step.before*slope) + np.abs(_finite(step.after)) + inner)
+  return new_off, 4*FP32*(1 + slope) + np.abs(moved - step.slope)
 
 # terms that do more than add to a score, by the name of their option. The function gets the standard deviation of the scores' error before the term.
 # It returns the standard deviation after the term, and a limit of the error of the term's slope
@@ -316,12 +320,14 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   turned = k.swapaxes(-1, -2)
   raw = (q @ turned)*scale
   with np.errstate(all="ignore"):
-    s, steps = finished_scores(raw if q is given_q and k is given_k else (given_q @ given_k.swapaxes(-1, -2))*scale, window, offset, x)
+    given_raw = raw if q is given_q and k is given_k else (given_q @ given_k.swapaxes(-1, -2))*scale
+    s, steps = finished_scores(given_raw, window, offset, x)
     slope = _finite(np.asarray(slope_of(steps), np.float64))
     p, lse = (_finite(a) for a in softmax_of(s, x))
     top = _finite(np.fmax.reduce(s, axis=-1, initial=-np.inf))[..., None]
     none_bent: dict[str, Any] = dict.fromkeys(BENT, 0.0)
-    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])     # what terms add to scores
+    # what terms add to scores
+    bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])
   lse = lse[..., None]
   off, size, slope_off = scale*_dot_error(q.shape[-1], raw/scale, (q*q) @ (turned*turned)), np.abs(raw), np.zeros_like(raw)
   for step in term_steps(raw, offset, x):
@@ -343,8 +349,8 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False) -> tuple[Law, Law]:
-  """Computes the laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the matrix unit
-  treats denormal 16-bit numbers as zero, as CDNA2 does."""
+  """Computes the accuracy laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the
+  matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -364,15 +370,19 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
   by itself."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
-    for b, n in enumerate(map(int, x.kv_lengths)): yield slice(b, b + 1), n, 0 if x.top_left else n - k.shape[-2], batch_options(x, b, n)
+    for b, n in enumerate(map(int, x.kv_lengths)):
+      shift = 0 if x.top_left else n - k.shape[-2]
+      yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors: the fp32 error of each
-  score, of which one part is equal for all keys with equal products and another part for all keys with equal weights; the error of adding up; the
-  error of rescaling, which only the keys before a new reference have; and the loss of small weights."""
+  """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors. (1) The fp32 error of each
+  score. One part of it is equal for all keys with equal products, another part for all keys with equal weights. (2) The error of adding up. (3) The
+  error of rescaling the sums when the softmax subtracts a larger number than before. (4) The loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
-  found = SIGMAS*np.sqrt(_grouped(t.raw, t.p*t.off, t.v, t.factor, o)[0] + _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)[0])
+  of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)
+  of_weights, _ = _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)
+  found = SIGMAS*np.sqrt(of_products + of_weights)
   found += _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
   if (lost := t.rounding[1]) is not None:
     mass = lost.sum(-1, keepdims=True)
@@ -383,7 +393,7 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """Computes the laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of
+  """Computes the accuracy laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of
   `reference.exact_backward`. `do` is the gradient of an o of `out_dtype`, rounded to `dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
@@ -405,16 +415,17 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
       some = slice(n) if options.bias.shape[-1] > 1 else slice(None)
       found["bias"] = (of_batch(options.bias), Ellipsis, some), g.of_scores(np.ones(t.p.shape[-2:]), x.bias.shape)
     if (slopes := options.alibi_slopes) is not None and x.alibi_slopes is not None:
-      found["alibi_slopes"] = (of_batch(slopes) if slopes.ndim == 2 else Ellipsis,), g.of_slopes(offset + shift, x.alibi_slopes.shape)
+      into_slopes = (of_batch(slopes) if slopes.ndim == 2 else Ellipsis,)
+      found["alibi_slopes"] = into_slopes, g.of_slopes(offset + shift, x.alibi_slopes.shape)
     if x.sinks is not None: found["sinks"] = (Ellipsis,), g.of_sinks(x.sinks.astype(np.float64))
     for name, (into, moments) in found.items(): total[name].add(into, moments)
   return Laws(**{n: _stored(a, total[n], types[n]) for n, a in results.items()})
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Float64 values for the gradients. For each pair (..., H, Sq, Sk) there are dS before the slope of the terms (`ds`) and after it (`capped`), and
-  the variances of the fp32 errors of these (`off`, `capped_off`). For each row (..., H, Sq, 1) there are delta, the variance of its error, and the
-  part of this variance that fp32 causes."""
+  """Float64 values for the gradients. For each pair (..., H, Sq, Sk) there are the derivative of the loss by the final score (`ds`) and by the
+  product of query and key (`capped`), and the variances of the fp32 errors of both (`off`, `capped_off`). For each row (..., H, Sq, 1) there are
+  delta, the variance of its error, and the part of this variance that fp32 causes."""
   t: _Pairs
   do: Array
   heads: int
@@ -430,18 +441,21 @@ class _Gradients:
 
   @staticmethod
   def of(t:_Pairs, do:Array, dlse:Array, heads:int, out_dtype:str) -> _Gradients:
-    raw, squares, width = do @ t.v.swapaxes(-1, -2), (do*do) @ (t.v*t.v).swapaxes(-1, -2), t.v.shape[-1]
+    raw, squares = do @ t.v.swapaxes(-1, -2), (do*do) @ (t.v*t.v).swapaxes(-1, -2)
+    width = t.v.shape[-1]
     o, dp, dp_off = t.kept(t.p) @ t.v, t.kept(raw), t.kept(_dot_error(width, raw, squares))
     of_o = (do*o).sum(-1, keepdims=True)
     delta, terms = of_o - dlse[..., None], t.rounding[0]*(dp - of_o)
     def ordered(here:tuple[Array, ...], order:Array) -> Array: return np.take_along_axis(terms[here], order, -1)
     of_p, alike = _with_equals((terms*terms).sum(-1, keepdims=True), t.p, 1, ordered)
     variance = of_p/3 + np.square(do*_largest_error(o, out_dtype)).sum(-1, keepdims=True)/3
-    fp32 = np.square(do*_slack_of_o(t, o)/3).sum(-1, keepdims=True) + np.square(_dot_error(width, delta, np.square(do*o).sum(-1, keepdims=True)))
+    of_dot = _dot_error(width, delta, np.square(do*o).sum(-1, keepdims=True))
+    fp32 = np.square(do*_slack_of_o(t, o)/3).sum(-1, keepdims=True) + np.square(of_dot)
     p_off, difference = t.off + t.lse_off/3, dp - delta
     off = np.square(t.p)*(np.square(p_off*difference) + np.square(dp_off + 4*FP32*(np.abs(dp) + np.abs(delta))))
     ds = t.p*difference
-    return _Gradients(t, do, heads, ds, ds*t.slope, off, off*np.square(t.slope) + np.square(ds*t.slope_off), p_off, delta, variance, fp32, alike)
+    capped_off = off*np.square(t.slope) + np.square(ds*t.slope_off)
+    return _Gradients(t, do, heads, ds, ds*t.slope, off, capped_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
     """Rearranges values of pairs so that rows are keys, and columns are all queries of the heads that share a key: (..., Hkv, Sk, rows)."""
@@ -451,8 +465,8 @@ class _Gradients:
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, common:Array|float=0.0) -> _Moments:
-    """Returns the moments (variance and slack) of w @ x. Each element of w has an error with variance `off` of its own, and an error with variance
-    `common` that other elements have, too. After that, w is rounded, because it is a factor."""
+    """Returns the moments (variance and slack) of w @ x, where w is rounded before the product. Each element of w has an error of its own, with
+    variance `off`, and an error with variance `common` that other elements share."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + common))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
@@ -466,8 +480,9 @@ class _Gradients:
 
   def of_k(self) -> _Moments:
     moves, q, scale = np.square(self.t.p*self.t.slope), self.rows(self.t.q), self.t.scale
-    x = self.product(self.by_key(self.capped), self.by_key(self.capped_off + moves*self.fp32), q, self.by_key(moves*self.variance))
-    return _Moments((x.variance + self.by_key(moves*self.variance) @ (q*q))*scale**2, x.slack*abs(scale), x.alike)
+    off, common = self.by_key(self.capped_off + moves*self.fp32), self.by_key(moves*self.variance)
+    x = self.product(self.by_key(self.capped), off, q, common)
+    return _Moments((x.variance + common @ (q*q))*scale**2, x.slack*abs(scale), x.alike)
 
   def of_v(self) -> _Moments:
     p = self.t.kept(self.t.p)

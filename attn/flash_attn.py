@@ -43,7 +43,8 @@ def _options(arguments:dict[str, Any]) -> dict[str, Any]:
 def _check_starts(name:str, starts:Any) -> Tensor:
   """Returns the tensor `name`, which holds the row at which each packed sequence begins, and then the total, after a check of dtype and shape."""
   values.dtype_name(name, values.tensor(name, starts).dtype, ("int32",))
-  if starts.ndim != 1 or starts.shape[0] < 2: raise ValueError(f"{name} has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")
+  if starts.ndim != 1 or starts.shape[0] < 2:
+    raise ValueError(f"{name} has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")
   return starts
 
 def _lengths(cu_seqlens:Tensor|None) -> Tensor:
@@ -60,7 +61,8 @@ def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, lo
   device = values.tensor("q", q).device
   if options["dropout_seed"] is None and device is not None: options["dropout_seed"] = drawn_seed(Placement(device))
   out, lse = attention(q, k, v, layout=layout, **options)
-  B, Sq, Sk = map(int, (q.shape[0], q.shape[1], k.shape[1]) if longest is None else (options["cu_seqlens_q"].shape[0] - 1, *longest))
+  sizes = (q.shape[0], q.shape[1], k.shape[1]) if longest is None else (options["cu_seqlens_q"].shape[0] - 1, *longest)
+  B, Sq, Sk = map(int, sizes)
   kept = dropout_mask(options["dropout_seed"], options["dropout_p"], B, int(q.shape[-2]), Sq, Sk)
   return out, lse, kept.where(1.0, -1.0).cast(q.dtype)
 
@@ -70,8 +72,8 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
   """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq),
   S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P and -1 where dropout drops it; None without dropout.
 
-  Always deterministic, whatever `deterministic` says. dropout_p drops whenever it is not 0, with dropout_seed, uint32 (2), or else a seed from
-  tinygrad's generator."""
+  The result is always deterministic, whatever `deterministic` says. Dropout is active whenever dropout_p is not 0. Its seed is dropout_seed, uint32
+  (2), or, if that is None, a new seed from tinygrad's generator."""
   options = _options(locals())
   values.truth("deterministic", deterministic)
   return _attend(options, q, k, v, "bshd")
@@ -113,7 +115,8 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
   options = _options(locals())
   values.truth("deterministic", deterministic)
   longest = check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
-  if options["block_table"] is not None: options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}
+  if options["block_table"] is not None:
+    options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}
   return _attend(options, q, k, v, "thd", longest)
 
 def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, cu_seqlens_q:Tensor, cu_seqlens_k:Tensor, max_seqlen_q:int, max_seqlen_k:int,
@@ -129,7 +132,8 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
                                      deterministic:bool=False, return_attn_probs:bool=False, *, dropout_seed:Tensor|None=None) -> Any:
   """`flash_attn_varlen_func` with q, k and v packed: qkv (total, 3, H, D), cu_seqlens int32 (B + 1), max_seqlen the longest sequence."""
   others, (q, k, v) = _others(locals(), "qkv", "cu_seqlens", "max_seqlen"), _packed("qkv", qkv, 3, "(total, 3, H, D)")
-  check_sequences("cu_seqlens", _check_starts("cu_seqlens", cu_seqlens), int(qkv.shape[0]), check_longest("max_seqlen", max_seqlen), "max_seqlen")
+  starts, longest = _check_starts("cu_seqlens", cu_seqlens), check_longest("max_seqlen", max_seqlen)
+  check_sequences("cu_seqlens", starts, int(qkv.shape[0]), longest, "max_seqlen")
   return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **others)
 
 # ***** a cache *****
@@ -138,8 +142,8 @@ def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, inter
   """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2); the first rotary_dim
   columns are rotated. Row i of batch b has position at[b] + i. If not `moving`, all rows of batch b have position at[b]."""
   half, rows = int(cos.shape[1]), int(x.shape[1])
-  if 2*half > x.shape[3]: raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns "
-                                        f"of {name}")
+  if 2*half > x.shape[3]:
+    raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns of {name}")
   steps = Tensor.arange(rows, dtype=dtypes.int)*int(moving)
   if isinstance(at, Tensor): places = at.reshape(-1, 1) + steps
   else: places = (Tensor.full((1,), at, dtype=dtypes.int) + steps).reshape(1, -1)
@@ -157,14 +161,16 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if (cos is None) != (sin is None):
     raise ValueError(f"rotary_cos={values.shown(cos)}, rotary_sin={values.shown(sin)}: must both be Tensors, or both None")
   if cos is None or sin is None: return
-  if k is None: raise ValueError("rotary_cos without new rows k and v: must be None; rows in the cache were rotated when they were appended")
+  if k is None:
+    raise ValueError("rotary_cos without new rows k and v: must be None; rows in the cache were rotated when they were appended")
   if cos.ndim != 2 or cos.shape != sin.shape:
     raise ValueError(f"rotary_cos and rotary_sin have shapes {cos.shape} and {sin.shape}: must both be (positions, rotary_dim/2)")
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
   """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than the number of rows that a sequence of the cache may have."""
-  rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", () if table is None else table.shape)[1:2]])
+  of_table = () if table is None else table.shape
+  rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", of_table)[1:2]])
   if (there := int(cos.shape[0])) < rows:
     raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
 
@@ -208,21 +214,26 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   for name, of_batches in (("cache_leftpad", cache_leftpad), ("cache_batch_idx", cache_batch_idx)):
     if values.tensor_or_none(name, of_batches) is None or of_batches is None: continue
     values.dtype_name(name, of_batches.dtype, ("int32",))
-    if of_batches.shape != q.shape[:1]: raise ValueError(f"{name} has shape {values.shown_shape(of_batches.shape)}: must be ({q.shape[0]},)")
+    if of_batches.shape != q.shape[:1]:
+      raise ValueError(f"{name} has shape {values.shown_shape(of_batches.shape)}: must be ({q.shape[0]},)")
   options["kv_starts"] = cache_leftpad
   if cache_batch_idx is not None:
-    if block_table is not None: raise ValueError("cache_batch_idx with block_table: only one may be given, the table says where the rows are")
+    if block_table is not None:
+      raise ValueError("cache_batch_idx with block_table: only one may be given, the table says where the rows are")
     check_batches(cache_batch_idx, static_shape("k_cache", k_cache.shape)[0])
     options["block_table"] = cache_batch_idx.reshape(-1, 1)      # each batch of a cache serves as one page
     if cache_seqlens is None: cache_seqlens = int(k_cache.shape[1])
-  elif block_table is None: k_cache, v_cache = (_batches(name, t, int(q.shape[0])) for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))
+  elif block_table is None:
+    k_cache, v_cache = (_batches(name, t, int(q.shape[0])) for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))
   if k is not None and v is not None:
-    if cache_seqlens is None: raise ValueError("cache_seqlens=None with new rows k and v: must be the number of rows filled, after which they go")
+    if cache_seqlens is None:
+      raise ValueError("cache_seqlens=None with new rows k and v: must be the number of rows filled, after which they go")
     if rotary_cos is not None and rotary_sin is not None:
       _check_positions(rotary_cos, k_cache, options["block_table"])
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
       of_q = placement_of(q, q, q, "bshd")
-      if isinstance(at, Tensor): lengths(at, local_shape(q)[0], 0, of_q, "cache_seqlens")     # raises if `at` is not one length per batch
+      # raises if `at` is not one length per batch
+      if isinstance(at, Tensor): lengths(at, local_shape(q)[0], 0, of_q, "cache_seqlens")
       rotary_cos, rotary_sin = (place(name, t, of_q) for name, t in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)))
       q = _rotary("q", q, rotary_cos, rotary_sin, at, rotary_interleaved, moving)
       k = _rotary("k", k, rotary_cos, rotary_sin, at, rotary_interleaved, True)
@@ -230,4 +241,5 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   if cache_seqlens is not None: cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   elif options["kv_starts"] is not None: cache_seqlens = int(k_cache.shape[1])
   if options["block_table"] is None: check_caches(q, k_cache, v_cache, "bshd")
-  return attend(prepare(q, k_cache, v_cache, AttentionOptions(layout="bshd", kv_lengths=cache_seqlens, **options), "cache_seqlens", in_place=True))
+  checked = AttentionOptions(layout="bshd", kv_lengths=cache_seqlens, **options)
+  return attend(prepare(q, k_cache, v_cache, checked, "cache_seqlens", in_place=True))

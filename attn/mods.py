@@ -4,7 +4,7 @@
   attn.attention(q, k, v, score_mod=attn.mods.alibi_bias, mod_tensors=(slopes,))
 
 The place i of a query and the place j of a key count from the first key of the sequence, b is the batch and h the query head. A tensor among the
-arguments is one of `mod_tensors`. Functions join by & and |, inside a function of one's own."""
+arguments is one of `mod_tensors`. To combine masks, write a function of your own that calls them and joins their results by & or |."""
 from __future__ import annotations
 from collections.abc import Callable
 from attn.tinygrad_compat import UOp
@@ -20,11 +20,11 @@ def sliding_window(size:int) -> Callable[..., UOp]:
   return lambda b, h, i, j: (i >= j) & (i - j < size)
 
 def dilated_window(size:int, step:int) -> Callable[..., UOp]:
-  """Makes the mask i - size < j <= i, of every `step`-th key back from i (LongNet, arXiv 2307.02486)."""
+  """Makes a mask: of the keys j with i - size < j <= i, the query at i sees every `step`-th one, counted back from i (LongNet, arXiv 2307.02486)."""
   return lambda b, h, i, j: (i >= j) & (i - j < size) & ((i - j) % step == 0)
 
 def sinks_and_window(sinks:int, size:int) -> Callable[..., UOp]:
-  """Makes the mask j <= i, of the first `sinks` keys and the last `size` keys (StreamingLLM, arXiv 2309.17453)."""
+  """Makes a mask: of the keys j <= i, the query at i sees the first `sinks` keys and the last `size` keys (StreamingLLM, arXiv 2309.17453)."""
   return lambda b, h, i, j: (i >= j) & ((j < sinks) | (i - j < size))
 
 def prefix_lm(length:int) -> Callable[..., UOp]:

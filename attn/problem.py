@@ -190,7 +190,7 @@ class Problem:
                  tensor has that size (True) or 1 (False)
     score_mod    the caller's own function of a score, applied after the other terms
     mask_mod, mask_bounds   the caller's own mask: a query sees the keys of an interval, which `mask_bounds` computes, for which the function
-                 `mask_mod` holds. Each may be None: then the other says all
+                 `mask_mod` holds. If one of them is None, the other is the whole mask
     tile_list    shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py)
     mod_tensors  shape and dtype of the tensors that these functions read: mod_tensor0, mod_tensor1, ...
     sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
@@ -210,8 +210,8 @@ class Problem:
     dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16), the others P/(1 - dropout_p); lse is
                  computed without dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head, query, key)
                  decides which elements (attn/ops/dropout.py); for layout "thd" a batch is a sequence, with its own rows
-    dropout_start   tensor dropout_start uint32 (2): number of the first batch and of the first head, if the tensors are a part of
-                 larger ones
+    first_batch_and_head   tensor first_batch_and_head uint32 (2): numbers from which dropout and the caller's functions count batches and heads,
+                 if the tensors are a part of larger ones
     batch_invariant   a row is computed in the same way in every batch: the tile and the key ranges, of INVARIANT_KEYS keys each, depend
                  neither on B nor on the length of another sequence nor on the capacity for keys
     lse_rest     with return_lse and `wide_scores`: tensor lse_rest, of the shape of lse, gets what lse lost by rounding to fp32
@@ -258,7 +258,7 @@ class Problem:
   num_splits: int = 1
   batch_invariant: bool = False
   dropout_p: float = 0.0
-  dropout_start: bool = False
+  first_batch_and_head: bool = False
   dealt: DealtRows|None = None
 
   def __post_init__(self) -> None:
@@ -350,7 +350,7 @@ class Problem:
       ("cu_seqlens_q", self.varlen, (B + 1,), "int32"),
       ("cu_seqlens_k", self.varlen and self.pages is None, (B + 1,), "int32"),
       ("dropout_seed", self.dropout_p > 0, (2,), "uint32"),
-      ("dropout_start", self.dropout_start, (2,), "uint32"),
+      ("first_batch_and_head", self.first_batch_and_head, (2,), "uint32"),
       *[(name, True, shape, dtype) for name, (shape, dtype) in zip(MOD_TENSORS, self.mod_tensors)],
       ("tile_list", self.tile_list is not None, self.tile_list or (), "int32"))
     return of_terms | {name: (shape, dtype) for name, there, shape, dtype in tensors if there}
@@ -399,7 +399,7 @@ OF_TERMS, OF_MASKS = (tuple(f.name for f in fields(Problem) if f.metadata.get("o
 TENSORS_OF_TERMS: dict[str, TensorOfTerm] = {f.name: f.metadata["tensor"] for f in fields(Problem) if "tensor" in f.metadata}   # by term
 MOD_TENSORS = tuple(f"mod_tensor{n}" for n in range(MOST_TENSORS))
 EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
-          "dropout_seed", "dropout_start", *MOD_TENSORS)   # optional input tensors, in the order a kernel takes them
+          "dropout_seed", "first_batch_and_head", *MOD_TENSORS)   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
   """Returns the sum over the whole numbers below `end`, each clamped to 0..`most`."""
@@ -417,7 +417,7 @@ def check_total(name:str, x:Any) -> int: return counted_rows(name, values.whole_
 
 def counted_rows(name:str, rows:int) -> int:
   if rows <= MOST_ROWS: return rows
-  raise NotImplementedError(f"{name}={rows}: kernels count rows in 32 bits: at most {MOST_ROWS}")
+  raise NotImplementedError(f"{name}={rows}: kernels support at most {MOST_ROWS} rows")
 
 def check_offset(name:str, x:Any) -> int:
   if not values.is_whole(x): raise values.wrong(name, x, "a whole number")
@@ -427,7 +427,7 @@ FIELD_CHECKS: dict[str, values.Check] = {
   **dict.fromkeys(("B", "H", "Hkv", "D", "Dv"), check_size), **dict.fromkeys(("Sq", "Sk"), check_rows),
   **dict.fromkeys(("total_q", "total_k"), check_total),
   **dict.fromkeys(("return_lse", "lse_rest", "top_left", "sinks", "kv_lengths", "kv_starts"), values.truth),
-  **dict.fromkeys(("dropout_start", "batch_invariant", "v_in_k"), values.truth),
+  **dict.fromkeys(("first_batch_and_head", "batch_invariant", "v_in_k"), values.truth),
   "layout": check_layout, "softmax_scale": check_softmax_scale,
   "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset,
   **{f.name: check for f in fields(Problem) if (check := f.metadata.get("check")) is not None}}
@@ -445,8 +445,8 @@ def check_scores(p:Problem) -> None:
   if p.softcap and not values.FP32_LEAST <= p.softmax_scale/p.softcap <= values.FP32_MOST:
     raise ValueError(f"softmax_scale={p.softmax_scale} with softcap={p.softcap}: softmax_scale/softcap must be a number that fp32 "
                      "holds, 1.2e-38 to 3.4e+38")
-  if p.dropout_start and not (p.dropout_p or p.functions):
-    raise ValueError("dropout_start=True with dropout_p=0.0: dropout_p must be positive, or score_mod or mask_mod be given")
+  if p.first_batch_and_head and not (p.dropout_p or p.functions):
+    raise ValueError("first_batch_and_head=True with dropout_p=0.0: dropout_p must be positive, or score_mod or mask_mod be given")
 
 def check_packed(p:Problem) -> None:
   """Checks the options that packed sequences need and those that they exclude. Checks that other layouts have no total_q and total_k."""
@@ -585,7 +585,7 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   """Returns the fields of Problem that say which optional tensors are given."""
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
-  there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "dropout_start")}
+  there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "first_batch_and_head")}
   there["mod_tensors"] = tuple((tuple(extras[name][0]), extras[name][1]) for name in MOD_TENSORS if name in extras)
   for name, x in TENSORS_OF_TERMS.items():
     if x.name not in extras: continue

@@ -1,9 +1,9 @@
 """Textbook attention in numpy: the exact result, and the result with the roundings that the dtypes force.
 
-`exact` computes in float64 on the inputs as rounded to their dtype. The law of attn/accuracy.py holds every kernel to it. `same` is
-FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. `exact_backward` and `same_backward` are the gradients, of dO as rounded to
-the dtype of q, k and v, in which dO is a factor. A pair that a mask hides adds exactly 0, even if its rows are NaN; docs/attention.md says how far
-a NaN reaches in kernels that cannot do this."""
+`exact` computes in float64 on the inputs as rounded to their dtype. attn/accuracy.py says how far the result of a kernel may be from it. `same` is
+FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. `exact_backward` and `same_backward` are the gradients, of dO as rounded to the
+dtype of q, k and v, in which dO is a factor. A pair that a mask hides adds exactly 0, even if its rows are NaN; docs/attention.md says how far a NaN
+reaches in kernels that cannot do this."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable

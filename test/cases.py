@@ -187,7 +187,7 @@ def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:i
 def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
   """Returns the dropout options of the reference, for the whole problem or for one packed sequence."""
   if not p.dropout_p: return {}
-  batch, head = map(int, extras.get("dropout_start", (0, 0)))
+  batch, head = map(int, extras.get("first_batch_and_head", (0, 0)))
   B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
   return {"dropout_p": p.dropout_p, "kept": kept_mask(extras["dropout_seed"], p.dropout_p, B, p.H, Sq, Sk, batch + (sequence or 0), head)}
 

@@ -6,7 +6,7 @@ rounding error.
 
 The first command uses the emulator, the second a Hopper GPU; on that GPU the unit sm_80 means the mma.sync kernels, and sm_90 the wgmma kernels. A
 run writes one line for each output of a case as soon as the case is done, and the table of docs/contract.md from all lines. Lines of units not in
---units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an output breaks the law.
+--units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an output breaks the accuracy law.
 
 One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. The bias is
 one row of keys for each draw. The sinks are shared by the draws that run together. `tiled` has no bias.
@@ -93,9 +93,10 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """A line of the file: the result for one output over a number of draws. `limit` is the largest error as a fraction of the law's limit; it must be
-  at most 1. `sigmas` is the largest error/sigma, and `rms` is the root mean square of error/sigma. These two numbers count the elements whose error
-  fp32 does not dominate, and are 0 if such elements are too few. `resolved` is the percentage of these elements. `device` computed the output."""
+  """A line of the file: the result for one output over a number of draws. `limit` is the largest error as a fraction of the accuracy law's limit; it
+  must be at most 1. `sigmas` is the largest error/sigma, and `rms` is the root mean square of error/sigma. These two numbers count the elements whose
+  error fp32 does not dominate, and are 0 if such elements are too few. `resolved` is the percentage of these elements. `device` computed the
+  output."""
   output: str
   draws: int
   limit: float

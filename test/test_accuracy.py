@@ -1,4 +1,5 @@
-"""Tests of the accuracy law in numpy: FlashAttention-2's arithmetic keeps the law for every kind of input, and faulty arithmetic breaks it."""
+"""Tests of the accuracy law in numpy: FlashAttention-2's arithmetic keeps the accuracy law for every kind of input, and faulty arithmetic breaks
+it."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,8 +83,8 @@ def test_errors_that_scores_do_not_share() -> None:
     assert verdict.ok is ok, verdict
 
 def test_sums_that_cancel() -> None:
-  """Equal weights leave only the additions to err. A sum that ends near 0 was larger before, and the law must allow for the errors of the larger
-  sum."""
+  """Equal weights leave only the additions to err. A sum that ends near 0 was larger before, and the accuracy law must allow for the errors of the
+  larger sum."""
   p = problem(B=50, H=1, Sq=1, Sk=23, D=64, dtype="float32")
   x = replace(normal(p), q=np.full((50, 1, 1, 64), 0.25, np.float32), k=np.ones((50, 1, 23, 64), np.float32))
   sums = np.zeros((50, 1, 1, 64), np.float32)
@@ -92,8 +93,8 @@ def test_sums_that_cancel() -> None:
   assert (verdict := judge(sums/np.float32(23), law)).ok, verdict
 
 def test_gradients_below_the_normal_numbers() -> None:
-  """Errors of numbers below the normal range are of one size for every mantissa. So their root mean square is about the law's sigma, and not 0.73 of
-  it."""
+  """Errors of numbers below the normal range are of one size for every mantissa. So their root mean square is about the accuracy law's sigma, and not
+  0.73 of it."""
   p = problem(H=6, Hkv=2, Sq=3, Sk=150, D=48)
   x, dlse = normal(p, 2), floats(1, 6, 3, seed=7)
   x = replace(x, q=rounded(x.q*np.float32(1e-3), p.dtype))
@@ -111,7 +112,7 @@ def test_scores_far_below_a_sink() -> None:
   assert all(np.isfinite(law.limit).all() for law in vars(laws).values() if law is not None)
 
 def test_float32() -> None:
-  """The law for float32 allows only the errors of fp32 itself, in every kind of input, with dO of normal size and 1000 times as large."""
+  """The accuracy law for float32 allows only the errors of fp32 itself, in every kind of input, with dO of normal size and 1000 times as large."""
   for kind in KINDS:
     p = problem(B=2, H=2, Hkv=1, Sq=60, Sk=130, D=32, dtype="float32")
     check(p, KINDS[kind](p, 0), gradient_of_o(p, 3, 1000.0 if kind == LARGE else 1.0), Options())
@@ -129,8 +130,8 @@ def test_rounded_once_more() -> None:
 def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
 
 def test_each_batch_has_its_own_law() -> None:
-  """A batch with kv_lengths has the laws of its visible keys alone. For gradients of a tensor that batches share, the law adds the batches'
-  variances."""
+  """The accuracy law of a batch with kv_lengths is that of its visible keys alone. For gradients of a tensor that batches share, the accuracy law
+  adds the batches' variances."""
   p, options = problem(B=2, H=2, Hkv=1, Sq=9, Sk=20, D=8), Options(kv_lengths=np.array([7, 20]), bias=floats(2, 1, 9, 20), sinks=floats(2))
   x, do = KINDS["normal"](p, 0), gradient_of_o(p, 3)
   how, found = dict(dtype="float16", out_dtype="float16"), []
@@ -173,7 +174,7 @@ def test_nan_and_inf_must_match() -> None:
 
 @pytest.mark.parametrize("count, alike, ok", ((10**4, False, False), (9999, False, True), (10**4, True, True)))
 def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> None:
-  """Elements that all have an error of 1.1 sigma break the law together, although the error of each element is far below its limit."""
+  """Elements that all have an error of 1.1 sigma break the accuracy law together, although the error of each element is far below its limit."""
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
@@ -194,7 +195,7 @@ def test_what_a_type_has_no_number_for_is_inf(dtype:str, largest:float) -> None:
   for wrong in ([np.inf, -largest, -np.inf], [largest, -largest, -largest], [largest, -largest, np.inf]): assert judge(np.array(wrong), law).pattern
 
 def test_infinite_inputs_stay_where_they_are() -> None:
-  """A row of NaN or inf leaves the law of all other rows unchanged."""
+  """A row of NaN or inf leaves the accuracy law of all other rows unchanged."""
   p = problem(H=1, Sq=30, Sk=40, D=16)
   x = KINDS["normal"](p, 0)
   clean = law_of(x.q, x.k, x.v, p.softmax_scale, dtype="float16", out_dtype="float16")[0]

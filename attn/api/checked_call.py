@@ -1,5 +1,5 @@
-"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that the call stands
-for."""
+"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that describes the
+call."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
@@ -19,7 +19,7 @@ from attn.parallel.shards import SequenceShards
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, Pages, Problem, Strided, problem_of
 from attn.score.masks import check_moves, has_own_functions
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.tinygrad_compat import Tensor, UOp, dtypes, inside_function
 from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
       raise ValueError(f"{name} has shape {values.shown_shape(n.shape)}: must be ({batch if at.shared != 'batch' else batch*at.count},)")
     return placed
   if (value := known(n)) is not None and not 0 <= value <= capacity:
-    raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, the rows there are")
+    raise ValueError(f"{name}={values.shown(value)}: must lie in 0..{capacity}, where {capacity} is the number of rows")
   return of_each_device(Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous(), at.axis(("batch",)))
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
@@ -70,7 +70,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
-    raise ValueError(f"{name}={values.shown(ends.tolist())}: must not fall, and lie in 0..{rows}, the rows there are")
+    raise ValueError(f"{name}={values.shown(ends.tolist())}: must not decrease, and must lie in 0..{rows}, where {rows} is the number of rows")
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
@@ -204,10 +204,13 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
                          for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
   if p.varlen and x.pages is None: check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
-  p = replace(p, return_lse=options.return_lse, dropout_start=bool(p.dropout_p or p.functions) and x.at.shared in ("batch", "heads"),
+  p = replace(p, return_lse=options.return_lse, first_batch_and_head=bool(p.dropout_p or p.functions) and x.at.shared in ("batch", "heads"),
               batch_invariant=options.batch_invariant)
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
+  if x.shards is not None and inside_function():
+    raise NotImplementedError("q, k or v sharded along rows inside tinygrad's @function: devices of a function don't copy keys to each other; shard "
+                              "along batch or heads, or call attention outside the function")
   if x.shards is not None and arch is None:
     raise NotImplementedError(f"q, k or v sharded along rows: no kernel merges results on {device}; shard along batch or heads")
   call = CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)

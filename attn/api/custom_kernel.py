@@ -36,7 +36,7 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     return_lse     also write the natural-log sum of exponentials, float32 (B, H, Sq)
     arch           chip, for example "gfx942"; by default the chip of tinygrad's default device
     extras         names of the tensors after v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
-                   dropout_start, mod_tensor0 to mod_tensor7 (their shapes and dtypes: see attn.problem.Problem)
+                   first_batch_and_head, mod_tensor0 to mod_tensor7 (their shapes and dtypes: see attn.problem.Problem)
 
   A query that sees no key gives o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""

@@ -29,10 +29,10 @@ WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial
 def seeded(c:CheckedCall) -> CheckedCall:
   """Adds the tensors that dropout needs to a checked call: a seed (a new one if the caller gives none), and, if devices share batches or heads, the
   number of each device's first batch and first head."""
-  if not c.problem.dropout_p and not c.problem.dropout_start: return c
+  if not c.problem.dropout_p and not c.problem.first_batch_and_head: return c
   t = dict(c.tensors)
   if c.problem.dropout_p and "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
-  if c.problem.dropout_start: t["dropout_start"] = first_of_each(c.at, c.problem)
+  if c.problem.first_batch_and_head: t["first_batch_and_head"] = first_of_each(c.at, c.problem)
   return replace(c, tensors=t)
 
 @cache_of_kernels

@@ -66,13 +66,13 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
   single = found == ["heads", None, None] and k.shape[2] == 1
   if layout != "nsd" and (single or found == ["heads"]*3): return Placement(q.device, "heads")
   said = ", ".join(f"{name}: axis {t.uop.axis}" for name, t in zip(names, (q, k, v)))
-  raise NotImplementedError(f"{said} sharded, with block_table and layout={layout!r}: supported are all three along their heads, axis 2 of pages, "
-                            f"{names[0]} along its heads with a single key/value head on every device, or all three whole; not layout='nsd', whose "
-                            "heads are those of all sequences")
+  raise NotImplementedError(f"{said} sharded, with block_table and layout={layout!r}: shard all three along their heads (axis 2 of pages), "
+                            f"or {names[0]} along its heads with a single key/value head on every device, or none of them; layout='nsd' cannot be "
+                            "sharded, because it joins the heads of all sequences")
 
 def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
   """Returns pages in a form that kernels can read, and where their rows lie: in a buffer of their own, or in a larger buffer of which the pages are a
-  view. The pages are copied if the rows of the view are not whole, or do not lie a constant stride apart in the buffer."""
+  view. Pages that are a view are copied unless each row is contiguous in the buffer and rows lie a constant stride apart."""
   if not isinstance(t.device, str): return t, whole_places(local_shape(t), "bshd")
   if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
   return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
@@ -81,8 +81,8 @@ def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Te
   """Computes `plain_attention` with keys and values in pages. If an entry of the table is not the number of a page, its rows count as 0."""
   assert p.pages is not None
   if p.varlen:
-    raise NotImplementedError("block_table with layout='thd' where no matrix kernel takes the problem: must be another layout (attn.explain says why "
-                              "none does)")
+    raise NotImplementedError("block_table with layout='thd': no kernel with matrix instructions supports this problem (attn.explain says why); "
+                              "other kernels need another layout")
   batched = replace(p, layout="bhsd")
   def rows(x:Tensor) -> Tensor: return x[t["block_table"]].reshape(p.B, p.Sk, x.shape[2], x.shape[3]).transpose(1, 2)
   q = t["q"].reshape(p.B, -1, p.Sq, p.D) if p.layout == "nsd" else bhsd(t["q"], p.layout)

@@ -51,7 +51,7 @@ class SlicedCall:
     return o if self.column is None else hidden_by(o, self.column)
 
 def is_symbolic(t:Any) -> bool:
-  """Returns whether x is a Tensor whose size depends on a Variable."""
+  """Returns whether `t` is a Tensor whose size depends on a Variable."""
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
@@ -149,9 +149,9 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
   return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
 
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
-  """Returns the checked call if one kernel shall serve all lengths, or None if a kernel shall be made for this length. One kernel serves a length
-  that Variables say. It also serves slices of a cache that had another length in an earlier call, because a kernel for each length takes long to
-  compile. This has no gradient, so it is not done where TRAINING is set."""
+  """Returns the checked call if one kernel shall serve all lengths, or None if a kernel shall be made for this length only. One kernel serves a
+  length that Variables say. One kernel also serves slices of a cache that had another length in an earlier call, because compiling a kernel for each
+  length takes long. Such a slice of a cache has no gradient, so where TRAINING is set a kernel is made for its length."""
   if x.sliced: return sliced_call(x)
   if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None
   try: call = sliced_call(x)

@@ -82,8 +82,8 @@ class WrittenOut:
 
   @staticmethod
   def init_state(own:Callable[..., None], block:Any, x:Tensor) -> None:
-    """Makes the cache of a block with latent attention in half, which is the dtype of the caches of tinygrad's other blocks. tinygrad makes it in
-    float32, but no kernel takes rows of 576 float32 numbers."""
+    """Makes the cache of a block with latent attention in float16, the dtype of the caches of tinygrad's other blocks. tinygrad makes it in float32,
+    but no kernel takes rows of 576 float32 numbers."""
     new = not hasattr(block, "cache_k")
     own(block, x)
     if new: block.cache_k = Tensor.empty(*block.cache_k.shape, dtype=dtypes.half, device=block.cache_k.device)

@@ -71,12 +71,12 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
 def said_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Writes a table row as it stands in the file: the numbers of the row by name."""
+  """Returns a table row in the form in which the file stores it: the numbers of the row by name."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Reads a table row from the tile in an entry of the file. None stands for dispatch's own choice. Raises ValueError if the entry has no valid
-  tile."""
+  """Returns the table row of the tile that an entry of the file stores, or None if the entry says that dispatch's own choice is fastest. Raises
+  ValueError if the entry has no valid tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
   limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str=""
   class, OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
-    raise ValueError(f"a problem with {', '.join(p.options)} belongs to no class for which tiles are kept: TUNE=1 is for problems without that")
+    raise ValueError(f"{', '.join(p.options)}: TUNE=1 times tiles only for problems without these options")
   entry = {"tile": said_of(row) if row is not None else None, "seconds": seconds, "stamp": stamp()}
   with user_cache.only_one(file):         # so that processes that tune at the same time don't overwrite each other's tiles
     found = load()

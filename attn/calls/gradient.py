@@ -44,8 +44,8 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
-    raise NotImplementedError("a gradient through what custom_kernel returns for an input of attention: use the tensor that was given to it; only "
-                              f"{' and '.join(outputs)} {'are' if len(outputs) > 1 else 'is'} computed")
+    raise NotImplementedError("a gradient through an input that custom_kernel returned: use the tensor that was given to custom_kernel; only "
+                              f"{' and '.join(outputs)} {'have' if len(outputs) > 1 else 'has'} a gradient function")
   return found
 
 # ***** by tinygrad *****
@@ -69,7 +69,8 @@ class BackwardLaunch:
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get
 
 def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
-  """Returns which lists of tiles the kernels "dq" and "dkdv" get."""
+  """Returns, for the kernels "dq" and "dkdv", which lists of visible tiles each one loops over; None for a kernel that loops over neighbouring
+  tiles."""
   if not isinstance(device, str): return None, None
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")

@@ -76,8 +76,8 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Returns two lists. The first has the calls that `root` depends on and of which an output has lost its history: it is now only a buffer. The
-  oldest call comes first. The second has the UOps that say which buffer comes after which call."""
+  """Returns two lists. The first has the calls of attention that `root` depends on and of which an output is now only a buffer: the expression that
+  computed the output is lost. The oldest call comes first. The second has the UOps that say which buffer comes after which call."""
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()

@@ -25,8 +25,8 @@ def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED 
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
   """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name. o has the problem's out_dtype. Sharded tensors are whole here, while the
-  problem describes one device's part. So dropout counts batches and heads from the first one of the whole tensors."""
-  given = {name: t[name] for name in EXTRAS if name in t and (name != "dropout_start" or t[name].uop.axis is None)}
+  problem describes one device's part. So batches and heads are counted from the first one of the whole tensors."""
+  given = {name: t[name] for name in EXTRAS if name in t and (name != "first_batch_and_head" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in (*TERM_TENSORS, *MOD_TENSORS)}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
   o, *log_sums = three_pass(*(bhsd(tensors[name], p.layout) for name in ("q", "k", "v")), softmax_scale=p.softmax_scale, masks=plain_masks(p, given),

@@ -147,8 +147,8 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   return "; ".join(dict.fromkeys(reasons))
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
-  """Returns the choice that tinygrad computes the gradient from `three_pass`. Raises NotImplementedError if ATTN_KERNEL asks for the backward
-  kernels."""
+  """Returns the BackwardChoice for gradients that tinygrad computes by differentiating `three_pass`. `reason` says why the backward kernels do not.
+  Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
   check_not_forced(reason)
   return BackwardChoice(None, arch, reason)
 

@@ -19,7 +19,7 @@ from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
-from attn.score.masks import hiding
+from attn.score.masks import hiding, scattered
 from attn.score.terms import varies
 
 # Rows for plain problems are tried before the other rows. Each is for its own class of head dimensions only, for problems without options, with rows
@@ -59,9 +59,9 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   """Returns the reason why the wgmma kernels do not compute the gradient of `p` on `arch`: they cannot, or smaller tiles suit it better. Returns None
   if they compute it."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
-  if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: dO is copied as it is, and has to be {p.dtype} as its factors are"
+  if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
-  return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows, mma.sync has smaller tiles" if min(p.Sq, p.Sk) < rows else None
+  return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows; mma.sync, with smaller tiles, is faster" if min(p.Sq, p.Sk) < rows else None
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardShape], ...], rows:int, keys:bool) -> MmaBackwardTile:
   mat = MMA[p.dtype]
@@ -77,7 +77,8 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   rows of the problem need."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
-  crowded = p.dropout_p or (keys and p.wide_scores)     # dropout, or what lse lost to rounding, takes the registers of a prefetched tile
+  # dropout, what lse lost to rounding, or a mask that is computed for every score, takes the registers of a prefetched tile
+  crowded = p.dropout_p or (keys and (p.wide_scores or scattered(p)))
   prefetch = 0 if crowded and c.own_in_lds == BOTH else c.prefetch
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 

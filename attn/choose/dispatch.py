@@ -72,24 +72,24 @@ def plain_only(p:Problem, *but:str) -> str|None:
   """Returns the reason why `p` has an option that a kernel does not support. The kernel supports no options except those named in `but`. Returns None
   if the kernel supports all options of `p`."""
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
-  return f"{options[0]}: it takes plain problems only" if options else None
+  return f"{options[0]}: this kernel does not support it" if options else None
 
 def dual_wave_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if not arch.unit.loads_to_lds: return f"{arch.name} has no direct loads to LDS of 16 bytes and no transposing ones from it; gfx950 has"
-  if (p.D, p.Dv) != (dual_wave.HEAD, dual_wave.HEAD): return f"D={p.D}, Dv={p.Dv}: it is written for {dual_wave.HEAD}"
-  if masks := hiding(p).before: return f"{told(p, masks)}: it starts at the first key"
+  if (p.D, p.Dv) != (dual_wave.HEAD, dual_wave.HEAD): return f"D={p.D}, Dv={p.Dv}: this kernel supports only D = Dv = {dual_wave.HEAD}"
+  if masks := hiding(p).before: return f"{told(p, masks)}: this kernel supports no mask that hides the first keys of a query"
   return plain_only(p)
 
 def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := amd_refuses(p, arch)) is not None: return reason
   if not arch.unit.agprs: return f"{arch.name}: its matrix unit does not run beside the vector unit; those of gfx90a, gfx942 and gfx950 do"
-  if max(p.D, p.Dv) > STAGGERED_UP_TO: return f"D={p.D}, Dv={p.Dv}: LDS has room for its tiles up to {STAGGERED_UP_TO}"
+  if max(p.D, p.Dv) > STAGGERED_UP_TO: return f"D={p.D}, Dv={p.Dv}: this kernel supports at most {STAGGERED_UP_TO}"
   return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # these change only where rows lie
 
 def tiled_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := beyond_registers(p)) is not None: return reason
-  return "batch_invariant=True: its tiles are for the whole grid, and so depend on the batch" if p.batch_invariant else None
+  return "batch_invariant=True: the tiles of this kernel depend on the size of the batch" if p.batch_invariant else None
 
 def never(p:Problem, arch:Chip) -> None: return None
 
@@ -124,12 +124,12 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
-  if tile.alone: return Work(tile) if p.num_splits <= 1 else f"num_splits={p.num_splits}: threads by themselves have no key ranges to merge"
+  if tile.alone: return Work(tile) if p.num_splits <= 1 else f"num_splits={p.num_splits}: not supported where a workgroup is one thread"
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   """Returns the `Work` of `three_pass`, tensor operations that tinygrad schedules, or the reason why it cannot compute the problem."""
-  if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass has no key ranges to split into"
+  if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 
 # ***** reasons why another kernel is faster than one that can compute a problem *****
@@ -151,13 +151,13 @@ def split_slower(p:Problem, arch:Chip) -> str|None:
   return f"no split is the fastest: {of_grid(p, arch, tile)}" if splits.split_heuristic(p, arch, tile) == 1 else None
 
 def dual_wave_slower(p:Problem, arch:Chip) -> str|None:
-  if arch.llvm < DUAL_WAVE_LLVM: return f"LLVM {arch.llvm} would compile it: clang 21 spills its registers, {DUAL_WAVE_LLVM} does not"
+  if arch.llvm < DUAL_WAVE_LLVM: return f"compiled by LLVM {arch.llvm}, this kernel would spill registers; it needs LLVM {DUAL_WAVE_LLVM} or later"
   if p.return_lse and (any(hiding(p)) or p.Sk%dual_wave.TRIP_KEYS):
-    return f"an lse beside a mask, or a last iteration of fewer than {dual_wave.TRIP_KEYS} keys: its registers for two sums of P are spilled, " \
-           "those of forward are not"
+    return f"an lse, and a mask or a number of keys that is no multiple of {dual_wave.TRIP_KEYS}: this kernel would spill registers, " \
+           "forward does not"
   rows = dual_wave_tile(p, arch).block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
-    return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
+    return f"{blocks} blocks of {rows} queries leave some of the {arch.cus} compute units idle"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
 STAGGERED_FROM = 65     # least head dimension: below it an iteration has too little matrix work beside the vector work of the other half of the waves
@@ -166,15 +166,15 @@ def staggered_slower(p:Problem, arch:Chip) -> str|None:
   if max(p.D, p.Dv) < STAGGERED_FROM: return f"D={p.D}, Dv={p.Dv}: forward is predicted to be faster below {STAGGERED_FROM}"
   tile = staggered_tile(p, arch)
   if (p.D % tile.matrix.unit == 0) != (p.Dv % tile.matrix.unit == 0):
-    return f"D={p.D}, Dv={p.Dv}: one of them comes in pieces, for whose addresses forward is predicted to be faster"
+    return f"D={p.D}, Dv={p.Dv}: only one of them is a multiple of {tile.matrix.unit}, for which forward is predicted to be faster"
   rows = tile.block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
-    return f"{blocks} blocks of {rows} queries leave compute units idle, of which there are {arch.cus}"
+    return f"{blocks} blocks of {rows} queries leave some of the {arch.cus} compute units idle"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
 def too_short(p:Problem, arch:Chip) -> str|None:
   rows = WgmmaTile(1, MMA[p.dtype].N).block_m
-  return f"Sq={p.Sq}: a warpgroup has {rows} queries, forward_mma has smaller tiles" if p.Sq < rows else None
+  return f"Sq={p.Sq}: a warpgroup has {rows} queries; forward_mma, with smaller tiles, is faster" if p.Sq < rows else None
 
 # ***** the kernels *****
 
@@ -270,8 +270,8 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Returns a problem with which dispatch chooses the kernel for a batch-invariant problem. It has a single sequence (with LONG_SEQUENCE queries if
-  sequences are packed), so that the choice does not depend on the batch. Returns any other problem unchanged."""
+  """Replaces a batch-invariant problem by a problem that is the same for every batch, so that dispatch chooses the same kernel for every batch: one
+  with a single sequence, which has LONG_SEQUENCE queries if sequences are packed. Returns any other problem unchanged."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

@@ -10,8 +10,8 @@ BY_TINYGRAD = "backward_three_pass"      # tinygrad computes the gradient from t
 UNITS = tuple(GRADIENT_KERNELS)          # units that have backward kernels, as the endings of the kernels' names
 
 def together_on(unit:str) -> Iterator[str]:
-  """Returns the names of the backward kernels that together compute gradients on a kind of matrix unit. Names without an ending are the names of
-  AMD's kernels. They also stand for the corresponding kernels on every other unit."""
+  """Returns the names of the backward kernels that together compute gradients on a kind of matrix unit. A name without an ending such as _mma is the
+  name of AMD's kernel; it also stands for the corresponding kernel on every other unit."""
   for suffix in ("", unit): yield from (name + suffix for name in BACKWARD_KERNELS)
   if (bias := GRADIENT_KERNELS[unit].bias) is not None:
     for suffix in ("", bias.suffix): yield BIAS_KERNEL + suffix
@@ -21,8 +21,8 @@ WAYS = {name: tuple(unit for unit in UNITS if name in together_on(unit)) for uni
 
 @dataclass(frozen=True)
 class Forced:
-  """Names of the kernels that ATTN_KERNEL asks for; "" if it does not say. The name of one backward kernel stands for all backward kernels that run
-  together with it, on one of the `units`."""
+  """Names of the kernels that ATTN_KERNEL asks for; "" where it leaves the choice to dispatch. The name of one backward kernel stands for all
+  backward kernels that run together with it, on one of the `units`."""
   forward: str
   backward: str
   units: tuple[str, ...] = UNITS
@@ -37,7 +37,7 @@ def _parsed(text:str, kernels:tuple[str, ...]) -> Forced:
   names = [x.strip() for x in text.split(",")] if text else []
   if unknown := [x for x in names if x not in (*kernels, *WAYS, BY_TINYGRAD)]:
     which = f"{unknown[0]!r} "*(unknown[0] != text)
-    raise ValueError(f"ATTN_KERNEL={text!r}: {which}must be one of {', '.join(kernels)}; or of the backward, after a comma perhaps, "
+    raise ValueError(f"ATTN_KERNEL={text!r}: {which}must be one of {', '.join(kernels)}; or for the gradients, alone or after a comma, "
                      f"one of {', '.join((*WAYS, BY_TINYGRAD))}")
   forward, backward = ([x for x in dict.fromkeys(names) if (x in kernels) == first] for first in (True, False))
   units = tuple(unit for unit in UNITS if all(unit in WAYS.get(name, ()) for name in backward))

@@ -36,7 +36,7 @@ LEAST_KEPT = 2.0**-14     # least probability with which dropout may keep an ele
 def beyond_float16(p:Problem) -> str|None:
   """Returns the reason why P cannot be rounded to 16 bits when dropout is used, or None if it can."""
   if p.kept >= LEAST_KEPT: return None
-  return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be more than float16 holds, beyond {1 - LEAST_KEPT}"
+  return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be too large for float16 if dropout_p is above {1 - LEAST_KEPT}"
 
 def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := beyond_registers(p)) is not None: return reason

@@ -18,12 +18,12 @@ UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the ti
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
   """Returns the reason why neither mla nor mla_mma can compute `p` on any chip, or None if they can."""
-  if not p.v_in_k: return "v_dim=None: it takes values that are the first columns of the keys"
+  if not p.v_in_k: return "v_dim=None: this kernel is for latent attention, where V is the first v_dim columns of K"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   tensors = [term.name for term in score_terms(p) if any("keys" in tensor.axes for tensor in term.tensors)]
-  if options := [*tensors, *["dropout_p"]*(p.dropout_p > 0)]: return f"{options[0]}: its waves divide the keys of a row, but not this option"
+  if options := [*tensors, *["dropout_p"]*(p.dropout_p > 0)]: return f"{options[0]}: this kernel does not support it"
   widths = (("D", p.D), ("Dv", p.Dv))
-  return next((f"{name}={value}: its tiles are for up to {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
+  return next((f"{name}={value}: this kernel supports at most {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   """Tile of the kernel mla that a table row gives. Raises ValueError if the chip lacks the row's matrix instruction, or if the tile's keys cannot be
@@ -43,11 +43,11 @@ def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Returns the tile that a settings row gives, if the row was written by a user and not taken from a table. Raises ValueError if the tile cannot be
+  """Returns the tile of a row that does not come from a table: a search or the file of tuned tiles gave it. Raises ValueError if the tile cannot be
   divided, if LDS has no room for it, or if mla_mma has more warps than O has columns for: every warp must multiply P with columns of V."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
-  if isinstance(tile, MlaMmaTile) and tile.waves > max(1, fragments(p.Dv, tile.matrix)//LINE):
-    raise ValueError(f"{tile.waves} warps: O has {p.Dv} columns, of which each has {LINE*tile.matrix.N}")
+  if isinstance(tile, MlaMmaTile) and tile.waves > (most := max(1, fragments(p.Dv, tile.matrix)//LINE)):
+    raise ValueError(f"{tile.waves} warps: must be at most {most}, because O has {p.Dv} columns and a warp computes at least {LINE*tile.matrix.N}")
   if (need := tile.lds_bytes(p)) > arch.lds: raise ValueError(f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}")
   return tile
 

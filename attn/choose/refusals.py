@@ -38,9 +38,9 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: rows are copied by {unit} elements"
+    if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: must be a multiple of {unit}"
   for name, view in (("k", p.k_view), ("v", p.v_view)):
-    if view is not None and not view.whole(unit): return f"{name} lies as {view} says: rows are copied by {unit} elements, from a multiple of them on"
+    if view is not None and not view.whole(unit): return f"{name} is a view, {view}: its start and strides must be multiples of {unit} elements"
   return None
 
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
@@ -53,7 +53,8 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem, with facts about the kernel."""
+  """The reason why a kernel cannot compute a problem, and two facts that say how much the reason helps a user: whether the chip has the kernel's
+  unit, and whether the kernel is a general one."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str

@@ -35,14 +35,15 @@ def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape]
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
   """Returns the reason why a tile does not fit a problem on `arch`, or None if it fits. `row` is the table row from which the tile was made, and
   `load` is the problem's `Burden`."""
-  if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile} reads {tile.fenced} units together, an operand is made of more"
-  if max(p.D, p.Dv) > row.up_to: return f"tile {tile} has the registers for D and Dv up to {row.up_to}"
-  if load > row.burden or arch.name in row.spills_on: return f"tile {tile} has not the registers for this problem's loop on {arch.name}"
+  if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile}: fenced={tile.fenced} is less than the number of units in one operand"
+  if max(p.D, p.Dv) > row.up_to: return f"tile {tile} is for D and Dv up to {row.up_to}"
+  if load > row.burden or arch.name in row.spills_on:
+    return f"tile {tile} would need too many registers on {arch.name} with this problem's masks and options"
   if (rows := p.Sq*(p.H//p.Hkv)) <= row.beyond: return f"tile {tile} is for more than {row.beyond} rows, there are {rows}"
   if (wanted := max(row.fills, arch.cus*row.large)) and (blocks := workgroups(p, tile)) < wanted:
     return f"tile {tile} makes {blocks} workgroups, {wanted} are wanted to fill the chip"
-  if row.whole and not in_units(p, tile.matrix.unit): return f"tile {tile} has the registers for D and Dv in units of {tile.matrix.unit}"
-  if row.whole and tile.waves < row.shape.waves: return f"tile {tile} has the registers for {row.shape.waves} waves"
+  if row.whole and not in_units(p, tile.matrix.unit): return f"tile {tile} needs D and Dv to be multiples of {tile.matrix.unit}"
+  if row.whole and tile.waves < row.shape.waves: return f"tile {tile} has enough registers only with {row.shape.waves} waves"
   if (need := tile.lds_bytes(p)) > arch.lds: return f"tile {tile} needs {need} bytes of LDS, {arch.name} has {arch.lds}"
   return None
 

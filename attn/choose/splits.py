@@ -74,7 +74,7 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
   if p.Sq*heads_of(p, tile) > tile.block_m: return 1
   ranges = ceildiv(key_tiles(p, tile), ceildiv(INVARIANT_KEYS, tile.block_n))
   if ranges > MAX_SPLITS:
-    raise NotImplementedError(f"batch_invariant=True with room for {p.Sk} keys: {MAX_SPLITS} ranges of {INVARIANT_KEYS} keys are supported, or "
+    raise NotImplementedError(f"batch_invariant=True with room for {p.Sk} keys: at most {MAX_SPLITS*INVARIANT_KEYS} keys are supported, or "
                               "num_splits=1")
   return ranges
 

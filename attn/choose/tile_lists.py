@@ -17,7 +17,7 @@ def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> Liste
   Lists are made for a mask_mod that leaves more than an interval of keys, if all batches have the same numbers of queries and keys. Devices without
   threads get none."""
   if p.mask_mod is None or tile is None or p.v_in_k or p.varlen or p.kv_lengths or p.sk_variable is not None or p.dealt is not None: return None
-  if p.dropout_start or p.batch_invariant or heads_of(p, tile) > 1 or arch.serial: return None
+  if p.first_batch_and_head or p.batch_invariant or heads_of(p, tile) > 1 or arch.serial: return None
   of_batches, of_heads = (depends(p.mask_mod.value, symbol) for symbol in (BATCH, QUERY_HEAD))
   heads = (p.H, 1) if over == "keys" else (p.Hkv, p.H//p.Hkv)
   found = ListedBlocks(p, over, tile.block_m, tile.block_n, p.B if of_batches else 1, heads if of_heads else (1, 1), arch.name in CHIPS)
@@ -25,5 +25,5 @@ def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> Liste
   return found if p.B*p.H*found.blocks*found.tiles >= LEAST_TILES else None
 
 def with_lists(p:Problem, lists:ListedBlocks|None) -> Problem:
-  """Returns the problem of a kernel that gets lists, or `p` if there are none."""
+  """Returns `p` with the shape of the lists that its kernel loops over, or `p` itself if there are no lists."""
   return p if lists is None else replace(p, tile_list=lists.shape)

@@ -15,7 +15,7 @@ from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.kernels.tiles.wgmma import WgmmaTile
 from attn.problem import Problem
-from attn.score.masks import hiding
+from attn.score.masks import hiding, scattered
 from attn.score.terms import crowded, score_terms
 
 # ***** AMD *****
@@ -45,6 +45,7 @@ PIECES = "pieces"              # rows that are not made of whole units: each pie
 LSE = "lse"                    # a second sum of P
 ANY_OPTION = "options"         # any option
 EVERY_SCORE = "every score"    # an option that computes something for every score
+OWN_MASK = "own mask"          # a mask_mod that is computed for every score
 DROPOUT = "dropout"            # bits of a random number for every score
 TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the registers
 
@@ -61,7 +62,7 @@ ANYWHERE = (Shortage(0, (FEW_ROWS,), Economy.FENCED),)
 WHERE_A_WAVE_HAS_ALL = (
   *ANYWHERE,
   Shortage(WIDE, (WINDOW,), CROWDED),
-  *(Shortage(WIDE, (x,), Economy.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE)),
+  *(Shortage(WIDE, (x,), Economy.FOUR_WAVES) for x in (WINDOW, PIECES, EVERY_SCORE, OWN_MASK)),
   *(Shortage(LONG, x, Economy.FOUR_WAVES) for x in itertools.combinations((WINDOW, PIECES, EVERY_SCORE), 2)),
   Shortage(WIDE, (PIECES, FEW_ROWS), Economy.NO_PREFETCH | IN_PIECES),
   Shortage(0, (PIECES, TWO_ON_A_SIMD), Economy.NO_PREFETCH),
@@ -70,7 +71,7 @@ WHERE_A_WAVE_HAS_ALL = (
 # no wave has more than a part of a SIMD's registers
 WHERE_A_WAVE_HAS_A_PART = (
   *ANYWHERE,
-  *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW_ROWS, LSE)),
+  *(Shortage(WIDE, (x,), CROWDED) for x in (WINDOW, FEW_ROWS, LSE, OWN_MASK)),
   *(Shortage(0, (PIECES, x), Economy.NO_PREFETCH) for x in (FEW_ROWS, LSE, ANY_OPTION)),
   Shortage(SHORT, (PIECES,), Economy.SHORT_TRIPS),
   Shortage(LONG, (PIECES,), Economy.NO_PREFETCH),
@@ -79,7 +80,8 @@ WHERE_A_WAVE_HAS_A_PART = (
 
 def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   found = {FEW_ROWS: few, WINDOW: bool(hiding(p).before), PIECES: not in_units(p, mat.unit), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
-           EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, DROPOUT: bool(p.dropout_p), TWO_ON_A_SIMD: waves > 4}
+           EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, OWN_MASK: bool(scattered(p)), DROPOUT: bool(p.dropout_p),
+           TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
 def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy:

@@ -14,7 +14,7 @@ MACHINES = {chip.machine: chip for chip in CHIPS.values() if chip.machine}   # k
 LONGEST_INSTRUCTION = 24   # bytes of the longest instruction
 
 def elf_chip(lib:bytes) -> Chip:
-  """Returns the name of the chip for which an ELF was linked. Raises ValueError if it is not an ELF for a known AMD GPU."""
+  """Returns the chip for which an ELF was linked. Raises ValueError if it is not an ELF for a known AMD GPU."""
   if lib[:4] != b"\x7fELF": raise ValueError("not an ELF: a bundle of code objects has to be unpacked first (clang-offload-bundler)")
   machine, flags = struct.unpack_from("<H", lib, 18)[0], struct.unpack_from("<I", lib, 48)[0]
   if machine != 0xe0: raise ValueError(f"an ELF of machine {machine:#x}, not of an AMD GPU")

@@ -19,11 +19,15 @@ Each kind of error is a class. An indented class is a subclass of the one above 
   - `LdsRace`: between two barriers one wave writes an LDS location that another wave reads or writes. Waves run in any order on hardware; lanes of
     one wave run in lockstep, so accesses of one wave are ordered. Several waves may read the same location.
   - `NotWaitedFor`: an access to data that an asynchronous operation still writes, in LDS (a copy) or in an accumulator (a wgmma), or a store to data
-    that such an operation still reads. The thread that started the operation has not waited for it.
+    that such an operation still reads. The thread that started the operation has not waited for it. Or a turn that is passed while additions by
+    another wave of the workgroup may not be complete.
+  - `AtomicRace`: one launch accesses an element by atomic operations and by others, and no turn puts them in order. Or a wave may add to an element
+    before the turn for which another wave of its workgroup has waited.
   - `SharedSlot`: one launch appends two rows to the same slot of a cache.
 - `Divergence`: threads that must execute an operation together do not.
   - `DivergentBarrier`: some threads of a workgroup reach a barrier and others do not, or threads wait for a phase of an mbarrier before any arrival.
   - `DivergentMatrix`: some lanes of a wave execute a matrix instruction and others do not.
+- `Deadlock`: all workgroups that have started wait for others.
 - `LimitExceeded`: a limit of the chip is exceeded.
   - `LdsLimit`: the LDS of a workgroup.
   - `LaunchLimit`: the size of a grid or a workgroup.
@@ -55,10 +59,13 @@ class Race(EmulatorError): pass
 class LdsRace(Race): pass
 class NotWaitedFor(Race): pass
 class SharedSlot(Race): pass
+class AtomicRace(Race): pass
 
 class Divergence(EmulatorError): pass
 class DivergentBarrier(Divergence): pass
 class DivergentMatrix(Divergence): pass
+
+class Deadlock(EmulatorError): pass
 
 class LimitExceeded(EmulatorError): pass
 class LdsLimit(LimitExceeded): pass

@@ -11,8 +11,8 @@ import numpy as np
 from attn.ops.renderers import OperationsHIPTextRenderer, OperationsNVCCRenderer
 from attn.tinygrad_compat import (ALLOW_TF32, DEV, Allocator, BufferSpec, Compiled, Compiler, DType, Program,
                                   Renderer, Target, TinyELF, UOp, dtypes, watch_kernels)
+from attn.emulator.launch import launch
 from attn.emulator.listing import remember
-from attn.emulator.machine import launch
 from attn.emulator.memory import Allocation, View
 from attn.emulator.chips import emulated_chip
 from attn.emulator.plan import Plan

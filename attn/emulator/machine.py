@@ -1,51 +1,51 @@
 """Interpreter of the emulator: a `Frame` holds the threads of a run, their values and their memory, and executes a program's steps."""
 from __future__ import annotations
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable
-from dataclasses import dataclass, field
-import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
-from attn.emulator.banks import BankCounter, BankUse
-from attn.emulator.checks import (BadEntry, DivergentBarrier, DivergentMatrix, EmulatorError, LaunchLimit, Misaligned,
+from attn.emulator.banks import BankCounter
+from attn.emulator.checks import (BadEntry, Deadlock, DivergentBarrier, DivergentMatrix, EmulatorError, Misaligned,
                                   NegativePart, OutOfBounds, SharedSlot)
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
 from attn.emulator.memory import PADDING, Pointer, divided, RegisterPointer, Registers, Space, View
+from attn.emulator.meeting import Meeting, WatchedSpace
 from attn.emulator.probe import note_probe
 from attn.emulator.program import Address, EmulatedProgram
 from attn.emulator.shadow import LdsShadow
-from attn.emulator.switches import switch
 from attn.emulator.threads import Operand, Threads
 from attn.emulator.under_way import UnderWay
 
 Array = NDArray[Any]
-GRID_LIMIT, WORKGROUP_LIMIT = (2**31-1, 65535, 65535), 1024
-WORKING_SET = 48 << 20   # bytes of live values for which the size of a range of workgroups is chosen: small enough for the caches
-OVERHEAD = 64            # bytes per thread of the frame itself: numbers of threads, waves and workgroups
+class Suspended(Exception):
+  """Raised by a step that has to wait for another workgroup. The step is run again later."""
 
 @dataclass
-class Launch:
-  """Summary of one run of a kernel's program."""
-  kernel: str
-  arch: str
-  workgroups: int
-  threads: int      # threads per workgroup
-  lds: int          # bytes of LDS per workgroup
-  seconds: float = 0.0
-  bank_conflicts: list[BankUse] = field(default_factory=list)   # with ATTN_EMU_BANKS=1: one entry per LDS buffer, direction and width of access
-
-_last: list[Launch] = []
-
-def last_run() -> Launch|None:
-  """Returns the summary of the kernel that ran last, or None before the first run."""
-  return _last[0] if _last else None
+class Wait:
+  """What the threads of a workgroup wait for: numbers in global memory."""
+  space: Space
+  memory: Array       # int32
+  at: Array           # element for each waiting thread
+  number: Array       # number for which each of them waits
+  threads: Array
+  @property
+  def over(self) -> bool: return bool((self.memory[self.at] == self.number).all())
+  def __str__(self) -> str:
+    i = int(np.flatnonzero(self.memory[self.at] != self.number)[0])
+    return f"waits until {self.space.name}[{self.at[i]}] is {self.number[i]}, and it is {self.memory[self.at[i]]}"
 
 class Frame(Threads):
   """One run of a program over a range of workgroups, with all their threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
-               values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None):
+               values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None, meeting:Meeting|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
+    self.meeting = meeting
+    self.wait: Wait|None = None         # what the threads wait for
     self.matrix_unit = MatrixUnit(plan.chip.family, plan.arch)
     self.under_way = UnderWay(self)
     # values and memory
@@ -54,7 +54,9 @@ class Frame(Threads):
     self.spaces: dict[UOp, Space] = {}
     self.registers: dict[UOp, Registers] = {}
     for u, view in params.items():
-      self.spaces[u] = Space(self, plan.names[u], view.data, view.size, written=view.written, guarded=view.base.touched, begin=view.offset)
+      make = partial(WatchedSpace, meeting) if meeting is not None and checks and u in meeting.watched else Space
+      self.spaces[u] = make(self, plan.names[u], view.data, view.size, written=view.written, guarded=view.base.touched, base=view.base,
+                            begin=view.offset)
     for u in plan.buffers:
       name, nbytes = plan.names[u], plan.nbytes(u)
       if u.addrspace is AddrSpace.REG: self.registers[u] = Registers(self, name, u.max_numel(), numpy_dtype(u.dtype), elements(u.dtype))
@@ -63,15 +65,21 @@ class Frame(Threads):
         self.spaces[u] = Space(self, name, np.zeros(stride*workgroups, np.uint8), nbytes, stride,
                                shadow=LdsShadow(self, unit, stride//unit) if checks else None)
 
-  def run(self) -> None:
-    try: self._run()
+  @contextmanager
+  def _explained(self) -> Iterator[None]:
+    """Context manager that adds the place of the current step to an error."""
+    try: yield
     except EmulatorError as e:
       e.args = (f"{e}{self.plan.place(self.plan.uops[self.pc])}",)
       raise
     except Exception as e:
       e.add_note(f"in {self.plan.name}, step {self.pc} of {len(self.plan.steps)}{self.plan.place(self.plan.uops[self.pc])}")
       raise
-    finally: self._release()
+
+  def run(self) -> None:
+    with self._explained():
+      try: self._run()
+      finally: self._release()
 
   def _release(self) -> None:
     """Drops everything that refers back to this object, so that its memory is freed at once. Python collects cycles of objects later, if at all."""
@@ -88,6 +96,33 @@ class Frame(Threads):
         for slot in frees[pc]: v[slot] = None
         pc += 1
       else: pc = jump
+
+  def parts(self) -> Iterator[None]:
+    """Runs the program in parts: yields before each atomic operation, and while a step has to wait."""
+    pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
+    with self._explained():
+      try:
+        while pc < len(steps):
+          if pc in self.plan.meetings: yield
+          self.pc = pc
+          try: jump = steps[pc](self)
+          except Suspended: continue
+          if jump is None:
+            for slot in frees[pc]: v[slot] = None
+            pc += 1
+          else: pc = jump
+      finally: self._release()
+
+  @property
+  def can_run(self) -> bool: return self.wait is None or self.wait.over
+
+  def deadlock(self, why:str) -> EmulatorError:
+    """Makes an error about the first thread that waits."""
+    assert self.wait is not None
+    bad, wait = np.zeros(self.T, bool), self.wait
+    bad[wait.threads[wait.memory[wait.at] != wait.number]] = True
+    error = self.error(Deadlock, bad, lambda t: f"{wait}; {why}")
+    return Deadlock(f"{error}{self.plan.place(self.plan.uops[self.pc])}")
 
   # ***** threads *****
 
@@ -138,6 +173,7 @@ class Frame(Threads):
     for s in self.spaces.values():
       if s.shadow is not None: s.shadow.barrier(bool(reached.all()) and self.in_step)
     self.next_interval(reached)
+    if self.meeting is not None and reached.all(): self.meeting.barrier(self)
     return np.zeros(self.T, np.float32)
 
   def arrive(self) -> Array:
@@ -238,6 +274,35 @@ class Frame(Threads):
       bad = np.zeros(self.T, bool)
       bad[at[first[twice[0]]]] = True
       raise self.error(SharedSlot, bad, lambda t: f"{name} {found[twice[0]]} is written {count[twice[0]]} times in one launch")
+  def atomic_add(self, pointer:Pointer, steps:Sequence[int], x:Array, gate:Array) -> None:
+    for step, values in zip(steps, x):
+      memory, at = self._atomic(pointer, 4*step, 4*len(values), gate, "adds to")
+      for i, value in enumerate(values): self._meeting.add(self, pointer.space, memory.view(np.float32), at + i, value, gate)
+  def fetch_add(self, pointer:Pointer, gate:Array) -> Array:
+    memory, at = self._atomic(pointer, 0, 4, gate, "adds to")
+    found = np.zeros(self.T, np.int32)
+    for t in self._meeting.in_order(np.flatnonzero(gate)):
+      found[t] = memory[at[t]]
+      memory[at[t]] += 1
+    return found
+  def await_turn(self, pointer:Pointer, number:Array, gate:Array) -> None:
+    memory, at = self._atomic(pointer, 0, 4, gate, "waits for")
+    threads = np.flatnonzero(gate)
+    self.wait = Wait(pointer.space, memory.view(np.int32), at[threads], self.full(number)[threads], threads)
+    if not self.wait.over: raise Suspended
+    self.wait = None
+    self._meeting.take_turn(self, pointer, gate)
+  def settle(self) -> None: self._meeting.settle(self, self.active)
+  def pass_turn(self, pointer:Pointer, gate:Array) -> None:
+    self._meeting.pass_turn(self, pointer, gate)
+    self.fetch_add(pointer, gate)
+  @property
+  def _meeting(self) -> Meeting:
+    assert self.meeting is not None, "a program with atomic operations runs with a Meeting"
+    return self.meeting
+  def _atomic(self, pointer:Pointer, offset:int, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
+    self.plan.stored.setdefault(pointer.buffer, 4)
+    return pointer.space.atomic(np.asarray(pointer.offset + offset), nbytes, gate, verb)
   def start_product(self, acc:RegisterPointer, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     self._whole(WARPGROUP, DivergentMatrix, "this thread does not reach a wgmma that others of its warpgroup execute")
     self.operands = operands = list[Operand]()
@@ -262,28 +327,3 @@ class Frame(Threads):
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
     self.whole_waves_only()
     return self.matrix_unit.instruction(name, a, b, c)
-
-def launch(plan:EmulatedProgram, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
-  """Runs a program on a grid of workgroups. Returns the seconds that it took."""
-  start = time.perf_counter()
-  grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]
-  if any(g != int(g) for g in grid): raise LaunchLimit(f"{plan.name}: the grid {grid} must be whole numbers")
-  grid = tuple(int(g) for g in grid)
-  if any(not 1 <= g <= limit for g, limit in zip(grid, GRID_LIMIT)): raise LaunchLimit(f"{plan.name}: the grid {grid} is not within {GRID_LIMIT}")
-  if (threads := int(np.prod(local))) > WORKGROUP_LIMIT:
-    raise LaunchLimit(f"{plan.name}: a workgroup of {local} threads is beyond the limit of {WORKGROUP_LIMIT}")
-  params, count = dict(zip(plan.params, views)), int(np.prod(grid, dtype=np.int64))
-  checks = switch("ATTN_EMU_CHECKS", True)
-  banks = BankCounter(plan.chip.family, plan.chip.wave) if switch("ATTN_EMU_BANKS", False) else None
-  waves = -(-threads//plan.chip.wave)
-  at_once = max(1, WORKING_SET//(threads*(plan.live_bytes + OVERHEAD) + plan.lds*(waves + 2)))
-  with np.errstate(all="ignore"):
-    for first in range(0, count, at_once):
-      Frame(plan, first, min(at_once, count - first), grid, local, params, dict(zip(plan.variables, values)), checks, banks).run()
-  for u in params:
-    if (itemsize := plan.stored.get(u, u.dtype.itemsize if u in plan.outputs else None)) is not None:
-      params[u].stored_by(plan.name, plan.names[u], itemsize, u in plan.stored)
-  seconds = time.perf_counter() - start
-  if banks is not None: banks.show(plan.name, plan.arch)
-  _last[:] = [Launch(plan.name, plan.arch, count, threads, plan.lds, seconds, list(banks.uses.values()) if banks is not None else [])]
-  return seconds

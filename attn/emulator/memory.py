@@ -89,9 +89,9 @@ class View:
 class Space:
   """A buffer that threads address by index: a PARAM, or a LOCAL buffer, which has one copy for each workgroup (`stride` bytes apart)."""
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
-               shadow:LdsShadow|None=None, begin:int=0):
+               shadow:LdsShadow|None=None, base:Allocation|None=None, begin:int=0):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
-    self.begin = begin                                                          # first byte in its allocation, which is aligned for every type
+    self.base, self.begin = base, begin                                         # its allocation, which is aligned for every type; first byte there
     self.written = written                                                      # flags that stores set
     self.guarded = guarded and written is not None and not bool(written.all())   # can a load find bytes that were never written?
     self.kind = "LDS" if stride else "global memory"
@@ -142,6 +142,22 @@ class Space:
     if self.written is not None:
       flags = self._view(chunk, True)
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
+
+  def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
+    """Prepares atomic operations on numbers of 4 bytes, by the threads where `gate` is true; each thread operates on `nbytes` at once. Returns the
+    memory as uint32, and the position of each thread's first number."""
+    index, beyond = divided(index, nbytes)
+    if (bad := gate & (beyond != 0)).any():
+      raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, at no multiple of {nbytes} bytes")
+    at = np.broadcast_to(self._at(index, nbytes, gate, verb), self.f.T)
+    if self.f.checks and self.guarded: self._check_flags(at, nbytes, gate)
+    if self.written is not None: self._view(nbytes, True)[at[gate]] = np.full(nbytes, 1, np.uint8).view(chunk_type(nbytes))[0]
+    at = at*(nbytes//4)
+    self.note_atomic(at, nbytes//4, gate, verb)
+    return self._view(4).view(np.uint32), at
+
+  def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
+    """Notes atomic operations on `count` elements of 4 bytes from element `at` on, if somebody compares them with other accesses."""
 
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)

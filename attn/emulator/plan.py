@@ -37,7 +37,7 @@ class Plan(EmulatedProgram):
     self.names = {u: f"data{u.arg.slot}" if u.op is Ops.PARAM else f"{'lds' if u.addrspace is AddrSpace.LOCAL else 'reg'}{u.arg.slot}"
                   for u in self.params + self.buffers}
     self.whole_waves = any(u.op in (Ops.CUSTOM, Ops.CUSTOMI, Ops.WMMA) for u in uops)
-    self.loaded: set[UOp] = set()
+    self.plain, self.atomics, self.meetings, self.waits = set[UOp](), set[UOp](), set[int](), False
     self.outputs = [s for u in uops if u.op is Ops.SINK for s in u.src if s.op is Ops.PARAM]
     self.stored, self.units = {}, {}
     self.ranges = Ranges(uops) if is_ours(name, uops) else None
@@ -164,7 +164,7 @@ class Plan(EmulatedProgram):
         i, r = index(f, f.mask), f.registers[buffer]
         f.v[out] = r.load(i, f.mask) if count == 1 else stack(*[r.load(i + j, f.mask) for j in range(count)])
     else:
-      self.loaded.add(buffer)
+      self.plain.add(buffer)
       index = self._index(at, chunk)
       def step(f:Frame) -> None:
         active = f.mask if gate is None else f.also(f.v[gate])
@@ -183,6 +183,7 @@ class Plan(EmulatedProgram):
         else:
           for j in range(count): r.store(i + j, x[j], f.mask)
     else:
+      self.plain.add(buffer)
       self.stored[buffer] = u.src[0].dtype.itemsize
       index = self._index(at, chunk)
       def step(f:Frame) -> None:
@@ -207,8 +208,11 @@ class Plan(EmulatedProgram):
     args: list[Address|int] = [self.addresses[s] if s in self.addresses else self.slot[s] for s in u.src]
     for a in args:
       if isinstance(a, Address):
-        self.loaded.add(a.buffer)
+        (self.atomics if u.arg.operation.atomic and a.buffer in self.params else self.plain).add(a.buffer)
         self.units[a.buffer] = math.gcd(self.units.get(a.buffer, 0), 4)
+    if u.arg.operation.atomic:
+      self.meetings.add(len(self.steps))
+      self.waits |= u.arg.name == "await_turn"
     out, dtype = self._new(u), None if u.dtype == dtypes.void else numpy_dtype(u.dtype)
     if self.ranges is not None and self.chip.family != "nvidia" and (parts := may_be_negative(u, self.ranges)): self.offset_parts[u] = parts
     looked_at = [(self._slot(part.number), part.taken) for part in self.offset_parts.get(u, ())]

@@ -33,13 +33,17 @@ class EmulatedProgram:
   outputs: list[UOp]
   stored: dict[UOp, int]                    # buffer -> bytes of an element in a store to it
   units: dict[UOp, int]                     # LOCAL buffer -> bytes of the narrowest access
+  plain: set[UOp]                           # buffers that are accessed by operations which are not atomic
+  atomics: set[UOp]                         # parameters that are accessed by atomic operations
+  meetings: set[int]                        # numbers of the steps that are atomic operations
+  waits: bool                               # a workgroup may wait for another one
   whole_waves: bool                         # waves are padded to full size, because operations across lanes are possible
   lds: int                                  # bytes of LDS per workgroup
   live_bytes: int                           # most bytes per thread of values that are alive together
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Finds the place of an operation in Python and in the source."""
+    """Finds where an operation comes from: the line of Python that emitted it, and its statement in the printed source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)

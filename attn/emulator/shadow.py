@@ -27,11 +27,11 @@ class LdsShadow:
   """Shadow of a LOCAL buffer: the waves that wrote and read each location since the last barrier. A location is `unit` bytes, which is the narrowest
   access in the kernel.
 
-  `writer` holds the tag of the last write, interval * stride + wave, or 0 for a location that was never written. `reader` has one plane per wave,
-  with the interval of its last read. An interval is the time between two barriers, and is counted per wave: a barrier that only some waves reach ends
-  the interval of those waves only. A wave that is one interval ahead reaches a place in the program later than the others, so its accesses in
-  interval n happen at the same time as the other waves' accesses in interval n. In any order of the accesses in the program, an access is safe only
-  after a barrier, and so only in a later interval.
+  `writer` holds the tag of the last write, interval * stride + wave, or 0 for a location that was never written. `reader` holds, for each wave, an
+  array with the interval in which the wave last read each location; the array of one wave is called a plane. An interval is the time between two
+  barriers. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves only. Accesses of two waves in
+  intervals of the same number may happen at the same time, even if the waves are at different points of the program. So an access is safe only if a
+  barrier lies between it and the other wave's access: if it is in a later interval.
 
   The tag of a write that is under way has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
 
@@ -208,7 +208,7 @@ class LdsOperand(Operand):
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Groups an array of int32 into chunks of `per` numbers, which are copied and never interpreted. Copies nothing itself."""
+  """Views an array of int32 as chunks of `per` numbers each, without a copy. A chunk is copied as a whole and never interpreted."""
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array:
   """Repeats each number of x to make a chunk of `per` equal numbers."""

@@ -9,3 +9,9 @@ def switch(name:str, default:bool) -> bool:
   if not (text := os.environ.get(name, "")): return default
   if text.lower() not in WORDS: raise ValueError(f"{name}={text!r}: must be one of {', '.join(WORDS)}")
   return WORDS[text.lower()]
+
+def number_of_switch(name:str, default:int) -> int:
+  """Returns the environment variable `name` as a number. Raises ValueError if it is not a whole number from 0 on."""
+  text = os.environ.get(name, "") or str(default)
+  if not text.isdecimal(): raise ValueError(f"{name}={text!r}: must be a whole number from 0 on")
+  return int(text)

@@ -68,10 +68,14 @@ class Threads:
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
     """Makes an error about the first of the `bad` threads."""
     t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
-    wg, local, u = self.first + t//self.width, t % self.width, self.plan.uops[self.pc]
-    where = (wg % self.grid[0], wg//self.grid[0] % self.grid[1], wg//self.grid[0]//self.grid[1])
+    local, u = t % self.width, self.plan.uops[self.pc]
+    where = self.workgroup(self.first + t//self.width)
     return kind(f"{self.plan.name}: {text(t)}; workgroup {where}, wave {local//self.wave}, lane {local % self.wave} "
                 f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
+
+  def workgroup(self, number:int) -> tuple[int, int, int]:
+    """Returns the three indices of a workgroup of the grid."""
+    return number % self.grid[0], number//self.grid[0] % self.grid[1], number//self.grid[0]//self.grid[1]
 
   def operation(self, number:int) -> str:
     """Describes an asynchronous operation by the line of code that started it."""

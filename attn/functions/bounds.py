@@ -14,8 +14,9 @@ Edges = tuple[Edge, ...]     # a clause of edges of one direction: at least one 
 
 @dataclass(frozen=True)
 class Bounds:
-  """A mask as intervals and a further condition `rest`. A query sees a key if every clause and `rest` allow it. A clause is a list of edges, of which
-  at least one must allow it. From one row to the next, neither the first nor the last column decreases.
+  """A mask as intervals and a further condition `rest`. A query sees a key if every clause and `rest` allow it. A clause is a list of edges. An edge
+  is a limit such as j <= i (see `Edge`); a clause allows what at least one of its edges allows. From one row to the next, neither the first nor the
+  last visible column decreases.
 
     before: clauses that hide the keys before an edge
     after: clauses that hide the keys after an edge
@@ -30,6 +31,8 @@ class Bounds:
   def queries_of(self, j:Any) -> Interval:
     """Returns the interval of the places of the queries that see the key at place j."""
     return Interval(_combined(self.after, lambda x: x.query(j), smaller, larger), _combined(self.before, lambda x: x.query(j), larger, smaller))
+
+NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 
 Combine = Callable[[Any, Any], Any]
 

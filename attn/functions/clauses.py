@@ -126,7 +126,8 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a comparison of integers, or None if no clause consists of edges alone."""
+    """Returns a comparison of integers as clauses: all clauses must hold, and in each of them at least one condition. Returns None if no clause
+    consists of edges (limits such as j <= i) alone."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)
@@ -177,8 +178,9 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Returns the edge that says that the sum of `terms`, plus `plus`, is at most 0. Returns None if no edge says that: if the terms are not one
-    function of the query's place and one of the key's place, if the edge would fall, or if its numbers are too large for int32."""
+    """Returns the edge (a limit such as j <= i) that says that the sum of `terms`, plus `plus`, is at most 0. Returns None if no edge says that. This
+    is so if the terms are not one function of the query's place and one of the key's place, if the limit would decrease from one query to the next,
+    or if its numbers are too large for int32."""
     found: dict[UOp, tuple[int, Steps]] = {}
     for u, n in terms:
       if (chain := self._chain(u)) is None or chain[0] in found: return None

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from attn import values
-from attn.functions.bounds import mask_bounds
+from attn.functions.bounds import NO_BOUNDS, mask_bounds
 from attn.functions.symbols import BATCH, QUERY_HEAD, KEY, QUERY, SCORE, SYMBOLS, is_element, tensor_symbol
 from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, committed, dtypes, equality_as_uops, flat_element
 
@@ -276,8 +276,7 @@ def functions_of(score_mod:Any, mask_mod:Any, tensors:TensorKinds) -> dict[str, 
   if len(tensors) > MOST_TENSORS: raise NotImplementedError(f"mod_tensors has {len(tensors)} tensors: at most {MOST_TENSORS} are supported")
   found: dict[str, Any] = {}
   if score_mod is not None: found["score_mod"] = trace(SCORE_FUNCTION, score_mod, tensors)
-  if mask_mod is not None and (mask := trace(MASK_FUNCTION, mask_mod, tensors)) is not None:
-    found["mask_bounds"] = mask_bounds(mask.value)
-    rest = found["mask_bounds"].rest
-    if rest is not None: found["mask_mod"] = replace(mask, value=rest)
+  if mask_mod is not None and (mask := trace(MASK_FUNCTION, mask_mod, tensors)) is not None and (bounds := mask_bounds(mask.value)) != NO_BOUNDS:
+    found["mask_bounds"] = bounds
+    if bounds.rest is not None: found["mask_mod"] = replace(mask, value=bounds.rest)
   return found

@@ -136,9 +136,9 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
 @kernel_options
 @click.option("--hip", "--cuda", "source_alone", is_flag=True, help="The source alone: HIP, or CUDA for sm_xx.")
 def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, source_alone:bool) -> None:
-  """Print the machine code of a kernel of ours, WHAT being its word, or the assembly of a HIP file for --arch.
+  """Print the machine code of WHAT, the word of one of our kernels. If WHAT is a HIP file, print its assembly for --arch.
 
-  For sm_xx that is its CUDA source, and the SASS after it where a CUDA toolkit is there (nvcc, and cuobjdump or nvdisasm).
+  For sm_xx print the CUDA source. Print the SASS after it if a CUDA toolkit is installed (nvcc, and cuobjdump or nvdisasm).
   """
   if what is not None and Path(what).is_file():
     if arch is None: raise click.UsageError(f"--arch is missing: the chip to compile the file for, one of {', '.join(MODELLED)}")
@@ -179,7 +179,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
                  kernel:str|None, queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, behind:int|None, batch:int, heads:int,
                  hkv:int|None, length:int, card:str|None, ghz:float|None, top:int, lines:bool, svg:Path|None, png:Path|None, trips:int, machine:bool,
                  as_json:bool) -> None:
-  """Predict what the hot loop of WHAT takes: a .s file, a code object, or a kernel of ours. A prediction, not a measurement."""
+  """Predict the time of the hot loop of WHAT: a .s file, a code object, or a kernel of ours. This is a prediction, not a measurement."""
   words = list(what) or _specs(arch, d, dtype, causal, decode, gradient)
   if len(words) != 1: raise click.UsageError("name one file, one kernel such as gfx942/128/float16/causal, or --arch and --d")
   problem = source.Shape(batch, heads, hkv or heads, length)

@@ -92,8 +92,8 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts on one side of a branch. On one side of a branch on EXEC no lane is active. Then the result has the empty fact, which no lane
-  can satisfy: it marks a path that no wave takes."""
+  """Returns the facts on one side of a branch: where it is `taken`, or where it is not. If the branch tests EXEC, no lane is active on one of its
+  sides. The result for that side contains the empty fact, which no lane can satisfy: it marks a path that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 

@@ -24,8 +24,8 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
          for kernel in (FORWARD, *BACKWARD)] + [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on one of our kernels by itself, from its machine code `text`. The report covers the hot loop, or another loop if `rank` says so (see
-  `report.hot_loop`)."""
+  """Reports on one of our kernels by itself, from its machine code `text`. The report covers the loop with the `rank`-th most matrix work: 0, the hot
+  loop. It covers the usual path through the loop, or with `every_block` all blocks."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 
@@ -33,15 +33,16 @@ def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
   """Reports on one of our kernels. The figure `useful` is the share of the matrix unit's peak rate that goes to useful products. It counts all
-  kernels that do the work together (both backward kernels). If `rank` or `every_block` chooses another loop than the hot one, it counts only this
-  kernel."""
+  kernels that do the work together (both backward kernels). `rank` and `every_block` choose what is reported, as in `report_of_text`; if they choose
+  anything but the usual path of the hot loop, `useful` counts only this kernel."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core. The figure
-  `useful` of a report covers all kernels that do the work together (both backward kernels)."""
+  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core. A report's
+  figure `useful`, the share of the matrix unit's peak rate that goes to useful products, covers all kernels that do the work together (both backward
+  kernels)."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
@@ -50,7 +51,8 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """Returns the report with the figure `useful` recomputed for kernels that run one after another: their times are added."""
+  """Returns the report with the figure `useful`, the share of the matrix unit's peak rate that goes to useful products, recomputed for the kernels
+  `together`, which run one after another: their times are added."""
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report
   return replace(report, loop=replace(report.loop, useful=1/sum(1/x for x in shares)))

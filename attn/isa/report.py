@@ -168,9 +168,10 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of an iteration, number of instructions in all blocks, number of
-  loops with matrix work, waits of an iteration). If `products` describes several loops that follow one another, each of them does a part of the
-  matrix work, and the result covers one iteration of each."""
+  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of an iteration, number of instructions in all its blocks,
+  number of loops with matrix work, waits of an iteration). An iteration takes the usual path through the loop, or with `every_block` every block. If
+  `products` describes several loops that follow one another, each of them does a part of the matrix work, and the result covers one iteration of
+  each."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()

@@ -24,7 +24,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """The accesses for which one wait waits."""
+  """What a wait waits for: the number of accesses, the last one of them, and how many instructions lie between that access and the wait."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction

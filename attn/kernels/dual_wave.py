@@ -178,7 +178,8 @@ class DualWave:
     return here, self.group.row(wave*self.mat.N, here.n)
 
   def outputs(self, s:DualWaveState) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l
+    the row's sum of P."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
@@ -226,8 +227,8 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *before:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Computes P = exp2(x - m) of the scores `x`, with the softmax's reference m of the row, as operands of the next product. A branch checks whether
-    m is high enough, and raises m if it is not. This branch comes after the values `before` are computed."""
+    """Computes P = exp2(x - m) of the scores `x`, as operands of the next product. m is the number that the softmax subtracts from the scores of a
+    row. A branch checks whether m is high enough, and raises m if it is not. This branch comes after the values `before` are computed."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))

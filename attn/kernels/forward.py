@@ -18,12 +18,13 @@ State = TypeVar("State")
 
 class ForwardUnit(Protocol[State]):
   """The steps of `online_softmax` on one kind of matrix unit, for one workgroup, as one thread sees them. The state passes results from step to step:
-  m (the reference of the exponents), l (the sum of P) and O in registers, and tiles in LDS."""
+  m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in registers, and tiles in LDS."""
   @property
   def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called for each part, one part after
                                     another."""
   def begin(self) -> State:
-    """Returns the state before the first key: the reference m is the lowest number, the sums l and O are 0. Q is loaded, or its load has started."""
+    """Returns the state before the first key: m, which the softmax subtracts from the scores, is the lowest number; the sums l and O are 0. Q is
+    loaded, or its load has started."""
   def loops(self) -> Iterable[TileLoop[Any]]:
     """Returns the loops over the tiles of keys that the queries see. When an iteration begins, its tile of K and V is already loaded. On some units
     `scores` waits for the tile instead."""

@@ -33,7 +33,8 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_places(p:Problem, rows:int) -> list[int]:
-  """Returns the first element of each result in a part that holds `rows` rows of each head, and last the number of float32 elements of the part."""
+  """Returns the indices at which o, the LSE and the rest of the LSE begin in the buffer of a partial result that holds `rows` rows of each head, and
+  last the number of float32 elements of this buffer."""
   sizes = (p.B*p.H*rows*n for n in (p.Dv, 1, *[1]*p.wide_scores))
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 

@@ -48,11 +48,10 @@ def for_each_query(rows:Tensor, sees:Tensor|None) -> Tensor:
   rows = rows.float().unsqueeze(2).unsqueeze(3)
   return rows if sees is None else sees.unsqueeze(-1).where(rows, 0.0)
 
-def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor, start:Tensor|None) -> Tensor:
+def _dropped(p:Tensor, at:Positions, dropout_p:float, seed:Tensor) -> Tensor:
   """Returns P after dropout. P has the shape (B, Hkv, query heads of each key/value head, Sq, Sk)."""
-  (batch, i, j), head = at.counted, at.head
-  if start is not None: batch, head = batch + start[0], head + start[1]
-  mask = kept_elements(seed, dropout_p, batch, head, i, j).contiguous()     # stored in memory, like the mask of tinygrad's own dropout
+  batch, i, j = at.counted
+  mask = kept_elements(seed, dropout_p, batch, at.head, i, j).contiguous()     # stored in memory, like the mask of tinygrad's own dropout
   return mask.where(p*(1/(1 - dropout_p)), 0.0)
 
 def unchanged(s:Tensor, at:Positions) -> Tensor: return s
@@ -60,7 +59,7 @@ def unchanged(s:Tensor, at:Positions) -> Tensor: return s
 def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Callable[[Positions], Tensor|None], top_left:bool=False, offset:int=0,
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
-               dropout_p:float=0.0, dropout_seed:Tensor|None=None, dropout_start:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
+               dropout_p:float=0.0, dropout_seed:Tensor|None=None, first_batch_and_head:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
   """Returns (o, lse, rest of lse that rounding to float32 removed), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm. A row that
   sees no key gives o = 0 and lse = -inf.
 
@@ -79,6 +78,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   head = Tensor.arange(H).reshape(Hkv, H//Hkv, 1, 1)
   if cu_seqlens_q is None or cu_seqlens_k is None: at = _lengths(B, head, Sq, Sk, top_left, offset, kv_lengths, kv_starts)
   else: at = _sequences(head, Sq, Sk, top_left, cu_seqlens_q, cu_seqlens_k, longest or (Sq, Sk))
+  if first_batch_and_head is not None: at = at.counted_from(first_batch_and_head)
 
   sees = masks(at)
 
@@ -95,7 +95,7 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   if sinks is not None: total = total + (per_head(sinks) - m).exp()
   if at.member is not None: total = at.member.any(0).reshape(Sq, 1).where(total, 0.0)     # a row of no sequence has no sink
 
-  if dropout_seed is not None: p = _dropped(p, at, dropout_p, dropout_seed, dropout_start)
+  if dropout_seed is not None: p = _dropped(p, at, dropout_p, dropout_seed)
 
   # ***** O *****
   o = (p.unsqueeze(-1)*for_each_query(v, sees)).sum(-2)

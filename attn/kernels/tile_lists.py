@@ -57,13 +57,13 @@ class ListedBlocks:
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
   """Returns the kernels that make lists, in order, each with the (shape, dtype) of its tensors by name. A kernel writes its first tensor."""
   in_rows, in_blocks = ((x.lists, x.tiles, x.rows), "uint8"), ((x.lists, x.tiles, x.blocks), "uint8")
-  read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "dropout_start")}
+  read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
   return [(seen_in_rows(x), {"in_rows": in_rows, **read}), (seen_in_blocks(x), {"in_blocks": in_blocks, "in_rows": in_rows}),
           (tiles_in_order(x), {"tile_list": (x.shape, "int32"), "in_blocks": in_blocks})]
 
 @dataclass(frozen=True)
 class Items:
-  """The items of a kernel, one for each thread."""
+  """The items of work of a kernel that makes lists, such as one row of one tile. Each thread does one item."""
   new: Allocator
   ranges: tuple[UOp, ...]
   @staticmethod
@@ -88,8 +88,8 @@ class Items:
 
 @cache_of_kernels
 def seen_in_rows(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that says for each row and tile whether some scores are seen and some are hidden. If heads share a list, the answer is that of
-  all their scores together."""
+  """Returns the kernel that says for each row and tile whether some scores are seen and some are hidden. If several heads share a list, the kernel
+  says this of the scores of all these heads together."""
   def kernel(*args:UOp) -> UOp:
     given = by_name(list_kernels(x)[0][1], args)
     items, there, (number, tile, row) = Items.of(x.lists, x.tiles, x.rows)
@@ -129,8 +129,8 @@ def below_group(n:int, group:UOp, tile:UOp) -> UOp: return group < n
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that puts the tiles of each block in order. The place of a tile is the number of tiles that come before it: each tile counts
-  them itself. Tiles that are not in the list come last, and their places hold the number of all tiles."""
+  """Returns the kernel that puts the tiles of each block in order. The place of a tile is the number of tiles that come before it; one thread for
+  each tile counts them. Tiles that are not in the list come last, and their places hold the number of all tiles."""
   def kernel(tile_list:UOp, in_blocks:UOp) -> UOp:
     items, there, (number, block, tile) = Items.of(x.lists, x.blocks, x.tiles)
     def group(t:UOp) -> UOp:
@@ -139,7 +139,7 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
       return bits.eq(SEEN | HIDDEN).where(UOp.const(0, dtypes.int), bits.eq(SEEN).where(UOp.const(1, dtypes.int), UOp.const(2, dtypes.int)))
     mine, one = group(tile), UOp.const(1, dtypes.int)
     def count(condition:Callable[[UOp, UOp], UOp]) -> UOp:
-      """Returns for how many tiles a condition holds, which gets the tile's group and number."""
+      """Returns the number of tiles for which `condition`, a function of the tile's group and number, is true."""
       return items.total(x.tiles, lambda n, t: n + condition(group(t), t).where(one, one*0))
     before = count(lambda other, t: (other < mine) | (other.eq(mine) & (t < tile)))
     partly, seen = (count(functools.partial(below_group, n)) for n in (1, 2))

@@ -3,8 +3,9 @@ each WORD.
 
 A row shows the wall time of one call under TinyJit, on each device by itself and on all devices together; the host's time to launch one call; the
 bytes that each device uses; and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the timeline each kernel and
-copy of the call runs with nothing beside it. The sums of these times are the time of the call if copies run beside kernels, and its time if they
-don't. Problems that share heads need no copies: they show the highest speed that the devices can have together.
+copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels, and as if none did. The
+measured time should lie between the two sums. Problems that share heads need no copies: they show the highest speed that the devices can have
+together.
 
 DEVICES=4 takes four devices. With DEV=EMU and SMALL=1 the program runs without a GPU; its times then mean nothing."""
 from __future__ import annotations
@@ -74,8 +75,8 @@ def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_
 
 @dataclass(frozen=True)
 class MeasuredCall:
-  """Measurements of a call: the call's milliseconds, the host's milliseconds to launch it, the bytes that each device uses for the inputs, and the
-  bytes that each device uses besides once the call is captured."""
+  """Measurements of a call: the call's milliseconds, the host's milliseconds to launch it, and the bytes that each device uses: for the inputs, and
+  for everything else after TinyJit has captured the call."""
   ms: float
   launch_ms: float
   inputs: list[int]

@@ -54,7 +54,7 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
   own = choose(replace(p, num_splits=1), arch)
   if isinstance(own.work.tile, TiledTile): return time_tiled(p, arch, own.work.tile, seconds)
   if not isinstance(own.work.tile, Tile):
-    raise NotImplementedError(f"TUNE=1: it is for the tiles of forward and of tiled, and this problem gets {own.kernel}: {own.why_not('forward')}")
+    raise NotImplementedError(f"TUNE=1 times only tiles of the kernels forward and tiled; this problem gets {own.kernel}: {own.why_not('forward')}")
   todo: dict[tuple[str, Tile], UpTo[ForwardShape]|None] = {(own.kernel, own.work.tile): None}
   for row in candidates(arch, tuned.head_class(p)):
     if misfit(p, arch, row, tile := amd_tile(p, arch, row)) is None: todo.setdefault(("forward", tile), row)

@@ -1,5 +1,5 @@
-"""Instructions of AMD's chips that tinygrad has no UOp for: for each, the HIP text that is printed and the meaning in numpy that the emulator runs.
-Operations of all vendors are in common.py."""
+"""Instructions of AMD's chips that tinygrad has no UOp for: for each, the HIP text that is printed, and the numpy function with which the emulator
+computes it. Operations of all vendors are in common.py."""
 from __future__ import annotations
 from typing import Any
 import functools
@@ -14,7 +14,7 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Meaning, in the emulator, of a statement that has no effect on numbers."""
+  """What the emulator computes for a statement that has no effect on numbers: nothing."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
@@ -93,12 +93,12 @@ def low_lanes(x:UOp) -> UOp:
 
 # ***** order *****
 
-def _waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
+def waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
   """Returns the C++ text of CDNA's s_waitcnt: it waits until at most `vmcnt` loads from memory and `lgkmcnt` accesses to LDS of this wave are not
   complete. (The encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
-def _in_order(*statements:str) -> str:
+def kept_in_order(*statements:str) -> str:
   """Returns the C++ text of statements across which neither clang's passes nor its scheduler move accesses to memory. The fences have the scope of
   one wave and cost nothing. A release fence with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for
   only some."""
@@ -106,11 +106,11 @@ def _in_order(*statements:str) -> str:
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
 instruction("barrier", lambda lanes, *_: lanes.barrier(lanes.active),
-            Body(_in_order(_waitcnt(lgkmcnt=0), "__builtin_amdgcn_s_barrier();"), "", name="ordered_barrier"))
+            Body(kept_in_order(waitcnt(lgkmcnt=0), "__builtin_amdgcn_s_barrier();"), "", name="ordered_barrier"))
 instruction("barrier_of", lambda lanes, waves, *_: lanes.barrier(lanes.active & (waves != 0)),
             Body("if (__builtin_amdgcn_readfirstlane(waves)) __builtin_amdgcn_s_barrier();\nreturn 0.0f;", "waves"))
 instruction("wait_loads", lambda lanes, *_, n: lanes.wait_stores(n),
-            lambda printer, out, n: Body(f"{_waitcnt(vmcnt=n)}\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
+            lambda printer, out, n: Body(f"{waitcnt(vmcnt=n)}\nreturn 0.0f;", "", name=f"wait_loads_but_{n}"))
 instruction("priority", nothing,
             lambda printer, out, level: Body(f"__builtin_amdgcn_s_setprio({level});\nreturn 0.0f;", "", name=f"priority_{level}"))
 instruction("fp32_apart", nothing, Body("return 0.0f;", ""))
@@ -218,7 +218,7 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Computes acc + A B by one matrix instruction; a and b are register images.
+  """Computes acc + A B by one matrix instruction; a and b are the packed operands as the registers hold them.
 
   This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0), with the shape in the value's type and not in the UOp's. An `Ops.WMMA` needs operands of one
   dimension. The devectorizer (do_stack_wmma) splits operands of n numbers into single numbers. Operands of one element, a vector, work, but the

@@ -17,7 +17,7 @@ def _hidden(name:str, sign:str) -> str:
 }}"""
 
 HELD = {name: _hidden(name, sign) for name, sign in (("not_below", "<"), ("not_above", ">"))}     # functions that hide a bound from clang
-UNIFORM = ("uniform", "opaque_uniform")                # operations whose result is equal in all lanes for any operands
+UNIFORM = ("uniform", "opaque_uniform", "ticket", "ticket_of_all")      # operations whose result is equal in all lanes for any operands
 OF_LANES = (Ops.LOAD, Ops.CUSTOM, Ops.CUSTOMI)         # UOps whose result may differ between lanes even if the operands are equal
 
 def uniform_numbers(uops:list[UOp]) -> set[UOp]:

@@ -263,7 +263,7 @@ def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, siz
   `there` is true and whose `limits`, the first and the last column that its row sees, include `column`. `told` says whose index it is."""
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, told=told)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer, as one opaque term. The compiler cannot split it, so no part of an offset computed from it is negative
+  """Returns max(x, 0) of an integer, in a form that the compiler cannot split into terms. So no part of an offset computed from it is negative
   (attn/emulator/offsets.py)."""
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
@@ -287,7 +287,7 @@ def opaque_uniform(x:UOp) -> UOp:
   """Returns the integer x, equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x, which is in 0..most and equal in the whole workgroup, as one opaque term. Neither tinygrad nor the compiler can split it,
-  so no part of an offset computed from it is negative (attn/emulator/offsets.py)."""
+  """Returns the integer x, which is in 0..most and equal in the whole workgroup, in a form that neither tinygrad nor the compiler can split into
+  terms. So no part of an offset computed from it is negative (attn/emulator/offsets.py)."""
   bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses those of a maximum
   return (opaque_uniform(x).cast(dtypes.weakint) & bits).minimum(most) if most else UOp.const(0)

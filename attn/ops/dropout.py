@@ -93,8 +93,8 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
   return x | x << c.word(SPREAD)
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
-  """Shifts the dropout bits x of a lane so that bit 0 belongs to the first row whose scores the lane holds, which has bit `place` of x. With
-  `alternate`, two consecutive rows of the lane have neighbouring bits in x; the bit of the second row is moved to the upper half of the dword."""
+  """Shifts the dropout bits x of a lane right by `place`, so that bit 0 belongs to the first row whose scores the lane holds. With `alternate`, two
+  consecutive rows of the lane have neighbouring bits in x; the bit of the second row is moved to the upper half of the dword."""
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
 # ***** dropping elements *****

@@ -1,4 +1,4 @@
-"""Instructions of Hopper's warpgroup kernels: for each, the CUDA text that is printed and the meaning in numpy that the emulator runs.
+"""Instructions of Hopper's warpgroup kernels: for each, the CUDA text that is printed, and the numpy function with which the emulator computes it.
 
 Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together: it multiplies 64 rows of A, from
 registers or shared memory, by up to 256 columns of B, from shared memory. For each 8 columns a thread holds the elements of the result that it holds

@@ -117,8 +117,8 @@ class Hip(Printer):
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """Prints a difference that saturates at 0 (v_pk_sub_u16 with clamp), limited to 1 (v_pk_min_u16). The 1 is hidden from clang, which would
-    otherwise compare the halves one by one."""
+    """Prints an expression that sets each half of a dword to 1 if it is at least `least`, else to 0. The half minus (least - 1), saturated at 0
+    (v_pk_sub_u16 with clamp), is limited to 1 (v_pk_min_u16). The 1 is hidden from clang, which would otherwise compare the halves one by one."""
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
                  '  unsigned ones = 0x00010001u;\n  asm("" : "+s"(ones));\n'
                  f"  ushort2 above = __builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}));\n"

@@ -96,8 +96,9 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
     return definition
   return define
 
-def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None) -> None:
+def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None, *, atomic:bool=False) -> None:
   """Registers an operation that is a single instruction. `meaning` (lanes, *sources, **static) computes its result in numpy. `hip` and `cuda` are its
   text in these languages, a function (printer, C type of the result, **static) that returns the text, or None if the language has no such
-  instruction. A text is an expression with {0} and {1} for the sources, or a Body."""
-  OPERATIONS[name] = Operation(meaning, hip, cuda)
+  instruction. A text is an expression with {0} and {1} for the sources, or a Body. `atomic` tells whether it works on global memory that
+  workgroups share."""
+  OPERATIONS[name] = Operation(meaning, hip, cuda, atomic=atomic)

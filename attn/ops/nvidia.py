@@ -1,10 +1,11 @@
-"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: for each, the CUDA text that is printed and the meaning in numpy that the
-emulator runs.
+"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: for each, the CUDA text that is printed, and the numpy function with which
+the emulator computes it.
 
 Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. A number per row, such as the row's maximum, is a
 float2: one element for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
 
-The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for it, no thread may access its destination.
+The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for it, no thread may access its
+destination.
 """
 from __future__ import annotations
 from typing import Any
@@ -94,7 +95,7 @@ def wait_copies(order:UOp, but:int) -> UOp:
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Meaning of ldmatrix in the emulator: lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each
+  """Computes ldmatrix for the emulator: lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each
   matrix."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column

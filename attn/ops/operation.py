@@ -1,10 +1,10 @@
 """Operations that tinygrad has no UOp for: how they appear in a kernel, in the printed source and in the emulator.
 
-In a kernel an operation is one `Ops.CUSTOM` whose argument is a `Call`: the operation's name and its static parameters. The renderer asks the
-`Operation` of that name for its text, the emulator asks it for its meaning in numpy. There are two kinds:
+In a kernel an operation is one `Ops.CUSTOM` whose argument is a `Call`: the operation's name and its static parameters. The renderer gets the text
+from the `Operation` of that name. The emulator gets its `meaning`: a numpy function that computes the operation. There are two kinds of operations:
 - a compound operation is one Python function over a few primitives (attn/ops/language.py). Running it gives the HIP text, the CUDA text or the
-  meaning;
-- an instruction has its text and its meaning written out, side by side (attn/ops/amd.py, nvidia.py, hopper.py).
+  result in numpy;
+- an instruction has its text and its numpy function written out, side by side (attn/ops/amd.py, nvidia.py, hopper.py).
 
 Traps of `Ops.CUSTOM` in tinygrad 0.14.0, which `emit` avoids: a CUSTOM needs an explicit dtype and at least one source (the shape of the CUSTOM is
 the shape of its sources); an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed;
@@ -12,7 +12,7 @@ tinygrad drops a CUSTOM of dtype void.
 """
 from __future__ import annotations
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
@@ -28,7 +28,7 @@ class Variable:
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
-  """Interface through which the numpy meaning of an operation uses the emulator. T is the number of threads. A method that only has an effect returns
+  """Interface of the emulator for the numpy function that computes an operation. T is the number of threads. A method that only has an effect returns
   zeros (T,)."""
   wave: int                 # lanes of a wave
   @property
@@ -72,6 +72,17 @@ class Lanes(Protocol):
     no thread may access the fragments or write the operands."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
+  def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array) -> None:
+    """Adds float32 x (instructions, elements, T) to global memory where `gate` is true, in any order. The elements of instruction i follow each
+    other from `steps[i]` elements after `pointer` on."""
+  def fetch_add(self, pointer:Any, gate:Array) -> Array:
+    """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns the numbers before each addition, (T,)."""
+  def await_turn(self, pointer:Any, number:Array, gate:Array) -> None:
+    """Waits until an int32 in global memory is equal to `number`, in the threads where `gate` is true."""
+  def settle(self) -> None:
+    """Makes the active waves wait until their additions and stores to global memory are complete."""
+  def pass_turn(self, pointer:Any, gate:Array) -> None:
+    """Adds 1 to an int32 in global memory for each thread where `gate` is true. What was done before is there for those who wait for the number."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises if `pointer` is not a multiple of `nbytes` bytes from the start of its buffer."""
   def probe(self, name:str, x:Array) -> Array:
@@ -79,7 +90,7 @@ class Lanes(Protocol):
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
     """Computes c + a . b, the dot product of two dwords of two numbers of `dtype` each, as AMD's v_dot2_f32_f16 or v_dot2_f32_bf16 does."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Executes the matrix instruction `name` (see `attn.chips.matrix.Matrix.name`) on register images in the ISA's layout."""
+    """Executes the matrix instruction `name` (see `attn.chips.matrix.Matrix.name`) on operands as the registers hold them, in the ISA's layout."""
 
 @dataclass(frozen=True)
 class Body:
@@ -111,15 +122,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static) and a text for each language, HIP or CUDA, that
-  can express the instruction. A compound operation has a `definition` (language, *sources, **static), from which its meaning and texts are made. An
-  `inline` operation is printed as an expression where it is used, and not as a function."""
+  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static), the numpy function that computes it, and a text for each
+  language, HIP or CUDA, that can express the instruction. A compound operation has a `definition` (language, *sources, **static), from which its
+  numpy function and its texts are made. An `inline` operation is printed as an expression where it is used, and not as a function."""
   meaning: Callable[..., Any]
   hip: Callable[..., Text]|Text|None = None
   cuda: Callable[..., Text]|Text|None = None
   definition: Callable[..., Any]|None = None
   inline: bool = False
   suffix: str = ""
+  atomic: bool = False     # works on global memory that workgroups share
 
 OPERATIONS: dict[str, Operation] = {}
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 from attn.chips.matrix import LaneSums, Matrix, Mma
-from attn.ops import amd as amd, common as common, dropout as dropout, hopper as hopper, nvidia as nvidia   # imported to fill OPERATIONS
-from attn.ops import softmax as softmax
+from attn.ops import amd as amd, atomics as atomics, common as common, dropout as dropout, hopper as hopper   # imported to fill OPERATIONS
+from attn.ops import nvidia as nvidia, softmax as softmax
 from attn.ops.bounds import HELD, is_minimum, second_bounds
 from attn.ops.branches import made_before_branches
 from attn.ops.language import KernelText

@@ -50,8 +50,8 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the references of one tile's rows to the largest scores of the rows so far. Returns the new m, the new addend, the factors that rescale
-  the accumulators, and the function that computes P from scores with the new references."""
+  """Raises the reference m of each row of a tile, the number that the softmax subtracts from its scores, to the largest score of the row so far.
+  Returns the new m, the new addend, the factors that rescale the accumulators, and the function that computes P from scores with the new m."""
   split, tops, addends, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
@@ -165,9 +165,9 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
-  """Computes P of one loop iteration, and the sums of P, from the rows' references m. The code is one statement. `p` gets the result, `part` its
-  sums; `correct` describes all operands. If no row of the wave has seen a key yet, there is no reference: the sums are then inf, so that `correct`
-  computes P afterwards."""
+  """Computes P of one loop iteration, and the sums of P, from the rows' references m (the numbers that the softmax subtracts from the scores). The
+  code is one statement. `p` gets the result, `part` its sums; `correct` describes all operands. If no row of the wave has seen a key yet, there is no
+  reference: the sums are then inf, so that `correct` computes P afterwards."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
@@ -175,8 +175,8 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
-  """Corrects P of one loop iteration if the reference of a row must be raised. This is one statement, because tinygrad has no branch around stores to
-  registers.
+  """Corrects P of one loop iteration if the reference of a row, the number that the softmax subtracts from its scores, must be raised. This is one
+  statement, because tinygrad has no branch around stores to registers.
 
   All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `addend` of the rows, `l` the
   running sums, `acc` the accumulators of O, `p` the iteration's P, packed to `dtype`, `scores` its scores, and `part` its sums, one kind of `sums`
@@ -210,12 +210,12 @@ def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) 
   return c.number(0.0)
 
 def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
-  """Returns the new references of rows whose largest scores so far are `top`. A reference becomes `top` if exp2((top - reference)*scale) exceeds
-  2^above or if the row has seen no key before; otherwise it stays."""
+  """Returns the new references of rows, the numbers that the softmax subtracts from their scores. `top` are the largest scores of the rows so far. A
+  reference becomes `top` if exp2((top - reference)*scale) exceeds 2^above or if the row has seen no key before; otherwise it stays."""
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """Computes P = exp2((scores - reference)*scale) of the rows, which lie one after another in the vector. The difference is taken first, so that
-  large scores lose no accuracy."""
+  """Computes P = exp2((scores - reference)*scale) of the rows, which lie one after another in the vector. `reference` has the number that is
+  subtracted from the scores of each row. The difference is taken first, so that large scores lose no accuracy."""
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
   """Multiplies the accumulators of each tile by the factors of its rows, if any factor in the wave is not 1. Both operands are placeholders of

@@ -27,7 +27,7 @@ from attn.ops.plain import plain
 from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
 from attn.problem import ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, copied, copy_call, dtypes, inside_function, new_buffer, remembered
+from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, copy_call, dtypes, remembered
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other is filled
@@ -100,7 +100,8 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                        "default unless k and v, or q, k and v, are sharded along their rows, as attn.shard_sequence does")
     at = Placement(at.device, "rows")
   what = "k and v sharded along their rows" if at.shared == "keys" else "q, k and v sharded along their rows"
-  if options.layout == "thd": raise ValueError(f"layout='thd' with {asked or what}: packed sequences can't be sharded along rows; {WHOLE_INSTEAD}")
+  if options.layout == "thd":
+    raise ValueError(f"layout='thd' with {asked or what}: packed sequences can't be sharded along rows; {WHOLE_INSTEAD}")
   for name, instead in REFUSED.items():
     if isinstance(given := getattr(options, name), (Tensor, UOp)) or given not in (None, False, 0.0):
       raise ValueError(f"{name}={values.shown(given)} with {what}: {instead}")
@@ -111,8 +112,9 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
       raise ValueError(f"sequence_lengths={lengths}: {name} must lie in {least}..{have}, the rows of {'q' if name == 'Sq' else 'k'}")
   pieces = at.count*ORDERS[order]
   for name, have in zip(("q", "k") if at.shared == "rows" else ("k",), rows if at.shared == "rows" else rows[1:]):
-    if have % pieces: raise ValueError(f"{name} has {have} rows: sequence_order={order!r} on {at.count} devices needs a multiple of {pieces}, "
-                                       "which attn.shard_sequence pads to")
+    if have % pieces:
+      raise ValueError(f"{name} has {have} rows: sequence_order={order!r} on {at.count} devices needs a multiple of {pieces}, "
+                       "which attn.shard_sequence pads to")
   shared = SequenceShards(at.count, order, rows[1]//at.count, rows[0]//at.count if at.shared == "rows" else None,
                           tuple(name for name in TERM_TENSORS if lies_as_q(name, getattr(options, name), rows[0], at)))
   return at, shared, lengths or rows
@@ -133,17 +135,20 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
   has all rows of the sequence, without the padding."""
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
-  if shape[axis] != shards.queries: raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be equal")
+  if shape[axis] != shards.queries:
+    raise ValueError(f"{name} has {shape[axis]} rows on each device, and q {shards.queries}: must be equal")
   return (*shape[:axis], queries, *shape[axis + 1:])
 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Returns the tensor if it lies in a buffer on each of its devices, else new private buffers filled with it. (For a tensor that is not realized,
-  tinygrad confuses an element and the buffer if one kernel takes the elements and another one takes the buffer of one device.)"""
-  if inside_function(): return copied(u)      # a function's argument has no shards yet
+  """Returns the tensor if it lies in a buffer on each of its devices, else new private buffers filled with it. (If a tensor is not realized, one
+  kernel may take its elements and another one the buffer of one of its devices; tinygrad then mistakes one for the other.)"""
   if u.has_buffer_identity(): return u
-  return u.contiguous() if isinstance(u.device, str) else copied(u)
+  if isinstance(u.device, str): return u.contiguous()
+  buffer = UOp.empty(u.max_shard_shape, dtype=u.dtype, device=u.device)
+  if u.axis is not None: buffer = buffer.unshard(u.axis)
+  return buffer.after(buffer.store(u))
 
 def shards_of(u:UOp) -> list[UOp]:
   """Returns the shards of a tensor that lies in buffers, one for each device."""
@@ -169,7 +174,7 @@ def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) ->
     slot, copied = slots[copied % SLOTS], copied + 1
     for tensor, shards in held.items():
       shard = shards[owner]
-      to = slot[tensor] if tensor in slot else new_buffer(shard.max_shape, shard.dtype, name)
+      to = slot[tensor] if tensor in slot else UOp.empty(shard.max_shape, dtype=shard.dtype, device=name)
       slot[tensor] = remembered(to.after(to.store(shard.copy_to_device(name))))
     yield dict(slot)
 
@@ -186,7 +191,7 @@ def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
 
 def filled_with_rows(u:UOp) -> UOp:
   """Makes a new buffer filled with `u`."""
-  buffer = new_buffer(u.max_shape, u.dtype, u.device)
+  buffer = UOp.empty(u.max_shape, dtype=u.dtype, device=u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
@@ -259,7 +264,8 @@ class GatheringDevice:
     t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
     t |= {name: dealt_rows(c, name, t[name], number) for name in TERM_TENSORS if name in t}
     shapes = {x: shape for x, (shape, _) in launches[0][1].shapes.items() if x in ("k", "v")} if c.shards.count > 1 else {}
-    slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()} for _ in launches[:SLOTS]]
+    slots = [{x: UOp.empty(shape, dtype=t[x].dtype, device=c.devices[number]) for x, shape in shapes.items()}
+             for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
     """Returns the region of some rows of k or v in the buffer that the n-th launch uses."""
@@ -274,11 +280,13 @@ class GatheringDevice:
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
     for name, u in slot.items() if pieces else ():
       kernel = ordering_kernel(p, shards.keys, pieces, first, self.launches[n][0], p.D if name == "k" else p.Dv)
-      self.ordered[n % SLOTS][name] = call = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0].src[1]
+      written = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0]
+      self.ordered[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
     """Returns the regions of the buffers that `order_own` fills for the n-th launch."""
-    return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in self.c.shards.keys_held(self.c.problem, self.number)]
+    held = self.c.shards.keys_held(self.c.problem, self.number)
+    return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   """Copies the keys for the n-th launch of each device, from the owners' ordered buffers to the device's gathering buffer. These copies begin after
@@ -346,10 +354,11 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   whole buffer, and returns a CALL. The whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in
   use."""
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
-  buffer = new_buffer((size,), dtypes.float, device)
-  results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous() for shape, begin in zip(shapes, places)]
+  buffer = UOp.empty((size,), dtype=dtypes.float, device=device)
+  results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()
+             for shape, begin in zip(shapes, places)]
   if region(results[0]) is not None: return buffer.after(write(*results, buffer))
-  results = [new_buffer(shape, dtypes.float, device) for shape in shapes]     # OpenCL's buffers have no regions
+  results = [UOp.empty(shape, dtype=dtypes.float, device=device) for shape in shapes]     # OpenCL's buffers have no regions
   call = write(*results, buffer)
   return packed(p, [Tensor(u.after(call)) for u in results])
 
@@ -430,8 +439,9 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   second mapping. Because o and lse depend on it, taking the gradient does not compute the inputs again."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
-  shapes, axes = c.own.shapes, {name: AXES[c.problem.layout] if name == "o" else lse_axes(c.problem.layout) for name in c.own.outputs}
-  buffers = {name: new_buffer(shapes[name][0], FLOATS[shapes[name][1]], c.at.device) for name in axes}
+  shapes, layout = c.own.shapes, c.problem.layout
+  axes = {name: AXES[layout] if name == "o" else lse_axes(layout) for name in c.own.outputs}
+  buffers = {name: UOp.empty(shapes[name][0], dtype=FLOATS[shapes[name][1]], device=c.at.device) for name in axes}
   call = gathered_over(c, inputs, held, attend, buffers) if c.gathers else merged_over(c, held, attend, buffers)
   def on_all(name:str) -> UOp:
     u = buffers[name]

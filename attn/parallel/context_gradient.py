@@ -74,8 +74,8 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """Joins tensors, one on each device, to one tensor on all devices. The result is sharded along `axis`; if `axis` is None, each device has the whole
-  tensor."""
+  """Joins tensors, one on each device, into one tensor on all devices. The result is sharded along `axis`; if `axis` is None, each device has the
+  whole tensor."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)

@@ -27,8 +27,8 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> its holders: o
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Maps each index of the dimension over which the product sums to the (instruction, element) in which lane group h holds it. The indices are those
-  of the instructions that are needed to use each unit of every lane group once."""
+  """Maps each index of the dimension over which the product sums to the (instruction, element) in which lane group h holds it. Covers one 16-byte
+  unit of every lane group, and so as many instructions as these units feed."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 

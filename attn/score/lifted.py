@@ -52,13 +52,13 @@ class Lifted:
   def __init__(self, at:Fragment, told:str, raw:list[UOp]|None=None, factor:float=1.0) -> None:
     self.at, self.told, self.raw, self.factor = at, told, raw, factor
     self.lengths = [len(columns) for columns in at.columns]
-    own, first = integer(at.row.index), integer(at.begin)
-    shift = integer(at.diagonal - at.row.index)                  # from the number of a row to the column where the diagonal meets it
+    own, begin = integer(at.row.index), integer(at.begin)
+    shift = integer(at.walk.diagonal(UOp.const(0)))              # from the number of a row to the column where the diagonal meets it
     self.walked = KEY if at.over == "keys" else QUERY            # the symbol that differs between columns
-    self.first = first if at.over == "keys" else first - shift   # its value at the lane's first column
+    self.first = begin if at.over == "keys" else begin - shift   # its value at the lane's first column
     owned = {QUERY: own + shift} if at.over == "keys" else {KEY: own}
-    start = at.given.get("dropout_start")                        # numbers of the device's first batch and first head
-    batch, head = (integer(x) if start is None else integer(x) + start[n].load().cast(dtypes.int)
+    first = at.given.get("first_batch_and_head")
+    batch, head = (integer(x) if first is None else integer(x) + first[n].load().cast(dtypes.int)
                    for n, x in enumerate((at.row.batch, at.row.head)))
     self.symbols: dict[UOp, UOp] = {BATCH: batch, QUERY_HEAD: head, **owned}
     self.parts = dict[UOp, Evaluated]()
@@ -147,7 +147,7 @@ class Lifted:
     nbytes, name = count*u.dtype.itemsize, DTYPE_NAMES.get(u.dtype)
     if column is None or name not in IN_DWORDS or nbytes > ops.MAX_RECORDS:
       return buffer[flat_index([within(x, n) for x, n in zip(checked, shape)], shape)].load()
-    placed = [ops.at_least_0(x) if has_negative_term(x) else x for x in checked]
+    placed = [ops.at_least_0(x) if has_negative_term(index) else x for x, index in zip(checked, indices)]
     placed = [x.minimum(n) if elements_of(index) else x for x, n, index in zip(placed, shape, indices_of(u))]     # a tensor may hold any number
     offset = flat_index(placed, shape)*u.dtype.itemsize
     words = ops.buffer_load(buffer[0], UOp.const(nbytes), offset, u.dtype.itemsize)

@@ -36,10 +36,14 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
   """Returns the number of columns up to and including the last one that a row sees."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
+def cuts_some(walk:Walk, columns:int) -> bool:
+  """Returns whether an interval may begin or end inside a tile of `columns` columns."""
+  return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
+             for x in intervals(walk, UOp.const(0)))
+
 def hides_some(walk:Walk, columns:int) -> bool:
   """Returns whether a mask may hide scores of a tile of `columns` columns."""
-  return bool(scattered(walk.p)) or any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
-             for x in intervals(walk, UOp.const(0)))
+  return bool(scattered(walk.p)) or cuts_some(walk, columns)
 
 def scattered(p:Problem) -> tuple[Mask, ...]:
   """Returns the masks of a problem that may hide any score of a tile, and not only the scores outside an interval of columns."""

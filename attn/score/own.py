@@ -28,8 +28,8 @@ def _value(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   return Lifted(at, f"score_mod={mod}", x, unit.natural).scaled(tidied(mod.value), at.unit.of_natural)
 
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
-  """Computes the derivative of a score_mod with respect to the score. It is set to 0 where the function returns -inf: the weight P is 0 there, and so
-  must its product with the derivative be, but the derivative could be infinite or NaN."""
+  """Computes the derivative of a score_mod with respect to the score. Sets it to 0 where the function returns -inf: the weight P is 0 there, and the
+  product of P and the derivative must be 0, too, but the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, SCORE), 1.0)
   def nothing(x:UOp) -> list[UOp]: return [ops.extract(x, i).eq(-math.inf) for i in range(ops.length(x))]

@@ -1,6 +1,6 @@
 """Places of queries and keys in their sequences: as a workgroup's loop counts them, and as tensors."""
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, UOp
@@ -37,6 +37,10 @@ class Positions:
   counted: tuple[Tensor, Tensor, Tensor]   # (batch or sequence, query, key) as dropout counts them, broadcastable to (B, 1, 1, Sq, Sk)
   head: Tensor                             # query heads, broadcastable to (Hkv, query heads of each, 1, 1)
   member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
+  def counted_from(self, first:Tensor) -> Positions:
+    """Returns these positions, with batches and heads counted from `first`: the number of the first batch and of the first head."""
+    batch, query, key = self.counted
+    return replace(self, counted=(batch + first[0], query, key), head=self.head + first[1])
   @property
   def place_of_key(self) -> Tensor:
     """Number of a key in its sequence, counted from the sequence's first key."""

@@ -121,8 +121,8 @@ def begins_at(u:UOp) -> int:
   return 0 if view is None else view[1]*view[0].dtype.itemsize
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
-  """Adds all these tensors to the parameters of a kernel's AST, used or not. A graph under TinyJit then lets the kernel wait for all that write them:
-  `with_used_tensors` removes the other tensors of a call."""
+  """Adds all these tensors to the parameters of a kernel's AST, whether the kernel uses them or not. In a graph under TinyJit the kernel then waits
+  for everything that writes these tensors. (`with_used_tensors` removes tensors from a call that are no parameters.)"""
   placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)]
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))

@@ -243,13 +243,13 @@ def test_explain(capsys):
     padding = f"padding: {100 - 800/tile.block_m:.0f} % of the rows, 0 % of the keys"
     assert f"\n  workgroups: 1 x {tile.waves} waves on 304 compute units; {padding}\n" in str(choice)
     wide = draw(1, 1, 4, 300)
-    assert attn.explain(wide, wide, wide).why_not("forward") == "D=300: a row is held in registers, up to 256"
+    assert attn.explain(wide, wide, wide).why_not("forward") == "D=300: this kernel supports at most 256"
     single = draw(1, 1, 4, 64, dtype="float32")
     choice = attn.explain(single, single, single)
     assert choice.kernel == "tiled" and choice.why_not("forward").startswith("dtype float32")
     assert dict(choice.memory) == {"tiled": 0, "three_pass": 4*4*4} and "bytes beside inputs and outputs: tiled 0, three_pass 64" in str(choice)
     choice = attn.explain(*[draw(1, 1, 4, 520)]*3)
-    assert choice.kernel == "three_pass" and choice.work.tile is None and choice.why_not("tiled").startswith("D=520: a row is held")
+    assert choice.kernel == "three_pass" and choice.work.tile is None and choice.why_not("tiled").startswith("D=520: this kernel supports at most")
     with pytest.raises(ValueError, match=r"scale=2: attention has no such option; it has causal, softmax_scale"): attn.explain(q, k, k, scale=2)
 
 def test_explain_on_nvidia():
@@ -263,7 +263,7 @@ def test_explain_on_nvidia():
       assert choice.kernel == "forward_mma" and choice.why_not("split_kv") == "num_splits=1 asks for no split"
       assert choice.why_not("forward").startswith(f"{arch}: AMD's kernels have no tile for its matrix unit")
       wide, single = draw(1, 1, 4, 300), draw(1, 1, 4, 64, dtype="float32")
-      assert attn.explain(wide, wide, wide).why_not("forward_mma") == "D=300: a row is held in registers, up to 256"
+      assert attn.explain(wide, wide, wide).why_not("forward_mma") == "D=300: this kernel supports at most 256"
       assert attn.explain(single, single, single).why_not("split_kv") == "dtype float32: mma.sync takes float16 and bfloat16"
 
 def test_forced(monkeypatch):
@@ -278,7 +278,7 @@ def test_forced(monkeypatch):
     half = draw(1, 1, 4, 64)
     assert attn.explain(half, half, half).why_not("forward") == "ATTN_KERNEL=three_pass forces another"
 
-FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave compute units idle"),
+FORCED = [("gfx950", "dual_wave", {"D": 128}, "blocks of 256 queries leave some of the 256 compute units idle"),
           ("gfx942", "split_kv", {}, "no split is the fastest"), ("sm_90", "forward_wgmma", {}, "a warpgroup has 64 queries"),
           ("sm_90", "forward_mma", {"Sq": 70}, None), ("gfx950", "forward", {"D": 128}, None)]
 
@@ -300,7 +300,7 @@ def test_a_kernel_that_cannot_compute_a_problem_is_not_forced():
   for arch, kernel, sizes, text in (("gfx942", "dual_wave", {"D": 128}, "gfx942 has no direct loads"), ("gfx950", "dual_wave", {}, "D=64, Dv=64"),
                                     ("gfx942", "split_kv", {"Sk": 9}, "no split is possible: .* 1 key tiles"),
                                     ("gfx942", "split_kv", {"num_splits": 1}, "num_splits=1 asks for no split"),
-                                    ("sm_80", "forward_wgmma", {}, "sm_80 has no wgmma"), ("sm_90", "forward_wgmma", {"D": 20}, "D=20: rows are")):
+                                    ("sm_80", "forward_wgmma", {}, "sm_80 has no wgmma"), ("sm_90", "forward_wgmma", {"D": 20}, "D=20: must be")):
     with pytest.raises(NotImplementedError, match=f"ATTN_KERNEL={kernel}: {text}"):
       check_attention(arch, kernel, **{"H": 2, "Sq": 20, "Sk": 150, "D": 64} | sizes)
 
@@ -377,7 +377,7 @@ def test_shards_that_do_not_go_together():
 def test_a_split_that_no_kernel_makes_is_refused():
   with emulated("gfx942"):
     q = T(1, 2, 4, 600, dtype=dtypes.float)
-    with pytest.raises(NotImplementedError, match=r"no kernel takes this problem: .*three_pass: num_splits=2: three_pass has no key ranges"):
+    with pytest.raises(NotImplementedError, match=r"no kernel takes this problem: .*three_pass: num_splits=2: three_pass supports no key ranges"):
       attn.attention(q, q, q, num_splits=2)
 
 # ***** FlashAttention's names *****

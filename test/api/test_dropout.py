@@ -152,7 +152,7 @@ FORWARD: dict[str, dict[str, Any]] = {
   "window, bshd, fp32 out": dict(B=2, Sq=80, Sk=60, window=(20, 7), layout="bshd", out_dtype="float32", **with_seed()),
   "packed": dict(layout="thd", Sq=70, Sk=90, causal=True, **with_seed(cu_seqlens_q=int32(0, 40, 40, 70), cu_seqlens_k=int32(0, 30, 41, 90))),
   "softcap, sinks, lengths": dict(B=2, Sq=66, Sk=70, softcap=3.0, **with_seed(sinks=floats(2), kv_lengths=int32(70, 33))),
-  "from another batch and head": dict(B=2, Sq=20, Sk=40, **with_seed(dropout_start=np.array([3, 5], np.uint32))),
+  "from another batch and head": dict(B=2, Sq=20, Sk=40, **with_seed(first_batch_and_head=np.array([3, 5], np.uint32))),
   "splits, sinks": dict(Sq=20, Sk=300, num_splits=3, **with_seed(sinks=floats(2)))}
 
 @in_turn_on(UNITS, FORWARD)
@@ -167,7 +167,7 @@ BACKWARD: dict[str, dict[str, Any]] = {
   "packed": dict(layout="thd", H=2, Hkv=1, Sq=70, Sk=90, causal=True,
                  **with_seed(cu_seqlens_q=int32(3, 20, 20, 60), cu_seqlens_k=int32(2, 30, 41, 80))),
   "softcap, window, bfloat16": dict(B=2, H=1, Sq=40, Sk=65, softcap=3.0, window=(20, 7), dtype="bfloat16", **with_seed()),
-  "another batch and head": dict(H=2, Sq=40, Sk=35, **with_seed(dropout_start=np.array([3, 5], np.uint32), alibi_slopes=floats(2)**2))}
+  "another batch and head": dict(H=2, Sq=40, Sk=35, **with_seed(first_batch_and_head=np.array([3, 5], np.uint32), alibi_slopes=floats(2)**2))}
 
 @in_turn_on(ARCHS, BACKWARD)
 def test_backward(arch:str, case:str) -> None: check_backward_kernels(arch, **{**dict(D=16), **BACKWARD[case]})
@@ -357,10 +357,10 @@ def test_explain(capsys:pytest.CaptureFixture[str]) -> None:
     Tensor.manual_seed(1)
     choice = attn.explain(q, q, q, dropout_p=P)
     assert Tensor.rand(1).item() == first != before, "explain must not draw a seed"
-    assert choice.kernel == "forward" and choice.why_not("dual_wave") == "dropout_p: it takes plain problems only"
+    assert choice.kernel == "forward" and choice.why_not("dual_wave") == "dropout_p: this kernel does not support it"
     assert "dropout_p=0.3: each element of P is kept with probability 0.7" in capsys.readouterr().out
     patch.setenv("ATTN_KERNEL", "dual_wave")
-    with pytest.raises(NotImplementedError, match="dropout_p: it takes plain problems only"): attn.attention(q, q, q, dropout_p=P)
+    with pytest.raises(NotImplementedError, match="dropout_p: this kernel does not support it"): attn.attention(q, q, q, dropout_p=P)
   with emulated("gfx942"):
     q = draw(1, 2, 32, 16)
     assert "backward_dq_mma" in str(attn.explain(q, q, q, dropout_p=P, arch="sm_80", backward=True))

@@ -330,7 +330,7 @@ def test_refused() -> None:
       (lambda: packed(q, n, 3), r"qkv has shape \(2, 2, 4, 16\): must be \(total, 3, H, D\)"), (lambda: packed(n, n, 3), "qkv has dtype int32"),
       (lambda: packed(qkv_rows, n.float(), 3), "^cu_seqlens has dtype float32"),
       (lambda: packed(qkv_rows, n[:1], 3), r"^cu_seqlens has shape \(1,\)"),
-      (lambda: packed(qkv_rows, int32(0, 2, 9), 3), r"^cu_seqlens=\[0, 2, 9\]: must not fall, and lie in 0\.\.4"),
+      (lambda: packed(qkv_rows, int32(0, 2, 9), 3), r"^cu_seqlens=\[0, 2, 9\]: must not decrease, and must lie in 0\.\.4"),
       (lambda: packed(qkv_rows, int32(0, 1, 4), 2), "^max_seqlen=2: cu_seqlens has a sequence of 3 rows"),
       (lambda: packed(qkv_rows, int32(0, 1, 4), 0), "^max_seqlen=0: must be"),
       (lambda: flash_attn.flash_attn_kvpacked_func(q, n), "kv has dtype int32"),

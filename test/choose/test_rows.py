@@ -20,9 +20,9 @@ def why_not(p:Problem, row:UpTo[MmaShape]) -> str|None: return misfit(p, SM_80, 
 
 # (a condition that does not hold, the reason in the message, changes of the problem with which the condition holds)
 CONDITIONS: list[tuple[dict[str, Any], str, dict[str, Any]|None]] = [
-  (dict(up_to=64), "has the registers for D and Dv up to 64", dict(D=64)),
-  (dict(burden=Burden.MASK), "has not the registers for this problem's loop", dict(softcap=0.0)),
-  (dict(spills_on=("sm_80",)), "has not the registers for this problem's loop on sm_80", None),
+  (dict(up_to=64), "is for D and Dv up to 64", dict(D=64)),
+  (dict(burden=Burden.MASK), "would need too many registers", dict(softcap=0.0)),
+  (dict(spills_on=("sm_80",)), "would need too many registers on sm_80", None),
   (dict(beyond=150), "is for more than 150 rows, there are 150", dict(Hkv=1)),
   (dict(fills=9), "makes 6 workgroups, 9 are wanted", dict(B=2)),
   (dict(large=True), "makes 6 workgroups, 108 are wanted", dict(B=18)),
@@ -34,7 +34,7 @@ def test_each_condition(condition:dict[str, Any], said:str, holds:dict[str, Any]
   assert said in str(why_not(problem(**SIZES), row := replace(ROW, **condition)))
   if holds is not None: assert why_not(problem(**{**SIZES, **holds}), row) is None
 
-@pytest.mark.parametrize("sizes, said", [(dict(D=60), "for D and Dv in units of 8"), (dict(Sq=40), "for 4 waves"), ({}, "None")])
+@pytest.mark.parametrize("sizes, said", [(dict(D=60), "needs D and Dv to be multiples of 8"), (dict(Sq=40), "only with 4 waves"), ({}, "None")])
 def test_whole_rows_of_whole_workgroups(sizes:dict[str, Any], said:str) -> None:
   p, chip, row = problem(**{**dict(Sq=150, D=64), **sizes}), get_chip("gfx1100"), UpTo(64, BackwardShape(4, 16), whole=True)
   assert said in str(misfit(p, chip, row, backward_tile(p, chip, row, False)))

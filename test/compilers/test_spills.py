@@ -7,13 +7,18 @@ from collections.abc import Callable
 from typing import Any
 import numpy as np
 import pytest
+from attn import mods
 from attn.cache.tuned import CLASSES
 from attn.chips import get_chip
 from attn.choose.backward import can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
 from attn.choose.dispatch import choose, program_of
+from attn.choose.tile_lists import listing, with_lists
 from attn.compilers.clang import assembly, toolchain
+from attn.functions.trace import functions_of
 from attn.isa.check import findings
+from attn.isa.report import HotLoop, analyse
 from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.tiles.amd import Tile
 from attn.ops.renderers import render
 from attn.problem import Problem, Shapes
 from attn.search.forward import FILLS, LARGEST_TILE
@@ -33,6 +38,7 @@ def found_in_forward(p:Problem, arch:str) -> list[str]:
   choice = choose(p, replace(get_chip(arch), llvm=toolchain().llvm))
   if choice.work.tile is None: return []
   p = replace(p, num_splits=choice.work.splits)
+  p = with_lists(p, listing(p, get_chip(arch), choice.work.tile))
   return found_in_code(program_of(choice, p), arguments(p), arch)
 
 def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
@@ -41,6 +47,7 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
   if kernel == "dbias": return found_in_code(dbias_of(p, chip, choose_bias_tile(p, chip)), dbias_arguments(p), arch)
   tiles = can_differentiate(p, chip)
   assert not isinstance(tiles, str), tiles
+  p = with_lists(p, listing(p, chip, *[(tiles[0], "keys"), (tiles[1], "queries")][kernel == "dkdv"]))
   if kernel == "dq": return found_in_code(dq_of(p, chip, tiles[0]), dq_arguments(p), arch)
   return found_in_code(dkdv_of(p, chip, tiles[1]), dkdv_arguments(p), arch)
 
@@ -213,3 +220,56 @@ def drawn_backward(seed:int) -> tuple[str, str, dict[str, Any]]:
 def test_random_backward_problems(seed:int) -> None:
   arch, kernel, parameters = drawn_backward(seed)
   assert found_in_backward(problem(**parameters), arch, kernel) == [], f"{arch}: {kernel} of {parameters}"
+
+# ***** functions of the caller *****
+
+LENGTHS, FUNCTION_HEADS = 4096, 16
+FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {     # the functions, and the tensors that they read
+  "documents": ({"mask_mod": mods.documents}, {"mod_tensor0": np.empty((2, LENGTHS), np.int32)}),
+  "alibi_bias": ({"score_mod": mods.alibi_bias}, {"mod_tensor0": np.empty(FUNCTION_HEADS, np.float32)}),
+  "tanh_softcap": ({"score_mod": mods.tanh_softcap(30.0)}, {})}
+
+def with_functions(name:str, D:int, kernel:str) -> Problem:
+  """Returns a problem with functions, on whole tiles. Those that are masks leave lists of tiles."""
+  given, tensors = FUNCTIONS[name]
+  traced = functions_of(given.get("score_mod"), given.get("mask_mod"), tuple((t.shape, str(t.dtype)) for t in tensors.values()))
+  return problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=D, lse=kernel != "forward", extras=tensors, **traced)
+
+# Of every chip and every kernel, with the function that needs the most registers. Faults of earlier versions: an index that is never negative was
+# clamped for each key, and the ends of the keys were looked for where no tile holds an end. That took registers for each key of a tile.
+FUNCTIONS_BY_DEFAULT = {("gfx942", 128, "dq"), ("gfx942", 256, "dkdv"), ("gfx950", 128, "forward"), ("gfx950", 256, "forward"),
+                        ("gfx950", 64, "dkdv"), ("gfx1100", 128, "dkdv"), ("gfx1100", 64, "forward"), ("gfx1201", 256, "forward"),
+                        ("gfx1201", 128, "dq")}
+
+@pytest.mark.parametrize("arch, D, kernel, name", [
+  pytest.param(arch, D, kernel, name, marks=() if (arch, D, kernel) in FUNCTIONS_BY_DEFAULT and name == "documents" else pytest.mark.thorough)
+  for arch in ARCHS for D in (64, 128, 256) for kernel in ("forward", "dq", "dkdv") for name in FUNCTIONS])
+def test_kernels_with_functions(arch:str, D:int, kernel:str, name:str) -> None:
+  p = with_functions(name, D, kernel)
+  assert (found_in_forward(p, arch) if kernel == "forward" else found_in_backward(p, arch, kernel)) == []
+
+def loop_of(p:Problem, arch:str) -> HotLoop:
+  """Returns the counts of the hot loop of the forward kernel."""
+  choice, names = choose(p, replace(get_chip(arch), llvm=toolchain().llvm)), arguments(p)
+  assert isinstance(choice.work.tile, Tile) and choice.work.splits == 1
+  tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(names.values())]
+  text = assembly(render(program_of(choice, p)(*tensors), arch), arch)
+  found = analyse(text, arch, p.D, p.Dv, queries=choice.work.tile.q_tiles*choice.work.tile.matrix.N).loop
+  assert found is not None
+  return found
+
+BUILT_IN: dict[str, dict[str, Any]] = {"alibi_bias": option("alibi_slopes", FUNCTION_HEADS), "tanh_softcap": {"softcap": 30.0}}
+
+@pytest.mark.parametrize("arch", ("gfx942", pytest.param("gfx1100", marks=pytest.mark.thorough)))
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_function_costs_what_the_built_in_term_costs(name:str, arch:str) -> None:
+  """A function has at most 5 % more vector instructions for each score than the term that computes the same."""
+  built_in = problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=128, lse=False, **BUILT_IN[name])
+  mine, other = loop_of(with_functions(name, 128, "forward"), arch), loop_of(built_in, arch)
+  assert mine.scores == other.scores and mine.valu_per_score is not None and other.valu_per_score is not None
+  assert 1 < mine.valu_per_score <= 1.05*other.valu_per_score
+
+def test_an_identity_costs_nothing() -> None:
+  """A score_mod that returns the score, and a mask_mod that holds for all pairs, leave the problem as it is without them."""
+  sizes = {"Sq": 300, "D": 128}
+  assert problem(**sizes, **functions_of(lambda s, b, h, i, j: s, lambda b, h, i, j: (i >= 5) | (i < 5), ())) == problem(**sizes)

@@ -282,7 +282,8 @@ def test_vector_types_in_memory(emu):
   np.testing.assert_array_equal(got, x.reshape(128, 8)[::-1].ravel())
 
 def test_custom_text(emu, monkeypatch):
-  """The emulator refuses an operation given as text without a definition, because its meaning is unknown. An operation with a definition runs."""
+  """The emulator refuses an operation that is given as text only, because it cannot tell what the text computes. An operation with a definition
+  runs."""
   def kernel(value):
     def kernel(o, x):
       t = UOp.range(64, 0, AxisType.WARP)
@@ -296,10 +297,10 @@ def test_custom_text(emu, monkeypatch):
   np.testing.assert_array_equal(go(lambda x: emit("my_builtin", dtypes.float, x)), x + 64)
 
 def test_chunks_of_the_grid_change_nothing(emu, monkeypatch):
-  from attn.emulator import machine
+  from attn.emulator import launch
   a = rng.standard_normal((256, 64)).astype(np.float32)
   whole = (Tensor(a) @ Tensor(a.T.copy())).softmax().numpy()
-  monkeypatch.setattr(machine, "WORKING_SET", 1 << 16)
+  monkeypatch.setattr(launch, "WORKING_SET", 1 << 16)
   np.testing.assert_array_equal((Tensor(a) @ Tensor(a.T.copy())).softmax().numpy(), whole)
 
 # ***** memory after a run *****

@@ -27,7 +27,7 @@ def _operations():
   OPERATIONS.update(before)
 
 def defined(name, meaning):
-  """Defines the operation `name` with this meaning, so that `emit` accepts it."""
+  """Defines the operation `name` with the numpy function `meaning`, so that `emit` accepts it."""
   OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
 def sink(name, *stores, ranges=()):

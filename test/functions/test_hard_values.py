@@ -58,7 +58,8 @@ def test_the_emulator_stops_at_an_index_outside_a_tensor(chip:str, name:str) -> 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "gfx942" else pytest.mark.thorough) for chip in CHIPS])
 @pytest.mark.parametrize("of", (0, 1))
 def test_backward_stops_too(chip:str, of:int) -> None:
-  """The kernels for dq and for dk and dv check the index themselves: forward had a tensor that is large enough."""
+  """The kernel for dq, and the kernel for dk and dv, stop at an index outside its tensor. In forward all indices lie inside; a number that the
+  function reads is changed before backward."""
   with emulated(chip):
     q, k, v, do = map(on, drawn(21, 33))
     table, last = on(np.ones((H, 33), np.float32)), on(np.zeros(1, np.int32))
@@ -70,7 +71,8 @@ def test_backward_stops_too(chip:str, of:int) -> None:
 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "gfx942" else pytest.mark.thorough) for chip in CHIPS])
 def test_hidden_pairs_do_not_stop(chip:str) -> None:
-  """An index may lie outside its tensor where causal or the caller's own mask hides the pair, and beyond the last key and the last row."""
+  """The emulator does not stop at an index outside its tensor if causal or the caller's own mask hides the pair of query and key, or if the query or
+  the key does not exist."""
   q, k, v, do = drawn(21, 33)
   table = floats(H, 33, seed=9)
   i, j = np.arange(21)[:, None] + 12, np.arange(33)

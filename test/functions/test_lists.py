@@ -57,7 +57,7 @@ def posed(case:Case, **sizes:Any) -> Problem:
 # ***** the lists *****
 
 def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
-  """Returns the list of a block, given what a mask leaves of its rows: (..., rows, columns)."""
+  """Returns the list of tiles of a block, given which scores the mask leaves in the block: (..., rows, columns)."""
   parts = [mask[..., t*block_n:(t + 1)*block_n] for t in range(tiles)]
   whole = [x.all() and x.shape[-1] == block_n for x in parts]
   some = [t for t, x in enumerate(parts) if x.any() and not whole[t]]
@@ -85,7 +85,7 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
 
 @contextmanager
 def lists(wanted:bool) -> Iterator[None]:
-  """Makes every kernel that can get lists get them, or no kernel."""
+  """Context in which every kernel that can loop over lists of tiles does so, or, with `wanted` false, no kernel does."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(rule, "LEAST_TILES", 0 if wanted else 2**62)
     patch.setattr(rule, "LEAST_HEADS", 1)
@@ -113,7 +113,8 @@ def test_attention_over_lists_is_within_the_law(arch:str) -> None:
   for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
-  """Documents are shorter than tiles, so no tile is seen whole, and tiles have the same order with and without lists. Hidden tiles add 0."""
+  """Lists change no bit of a result if the mask hides some scores of every tile: here documents are shorter than tiles. Tiles then have the same
+  order with and without lists, and the tiles that are not in the list add 0."""
   case = CASES["documents"]
   p = posed(case, B=2, Sq=200)
   x, d = normal(p), documents(p)
@@ -124,7 +125,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
   for with_lists, without in zip(*found): np.testing.assert_array_equal(with_lists, without)
 
 def test_lists_follow_the_numbers_of_a_tensor() -> None:
-  """Lists are made anew for each call, also when TinyJit replays it."""
+  """Lists of tiles are made again for each call if the mask reads a tensor, also when TinyJit replays the call."""
   case = CASES["documents"]
   p = posed(case, Sq=200)
   x = normal(p)

@@ -122,6 +122,20 @@ def test_kernel_function() -> None:
     tensors = [on(a) for a in (*x, TABLE)]
     close(Tensor.empty(B, H, 20, D, dtype="half", device="EMU").custom_kernel(*tensors, fxn=fn)[0], expected(*x))
 
+def test_a_part_of_larger_tensors() -> None:
+  """A function gets places in the larger tensors if first_batch_and_head is given, in kernels and in the tensor operations of gradients."""
+  x, table = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)], floats(B + 1, H + 2, seed=7).astype(np.float32)
+  def gradient(t:Tensor, o:Tensor) -> Array: return o.float().square().sum().gradient(t)[0].numpy().astype(np.float64)
+  with emulated("gfx942"):
+    fn = attn.flash_attention_fn(extras=("first_batch_and_head", "mod_tensor0"), arch="gfx942", **OWN)
+    q, k, v, part, larger = map(on, (*x, table[1:, 2:].copy(), table))
+    o = Tensor.empty(B, H, 20, D, dtype="half", device="EMU").custom_kernel(q, k, v, on(np.uint32([1, 2])), larger, fxn=fn)[0]
+    close(o, expected(*x, table[1:, 2:]))
+    want = gradient(part, attn.attention(q, k, v, mod_tensors=(part,), **OWN))
+    found = gradient(larger, o)
+  np.testing.assert_allclose(found[1:, 2:], want, atol=1e-2, rtol=1e-2)
+  assert abs(want).max() > 0.1 and not found[0].any() and not found[:, :2].any()
+
 def test_a_cache() -> None:
   x = [drawn(B, HKV, 40, D, seed=2), drawn(B, HKV, 40, D, seed=3)]
   q = drawn(B, H, 3, D, seed=1)

@@ -74,8 +74,8 @@ class Case:
       assert worst <= 1, f"{name} on {arch}: {worst} of what is allowed"
 
   def expected(self) -> list[tuple[Array, Array]]:
-    """Returns o and the gradients in float64, each with the largest error that roundings explain: 4 of the dtype's in each P, dS and result, and
-    2^-17 of the terms of each score."""
+    """Returns o and the gradients in float64, each with the largest error that the test allows: 4 times the roundoff of the dtype for each P, dS and
+    result, and 2^-17 of the terms of each score."""
     q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
     (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
     kinds, scale, e = tuple((x.shape, str(x.dtype)) for x in self.tensors), D**-.5, 4*EPSILON[self.dtype]

@@ -170,8 +170,8 @@ def test_barriers_of_a_trip(arch:str, prefetch:int, barriers:int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lazy_and_eager(arch:str) -> None:
-  """A kernel that moves the softmax's reference to the maximum in every iteration executes about half an instruction per score more than a kernel
-  that moves it only when needed."""
+  """The softmax subtracts a number from all scores of a row. A kernel that raises this number to the maximum in every iteration executes about half
+  an instruction per score more than a kernel that raises it only when needed."""
   def valu(above:float) -> int: return sum(x.kind in VECTOR for x in trip(Spec(arch, 128), rescale_above=above))
   spec = Spec(arch, 128)
   tile = choose_tile(problem_of_spec(spec), get_chip(arch))

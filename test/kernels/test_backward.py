@@ -1,4 +1,4 @@
-"""Tests of the backward kernels on every matrix unit: each element of the gradients agrees with float64 by the law of attn/accuracy.py."""
+"""Tests of the backward kernels on every matrix unit: each element of the gradients agrees with float64 by the accuracy law (attn/accuracy.py)."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def test_every_width(arch:str, d:int) -> None: check_backward_kernels(arch, H=1,
 def test_a_variable_number_of_keys_is_refused(make:Callable[..., Any]) -> None:
   p = problem(Sk=64, sk_variable=Count((("n", 1, 64),)), extras=dict(bias=floats(1, 1, 1, 64)))
   chip = get_chip("gfx942")
-  with pytest.raises(NotImplementedError, match=r"sk_variable=Count\(.*\): the backward kernels have no Variable"):
+  with pytest.raises(NotImplementedError, match=r"sk_variable=Count\(.*\): the backward kernels take no Variable"):
     make(p, chip, amd_backward_tile(p, chip, False))
   assert "sk_variable" in str(can_differentiate(p, chip))
 
@@ -210,7 +210,7 @@ def test_part_of_an_operand_is_refused() -> None:
   product, and only its wrong results would show this."""
   p, chip = problem(D=64), get_chip("gfx1100")
   one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
-  assert "1 units together, an operand is made of more" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
+  assert "fenced=1 is less than the number of units in one operand" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
   assert misfit(p, chip, two, backward_tile(p, chip, two, False)) is None
 
 PARTS: dict[str, dict[str, Any]] = {

@@ -1,5 +1,5 @@
 """Tests of gradients by kernels of plain UOps, in every type, with every option, and with many threads or one thread. Planted faults must break the
-law."""
+accuracy law."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
@@ -96,7 +96,7 @@ def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
 def test_head_dimensions(arch:str, D:int, Dv:int) -> None: check_all(arch, None, H=1, Sq=20, Sk=40, D=D, Dv=Dv)
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 gradients have an error below 2e-6, even if the law allows more. Two heads share their keys, and some queries see no key."""
+  """float32 gradients have an error below 2e-6, even if the accuracy law allows more. Two heads share their keys, and some queries see no key."""
   parameters = {**SMALL, "H": 2, "Hkv": 1, "Sq": 36, "causal": True}
   p = problem(**parameters)
   want, got = expected_gradients(p, normal(p), loss_of(p), {}), check(tile=KEPT, **parameters)
@@ -106,8 +106,8 @@ HARD = {f"{make.__module__.removeprefix('test_')}-{make.__name__}": make for mak
 @pytest.mark.parametrize("name, D", [pytest.param(name, D, marks=() if (name, D) == ("backward-deep", 40)
                                                   else pytest.mark.thorough) for name in HARD for D in (16, 40)])
 def test_adversarial(name:str, D:int) -> None:
-  """Gradients keep the law on hard inputs. If one key dominates, P is exactly 1 only if backward rounds the scores as forward did for lse. If all
-  scores are near -300, dO V^T and delta must use equal P."""
+  """Gradients keep the accuracy law on hard inputs. If one key dominates, P is exactly 1 only if backward rounds the scores as forward did for lse.
+  If all scores are near -300, dO V^T and delta must use equal P."""
   check_all(make=HARD[name], Sq=40, Sk=50, D=D)
 
 @pytest.mark.thorough
@@ -169,8 +169,8 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not clear P and dS of hidden pairs. The fault also removes the reference of a query that sees no key, because
-  this reference prevents NaN, too."""
+  """Plants a fault: the kernel does not clear P and dS of hidden pairs. For a query that sees no key, the fault also changes the number that is
+  subtracted from its scores, because this number alone would prevent NaN."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_what_computes_the_gradient() -> None:
     by_matrices, by_none = attn.explain(half, half, half, backward=True), attn.explain(wide, wide, wide, backward=True)
     assert by_matrices.kernels == ("backward_dq", "backward_dkdv") and by_matrices.why_not("backward_dq") is None
     assert by_none.kernels == ("backward_dq_tiled", "backward_dkdv_tiled") and by_none.why_not("backward_dq_tiled") is None
-    for line in ("not backward_dq, backward_dkdv: D=300: a row is held in registers, up to 256",
+    for line in ("not backward_dq, backward_dkdv: D=300: this kernel supports at most 256",
                  "not backward_dq_wgmma, backward_dkdv_wgmma: gfx942 has no wgmma", "not backward_dq_mma, backward_dkdv_mma: gfx942 has no mma.sync"):
       assert line in str(by_none)
   with emulated("gfx942", "backward_dq_tiled"):
@@ -306,7 +306,7 @@ ON_A_GPU: tuple[dict[str, Any], ...] = (dict(Sq=40, Sk=200, D=64), dict(Sq=150, 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("name", (None, *HARD))
 def test_on_a_gpu(name:str|None, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Forward and backward keep the law on a GPU. Inputs with NaN or inf run without a mask, because 0 times NaN would reach dk of hidden keys
+  """Forward and backward keep the accuracy law on a GPU. Inputs with NaN or inf run without a mask, because 0 times NaN would reach dk of hidden keys
   (docs/attention.md)."""
   if dtype == "float16" and name is not None and "huge_key" in name: pytest.skip("float16 cannot hold such large scores")
   monkeypatch.setenv("ATTN_KERNEL", "tiled,backward_dq_tiled")

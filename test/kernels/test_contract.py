@@ -160,7 +160,8 @@ UNIT_KINDS = ("gfx942", "gfx1100", "sm_80", "sm_90", "tiled")
 @pytest.mark.usefixtures("without_places")
 @in_turn("fault, unit", FAULTS, UNIT_KINDS)
 def test_fault(fault:str, unit:str, monkeypatch) -> None:
-  """Each planted fault breaks the law. A fault that changes a kernel uses its own problem, because the cache finds kernels by their problem."""
+  """Each planted fault breaks the accuracy law. A fault that changes a kernel uses its own problem, because the cache finds kernels by their
+  problem."""
   if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled does not round P")
   for name, (got, law) in FAULTS[fault](unit, monkeypatch).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
@@ -168,8 +169,8 @@ def test_fault(fault:str, unit:str, monkeypatch) -> None:
 
 def two_keys(p:Problem, seed:int) -> Inputs:
   """Makes inputs in which only the first and the last key have weight. The last key weighs 2^6 to 2^7.9 times as much as the first. This is too
-  little to change the softmax's reference. The rounding error of P cancels only if O is divided by the sum of the rounded P. All rows of a draw are
-  equal."""
+  little for the softmax to raise the number that it subtracts from the scores. The rounding error of P cancels only if O is divided by the sum of the
+  rounded P. All rows of a draw are equal."""
   x, q, k = normal(p, seed), np.zeros((p.B, 1, p.Sq, p.D), np.float32), np.zeros((p.B, 1, p.Sk, p.D), np.float32)
   gap = np.random.default_rng(seed).uniform(6, 7.9, p.B)
   q[..., 0], k[..., 1:-1, 0], k[..., -1, 0] = 1, -60/p.softmax_scale, gap[:, None]*np.log(2)/p.softmax_scale
@@ -187,7 +188,8 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """O divided by the wrong sum of P breaks the law, and so does lse of the wrong sum. Without a fault, kernels keep the law on these inputs."""
+  """O divided by the wrong sum of P breaks the accuracy law, and so does lse of the wrong sum. Without a fault, kernels keep the accuracy law on
+  these inputs."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
@@ -197,8 +199,8 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
   """Rows in which two keys have weight stay within the accuracy law's limit for one element, for every pair of 16-bit types of P and O. (An O in
-  float16 does not hide the rounding of P to bfloat16.) The law's root mean square is not checked: all rows of a draw round equally, so 12 draws are
-  too few for it."""
+  float16 does not hide the rounding of P to bfloat16.) The accuracy law's root mean square is not checked: all rows of a draw round equally, so 12
+  draws are too few for it."""
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****

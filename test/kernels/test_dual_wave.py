@@ -1,4 +1,4 @@
-"""Tests of the dual-wave kernel of CDNA4: it keeps the law, and the emulator finds a missing wait or barrier."""
+"""Tests of the dual-wave kernel of CDNA4: it keeps the accuracy law, and the emulator finds a missing wait or barrier."""
 from __future__ import annotations
 import pytest
 from attn.chips import get_chip
@@ -53,8 +53,8 @@ def test_dispatch() -> None:
   p = problem(**plain)
   assert choose(p, GFX950).kernel == "dual_wave" == choose(problem(**plain | {"causal": False, "lse": True}), GFX950).kernel
   for change, why in (({"D": 64}, "D=64"), ({"Sq": 100}, "compute units idle"), ({"window": (64, 0), "causal": False}, "window"),
-                      ({"lse": True}, "an lse beside a mask"),
-                      ({"causal": False, "lse": True, "Sk": 4000}, "a last iteration of fewer than 128 keys")):
+                      ({"lse": True}, "an lse, and a mask"),
+                      ({"causal": False, "lse": True, "Sk": 4000}, "no multiple of 128")):
     other = problem(**plain | change)
     assert why in (choose(other, GFX950).why_not("dual_wave") or "")
   assert "gfx942" in (choose(p, get_chip("gfx942")).why_not("dual_wave") or "")

@@ -1,4 +1,4 @@
-"""Tests of the forward kernel on every matrix unit: each element agrees with float64 by the law of attn/accuracy.py."""
+"""Tests of the forward kernel on every matrix unit: each element agrees with float64 by the accuracy law (attn/accuracy.py)."""
 from __future__ import annotations
 from dataclasses import replace
 import numpy as np
@@ -94,7 +94,8 @@ def creeping(p:Problem) -> Inputs:
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Makes inputs whose row maxima rise by more than 2^128 from tile to tile. Relative to the old reference, no weight of the next tile is finite."""
+  """Makes inputs whose row maxima rise by more than 2^128 from tile to tile. Relative to the maximum of one tile, no weight of the next tile is
+  finite."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.5), k, x.v)
@@ -165,8 +166,8 @@ def test_adversarial(arch:str, make) -> None:
 @pytest.mark.parametrize("above", (0.0, 8.0))
 @amd_in_turn("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)))
 def test_rescale_above(arch:str, above:float, make) -> None:
-  """Results are right with both settings of the rescale threshold, whichever dispatch chooses. With 0 the softmax's reference follows every
-  maximum."""
+  """Results are right with both settings of the rescale threshold, whichever dispatch chooses. With 0 the number that the softmax subtracts from the
+  scores of a row follows every new maximum."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
 TRIPS = {   # 1 for each of 8 iterations that moves the reference
@@ -176,7 +177,7 @@ TRIPS = {   # 1 for each of 8 iterations that moves the reference
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The inputs above reach both sides of the branch that corrects P, and the kernel raises the softmax's reference as rarely as possible."""
+  """The inputs above reach both sides of the branch that corrects P, and the kernel takes the branch as rarely as possible."""
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))
@@ -222,7 +223,7 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:
-  """The 16x16 instructions, with four lane groups instead of two, keep the law."""
+  """The 16x16 instructions, with four lane groups instead of two, keep the accuracy law."""
   narrow = get_chip(arch).matrix[dtype][1]
   for make in (normal, rising, masked_first):
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)

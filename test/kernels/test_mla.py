@@ -50,7 +50,7 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> None:
-  """Checks a problem against the law. The tile is the one that dispatch chooses for this number of rows, for any head dimension."""
+  """Checks a problem against the accuracy law. The tile is the one that dispatch chooses for this number of rows, for any head dimension."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)
 
@@ -115,8 +115,8 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("added_up", (mma_latent.ADDED_UP, 36))
 def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch, added_up:int) -> None:
-  """lse of rows dominated by one key keeps the law if the unit rounds sums towards 0. It would break the law if all products of a row went into one
-  sum."""
+  """lse of rows dominated by one key keeps the accuracy law if the unit rounds sums towards 0. It would break the accuracy law if all products of a
+  row went into one sum."""
   sums_cut_off(monkeypatch)
   monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)
   with contextlib.nullcontext() if added_up < 36 else pytest.raises(AssertionError, match="lse: "):
@@ -219,7 +219,7 @@ def test_no_kernel_has_its_gradient() -> None:
   for arch, dtype, D in (("gfx942", "float16", 32), ("sm_80", "float32", 32), ("sm_90", "float16", 576)):
     with emulated(arch):
       choice = backward_choice_of(draw(1, 4, 3, D, dtype=dtype), draw(1, 1, 40, D, dtype=dtype), None, v_dim=20)
-      assert choice.kernels == () and ("v_dim: the backward kernels have keys and values apart" in str(choice) or D > 512), choice
+      assert choice.kernels == () and ("v_dim: the backward kernels need v as a tensor of its own" in str(choice) or D > 512), choice
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))

@@ -1,4 +1,4 @@
-"""Tests of the staggered kernel of CDNA2 and CDNA3, whose waves alternate: it keeps the law, and the emulator finds a missing barrier."""
+"""Tests of the staggered kernel of CDNA2 and CDNA3, whose waves alternate: it keeps the accuracy law, and the emulator finds a missing barrier."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -42,8 +42,9 @@ def test_dispatch() -> None:
   p, chip = problem(**plain), get_chip("gfx942")
   assert choose(p, chip).kernel == "staggered" == choose(problem(**plain | {"lse": True}), get_chip("gfx950")).kernel
   assert choose(p, get_chip("gfx950")).kernel == "dual_wave" and choose(p, get_chip("gfx1100")).kernel == "forward"
-  for change, why in (({"D": 64}, "predicted to be faster"), ({"D": 192}, "LDS has room"), ({"Sq": 100}, "compute units idle"),
-                      ({"D": 100, "Dv": 128}, "comes in pieces"), ({"softcap": 20.0}, "softcap: it takes plain problems only")):
+  for change, why in (({"D": 64}, "predicted to be faster"), ({"D": 192}, "supports at most 128"), ({"Sq": 100}, "compute units idle"),
+                      ({"D": 100, "Dv": 128}, "only one of them is a multiple of 8"),
+                      ({"softcap": 20.0}, "softcap: this kernel does not support it")):
     assert why in (choose(problem(**plain | change), chip).why_not("staggered") or "")
   assert choose(p, replace(get_chip("gfx950"), llvm=21)).kernel == "staggered"       # dual_wave needs LLVM 22
 

@@ -61,7 +61,7 @@ def check(arch:str="gfx1030", make=normal, tile:TiledTile|None=None, **parameter
 def test_every_type(dtype:str, arch:str) -> None: check(arch, B=1, H=4, Hkv=2, Sq=70, Sk=100, D=40, Dv=24, dtype=dtype, causal=dtype != "float16")
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 results differ from the textbook's steps in float64 by at most 2e-6. The test does not use the law."""
+  """float32 results differ from the textbook's steps in float64 by at most 2e-6. The test does not use the accuracy law."""
   p = problem(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   x, got = normal(p), check(H=1, Sq=64, Sk=200, D=64, dtype="float32")
   s = (x.q.astype(np.float64) @ x.k.swapaxes(-1, -2).astype(np.float64))*p.softmax_scale
@@ -258,7 +258,7 @@ def test_what_it_takes_and_why_not() -> None:
   with emulated("gfx942"):
     q, wide, half = draw(1, 1, 8, 64, dtype="float32"), draw(1, 1, 8, 300), draw(1, 1, 8, 64)
     assert [choice_of(x, x, x).kernel for x in (q, wide, half)] == ["tiled", "tiled", "forward"]
-    assert choice_of(*[draw(1, 1, 8, 513)]*3).why_not("tiled") == "D=513: a row is held in local memory and registers, up to 512"
+    assert choice_of(*[draw(1, 1, 8, 513)]*3).why_not("tiled") == "D=513: this kernel supports at most 512"
   with emulated("gfx1030"):
     choice = choice_of(half, half, half)
     assert choice.kernel == "tiled" and "gfx1030: AMD's kernels have no tile" in choice.why_not("forward")

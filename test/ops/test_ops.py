@@ -1,5 +1,5 @@
-"""Tests that the printed texts of an operation and its meaning agree. The texts for HIP and CUDA are compiled for this machine, with stand-ins for
-the GPU's builtins and instructions. The meaning is what the emulator computes in numpy. The tests also cover the interpreters of compound operations.
+"""Tests that the printed texts of an operation agree with its numpy function, which the emulator runs. The texts for HIP and CUDA are compiled for
+this machine, with stand-ins for the GPU's builtins and instructions. The tests also cover the interpreters of compound operations.
 
 Each lane has its own operands. A text without an exchange, or with an exchange with the wrong lane, therefore gives wrong results.
 """
@@ -239,7 +239,7 @@ def given(x:UOp, place:int, arch:str, rng:np.random.Generator) -> np.ndarray:
   return np.ascontiguousarray(drawn)
 
 def columns(x:np.ndarray) -> np.ndarray:
-  """Transposes (threads, elements) to the form that meanings use."""
+  """Transposes (threads, elements) to (elements, threads), the form that the emulator gives to an operation's numpy function."""
   return x.T.copy() if x.shape[1] > 1 else x[:, 0].copy()
 
 def rows(x:np.ndarray, n:int, threads:int) -> np.ndarray: return np.broadcast_to(x, (n, threads)).T if n > 1 else np.broadcast_to(x, threads)[:, None]
@@ -408,8 +408,8 @@ def test_turned() -> None:
   np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:
-  """A correction of two rows over four lanes moves the references to the row maxima. It makes the accumulators and P relative to the new
-  references."""
+  """The softmax's correction of two rows over four lanes raises the number that is subtracted from a row's scores to the row's maximum. It makes the
+  accumulators and P relative to the new number."""
   rng, lanes, scale = np.random.default_rng(0), Wave(NVIDIA), 0.18
   threads, x = len(lanes.active), by_rows((LANE,), tiles=1, scale=scale)
   names = ("reference", "bias", "l", "acc", "p", "scores", "part")

@@ -1,7 +1,7 @@
-"""Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, which mask padding.
-An ordinary score added to such a bias changes nothing in fp32, and an lse of this size loses the logarithm of the number of keys. The expected values
-are float64 results from scores rounded to fp32. The law of attn/accuracy.py is no help: it lets a score err in proportion to its size, which here
-allows nearly any result."""
+"""Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, which mask padding. An ordinary score added to such a
+bias changes nothing in fp32, and an lse of this size loses the logarithm of the number of keys. The expected values are float64 results from scores
+rounded to fp32. The accuracy law (attn/accuracy.py) is no help: it lets a score err in proportion to its size, which here allows nearly any
+result."""
 from __future__ import annotations
 import os, sys
 from dataclasses import dataclass

@@ -105,9 +105,9 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Returns the memory accesses that each instruction of a loop iteration waits for, as distances in instructions. The iteration is not one of the
-  first. s_waitcnt waits for the accesses that its numbers name. A memory access waits for earlier accesses if its counter would overflow
-  otherwise."""
+  """Returns the memory accesses that each instruction of a loop iteration waits for, as distances in instructions. The iteration is one in the steady
+  state, which follows the first iterations. s_waitcnt waits for the accesses that its numbers name. A memory access waits for earlier accesses if its
+  counter would overflow otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):

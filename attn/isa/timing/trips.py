@@ -89,8 +89,8 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Finds the path that a wave takes in an iteration: the usual path, and the blocks that waves without an active lane jump over. These blocks are
-  included if this wave is known to have an active lane."""
+  """Finds the path that a wave takes in an iteration: the usual path. If the wave is known to have an active lane, the path also has the blocks that
+  only waves without an active lane jump over."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)

@@ -38,7 +38,7 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 
 @dataclass(frozen=True)
 class AmdBias:
-  """The kernel of one problem, as one thread sees it: the steps that `BiasUnit` declares, on AMD's matrix units."""
+  """The kernel for the gradient of a bias on AMD's matrix units, as one thread sees it: the steps that `BiasUnit` declares."""
   of: AmdBackward      # the queries of the first iteration
   bias: BiasPart
 

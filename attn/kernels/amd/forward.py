@@ -24,6 +24,7 @@ from attn.kernels.parts.weights.softmax import Softmax, Sums
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
 from attn.problem import Problem
+from attn.score.masks import scattered
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
@@ -100,7 +101,7 @@ class AmdForward:
 
   def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
     """Computes S^T of a tile of keys. Returns a list of C fragments for each query tile."""
-    return s, [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t), self.queries)]
+    return s, [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t, masked), self.queries)]
 
   def weigh(self, s:ForwardState, x:list[list[UOp]], t:UOp, part:None, masked:bool) -> tuple[ForwardState, None]:
     return replace(s, softmax=self.weighed(s.softmax, x)), None
@@ -119,22 +120,25 @@ class AmdForward:
     return self.group.kernel("forward", self.outputs(s.softmax))
 
   # ***** parts of the steps *****
-  def raw_scores(self, s:ForwardState, t:UOp) -> list[list[UOp]]:
+  def raw_scores(self, s:ForwardState, t:UOp, masked:bool=False) -> list[list[UOp]]:
     """Computes S^T = K Q^T of a tile of keys, without terms (bias, softcap, ...) and masks. Returns a list of C fragments for each tile of
     queries."""
     k_tile = self.trips.in_lds(s, t, "k").row_tile
-    return self.products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
+    # iterations that compute mask_mod lack registers to read ahead
+    products = replace(self.products, fenced=FENCE_UNITS) if masked and scattered(self.group.p) else self.products
+    return products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
-    """Computes P = exp2(scores - m) for a tile of keys, with the reference m of each row. If P of a row becomes too large, raises m and computes P
-    again."""
+    """Computes P = exp2(scores - m) for a tile of keys, where m is the number that the softmax subtracts from the scores of a row. If P of a row
+    becomes too large, raises m and computes P again."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(tiles, addends, strict=True)]
     return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
 
   def outputs(self, softmax:Softmax) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
+    """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l
+    the row's sum of P."""
     mat, stores = self.mat, list[UOp]()
     for qt, row in enumerate(self.queries):
       factor, log_sum = self.group.normalised(row, softmax.m[qt].load(), softmax.totals(qt, mat))

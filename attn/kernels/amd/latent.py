@@ -34,8 +34,9 @@ from attn.tinygrad_compat import UOp
 @dataclass(frozen=True)
 class LatentState(TripState):
   """The state between iterations of the loop over keys. Registers hold the wave's columns of O^T for all queries. For the query whose scores the lane
-  computes, registers also hold the softmax's reference m and the sums of P over the wave's part of the keys. Within an iteration, registers also hold
-  the factors by which O is rescaled, one for each tile of queries. LDS holds the tile of K, P, and the numbers that waves exchange."""
+  computes, registers also hold m, the number that the softmax subtracts from its scores, and the sums of P over the wave's part of the keys. Within
+  an iteration, registers also hold the factors by which O is rescaled, one for each tile of queries. LDS holds the tile of K, P, and the numbers that
+  waves exchange."""
   acc: UOp
   m: UOp
   l: UOp
@@ -108,8 +109,8 @@ class AmdLatent:
     return s, self.share.scores(self.group.scores).finished(self.raw_scores(s, t), [self.query], self.share.tile_number(t), masked)
 
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
-    """Raises the softmax's reference m of a row if a score exceeds it by too much. Computes P = exp2(scores - m), and the factor by which the row of
-    O must be rescaled. Stores P and the factor to LDS, where all waves read them."""
+    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds it by too much. Computes P = exp2(scores - m), and
+    the factor by which the row of O must be rescaled. Stores P and the factor to LDS, where all waves read them."""
     to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
     top = self.highest(s, functools.reduce(ops.max_, [ops.extract(y, i) for y in x for i in range(ops.length(y))], m))
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -181,7 +182,8 @@ class AmdLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores to LDS, for each row, the softmax's reference and the sums of P that this wave has computed. Returns the state after these stores."""
+    """Stores to LDS, for each row, the number that the softmax subtracts from its scores and the sums of P that this wave has computed. Returns the
+    state after these stores."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]

@@ -46,7 +46,8 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def held(self, row:UOp) -> UOp:
-    """Limits the number `row` to the block's rows. The compiler and tinygrad can derive nothing else about the result."""
+    """Clamps `row` to the numbers of the block's rows. tinygrad does not know the bounds of `row`, because `row` depends on a value that is hidden
+    from the compiler."""
     return bounded(row, 0, self.block_m - 1)
 
   @property

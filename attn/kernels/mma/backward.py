@@ -168,8 +168,8 @@ class MmaTrip(WarpTrip[SwizzledRows]):
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A is the rows that the block owns and B is the transposed rows of the tile's part. Returns C fragments for each
-    tile of own rows."""
+    """Computes `start` + A B, where A is the rows that the block owns and B is the transposed rows of the tile's part. `which` chooses the two
+    tensors of the product: 0 for S, 1 for dP. Returns C fragments for each tile of own rows."""
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     own, tile = self.warp_rows.kept(self.warp_rows.own[which]), self.of.walked(self.warp_rows.walked[which], self.t)
     (a_row, a_unit), (b_row, b_unit) = mat.a_address(self.warp_rows.warps.at.lane), mat.b_address(self.warp_rows.warps.at.lane)

@@ -32,10 +32,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
-  """The state between iterations of the loop over keys: the accumulators of O, and for each tile of queries the softmax's reference m of its rows,
-  addend = -m*Scores.to_log2, and the row sums l of rounded P. O divided by these sums is a weighted mean of V, for any rounding of P. For the LSE, l
-  also holds the lane's part of the sums of unrounded P. Within an iteration the state also holds the scores, P as operand A of the product P V, and
-  the sums of this iteration. Further fields are shared memory, the statements so far, and Q."""
+  """The state between iterations of the loop over keys: the accumulators of O, and for each tile of queries three numbers of each row. These are m,
+  the number that the softmax subtracts from the scores; addend = -m*Scores.to_log2; and l, the row's sum of rounded P. O divided by l is a weighted
+  mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of unrounded P. Within an iteration the state also holds the
+  scores, P as operand A of the product P V, and the sums of this iteration. Further fields are shared memory, the statements so far, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -101,7 +101,8 @@ class MmaForward:
     """First key, within a tile, of the keys that this warp computes."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Number of the `warp_keys` keys of tile t that this warp computes, if the keys are counted in tiles of `warp_keys` keys."""
+    """Returns the number of the keys that this warp computes in iteration t, if the sequence is divided into tiles of `warp_keys` keys. The block's
+    tile t consists of several such tiles: one for each warp that computes the same queries."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]
@@ -159,14 +160,15 @@ class MmaForward:
     return self.warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
-    """Returns the stores of the results for a tile of queries, O = O / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row
-    sum."""
+    """Returns the stores of the results for a tile of queries, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from the
+    scores of a row, and l the row's sum of P."""
     m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, (ONES, LANE), self.share if self.tile.key_waves > 1 else None)
 
   # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns what this warp has computed for the tile of queries `qt`: the references m, the row sums, and the accumulators of O."""
+    """Returns what this warp has computed for the tile of queries `qt`: m (the number that the softmax subtracts from the scores of a row), the row
+    sums, and the accumulators of O."""
     sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 

@@ -34,9 +34,9 @@ ADDED_UP = 12
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
   """The state between iterations of the loop over keys. Registers hold the warp's columns of O for all queries. For the queries whose scores the warp
-  computes, registers hold the softmax's reference m and two kinds of sums over the warp's part of the keys: sums of rounded P, and for the LSE the
-  lane's part of the sums of unrounded P. Within an iteration, registers also hold the scores, and the factors by which O is rescaled, for each tile
-  of queries. Further fields are shared memory and the statements so far."""
+  computes, registers hold m, the number that the softmax subtracts from the scores of a row, and two kinds of sums over the warp's part of the keys:
+  sums of rounded P, and for the LSE the lane's part of the sums of unrounded P. Within an iteration, registers also hold the scores, and the factors
+  by which O is rescaled, for each tile of queries. Further fields are shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -104,8 +104,8 @@ class MmaLatent:
     return self.fetch(s, t + self.tile.stages - 1), scores
 
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
-    """Raises the softmax's reference m of a row if a score exceeds it by too much. Computes P = exp2(scores - m), and the factor by which the row of
-    O must be rescaled. Stores P and the factor to shared memory, where all warps read them."""
+    """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds it by too much. Computes P = exp2(scores - m), and
+    the factor by which the row of O must be rescaled. Stores P and the factor to shared memory, where all warps read them."""
     to_log2, m, dtype, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p.dtype, ops.splat(0.0, nv.ROWS)
     s, top = self.highest(s, x, m)
     reference = raised(m, top, to_log2, self.tile.rescale_above)
@@ -208,8 +208,8 @@ class MmaLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """Stores to shared memory, for each row, the softmax's reference and the sums of P that this warp has computed. Returns the state after these
-    stores."""
+    """Stores to shared memory, for each row, the number that the softmax subtracts from its scores and the sums of P that this warp has computed.
+    Returns the state after these stores."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # sums over the lane's own P
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]

@@ -103,9 +103,9 @@ class Warps:
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
-    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `sums` has several row sums l, whose kinds `kinds` names: O is divided by
-    the first one, and the LSE is computed from the last one. If several warps have the same queries, each stores a part of the columns of O: this
-    warp stores part number `share`. The first warp stores the LSE."""
+    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. m is the number that the softmax subtracts from the scores of a row. `sums`
+    lists several row sums l; `kinds` lists their kinds. O is divided by the first sum, and the LSE is computed from the last one. If several warps
+    have the same queries, each stores a part of the columns of O: this warp stores part number `share`. The first warp stores the LSE."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]

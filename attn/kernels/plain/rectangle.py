@@ -38,7 +38,7 @@ MOST_UNROLLED = 8    # most quads that a thread copies without a loop: their loa
 def beyond_registers(p:Problem) -> str|None:
   """Returns the reason if rows of the problem are too long for these kernels, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
-  return next((f"{name}={value}: a row is held in local memory and registers, up to {MAX_WIDTH}"
+  return next((f"{name}={value}: this kernel supports at most {MAX_WIDTH}"
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:

@@ -64,7 +64,7 @@ def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
 def too_wide(p:Problem) -> str|None:
   """Returns the reason if the rows of a problem are too long for a kernel that holds a row of O in registers, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
-  return next((f"{name}={value}: a row is held in registers, up to {MAX_D}" for name, value in widths if value > MAX_D), None)
+  return next((f"{name}={value}: this kernel supports at most {MAX_D}" for name, value in widths if value > MAX_D), None)
 
 def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
   """Raises NotImplementedError where a workgroup would read more of one tensor at a time than a buffer descriptor's range. A descriptor has 64 bits
@@ -82,7 +82,7 @@ def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
     reads[tensor.name] = heads*(queries if shape[rows] > 1 or p.Sq == 1 else 1)*math.prod(shape[rows + 1:])*BYTES[dtype]
   for name, nbytes in reads.items():
     what = f"{keys} keys" if name in ("k", "v") else f"{queries} queries of {heads} heads"
-    if nbytes > MAX_RECORDS: raise NotImplementedError(f"{name}: {what} reach over {nbytes} bytes, at most {MAX_RECORDS} are addressed")
+    if nbytes > MAX_RECORDS: raise NotImplementedError(f"{name}: {what} span {nbytes} bytes: a kernel can address at most {MAX_RECORDS}")
 
 def check_problem(p:Problem, tile:BlockTile) -> None:
   """Raises ValueError if the number of splits is not chosen yet, and NotImplementedError if a tensor is too large (`check_range`)."""
@@ -93,11 +93,11 @@ def check_backward(p:Problem, tile:BlockTile) -> None:
   """Raises NotImplementedError if the backward kernels cannot compute the gradient of a problem. They support no splits, no values that are part of
   the keys, no views of a cache, no number of keys that is a Variable, no terms without a derivative, and no tensors that are larger than a buffer
   descriptor addresses."""
-  if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels have keys and values apart")
-  if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the backward kernels take num_splits=1 only, whatever forward has")
+  if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels need v as a tensor of its own")
+  if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the backward kernels support only num_splits=1")
   for name in ("k_view", "kv_starts"):
-    if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels support no parts of a cache of keys")
+    if getattr(p, name): raise NotImplementedError(f"{name}: the backward kernels cannot read keys from a part of a cache")
   if p.sk_variable is not None:
-    raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels have no Variable for the number of keys, but a tensor, kv_lengths")
+    raise NotImplementedError(f"sk_variable={p.sk_variable}: the backward kernels take no Variable as the number of keys; give a tensor")
   check_derivatives(p)
   check_range(p, tile, backward=True)

@@ -17,7 +17,8 @@ from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import INVARIANT_KEYS, Problem
-from attn.score.masks import as_index, hiding
+from attn.score.masks import as_index, cuts_some, hiding, scattered
+from attn.score.places import Walk
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
 
@@ -51,17 +52,17 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
   return Grid(new, (block, head, lane, wave), head, block, lane, wave)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the group has as many heads as the
-  cache holds K and V of, else one head. If a device holds two pieces of a sequence, the grid goes over one piece after the other, so that no block
-  with many keys runs last."""
+  """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the cache has room for K and V of
+  all heads of the group; without a causal mask a group is a single head. If a device holds two pieces of a sequence, the grid goes over one piece
+  after the other, so that no block with many keys runs last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
-  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the group has as many
-  key/value heads as the cache holds the queries of, else one."""
+  """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the cache has room for the
+  queries of all heads of the group; without a causal mask a group is a single key/value head."""
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
@@ -124,6 +125,11 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, length - list_length(0), tile.block_n)
 
+def cut_off(walk:Walk, tile:BlockTile) -> bool:
+  """Returns whether masks have to look where the interval of a row begins and ends. It is False only if mask_mod alone hides scores: no interval
+  begins or ends inside a tile."""
+  return not scattered(walk.p) or cuts_some(walk, tile.block_n)
+
 @dataclass(frozen=True)
 class Workgroup:
   """The part of a problem that one workgroup computes, as one of its threads sees it."""
@@ -163,7 +169,7 @@ class Workgroup:
     first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
     listed = list_of(p, tile, given, batch, first_head, own.first//tile.block_m)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed, cut=cut_off(walk, tile))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n) if listed is None else listed.blocks
     for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), own.first, own.end, sequence, scores,
@@ -181,7 +187,7 @@ class Workgroup:
     first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
     listed = list_of(p, tile, given, batch, kv_head, grid.block)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed)
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed, cut=cut_off(walk, tile))
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n) if listed is None else listed.blocks
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,
@@ -195,7 +201,7 @@ class Workgroup:
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property
   def walked_end(self) -> UOp:
-    """The workgroup reads no walked row from this one on."""
+    """Number of the row at which the workgroup's loop over rows (keys or queries) ends: it reads neither this row nor a later one."""
     count = self.scores.walk.count
     return as_index(count) if self.scores.listed is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property

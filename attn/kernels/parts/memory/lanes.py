@@ -105,8 +105,8 @@ def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
   """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of a product that sums over the rows of C, in the order of
-  `staging.key_rows`. A matrix with `duplicated` operands needs to know whether a lane is one of lanes 0-15. With `renewed` the kernel computes this
-  condition here once more (see `amd.low_lanes`)."""
+  `staging.key_rows`. If lanes 16-31 must repeat the operands of lanes 0-15 (`duplicated`), the condition that a lane is one of lanes 0-15 is needed.
+  With `renewed` the kernel computes this condition here once more (see `amd.low_lanes`)."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

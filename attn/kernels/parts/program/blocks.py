@@ -149,8 +149,8 @@ def list_length(tiles:int) -> int:
   return OF_A_LIST + tiles + 1
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """Returns the tiles of the columns that the rows `first`..`last` see. None of these rows sees a column before the first column that row `first`
-  sees, or after the last column that row `last` sees."""
+  """Returns the tiles of the columns that the rows `first`..`last` see. They go from the first column that row `first` sees to the last column that
+  row `last` sees, because neither limit decreases from one row to the next."""
   masked_first = first_seen(walk, first) is not None
   def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)

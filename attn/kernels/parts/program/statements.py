@@ -43,8 +43,8 @@ class Statements:
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A value that is ready when everything is executed that these statements are `after`. A statement that has this value as an operand is executed
-    later."""
+    """A value that is ready when all these statements, and the operations that they are `after`, have been executed. A statement that has this value
+    as an operand is executed later than they are."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:

@@ -28,8 +28,8 @@ class TileLoop(Generic[Crossing]):
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Yields up to three loops over tiles: the tiles before those without a mask, the tiles of which no mask hides scores, and the tiles after them. A
-  loop that never runs is left out."""
+  """Yields up to three loops, one after another: over the first tiles, of which a mask may hide scores; over the tiles of which no mask hides scores;
+  and over the last tiles, of which a mask may hide scores. A loop that never runs is left out."""
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
   for first, last, masked in parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)

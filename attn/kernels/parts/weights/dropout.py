@@ -75,9 +75,9 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   """Returns the (seed, batch, head) from which dropout makes the bits of a row."""
-  seed, start = scores.given["dropout_seed"], scores.given.get("dropout_start")
+  seed, first = scores.given["dropout_seed"], scores.given.get("first_batch_and_head")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
-  batch, head = (x if start is None else x.cast(dtypes.uint) + flat(start)[i].load() for i, x in enumerate((row.batch, row.head)))
+  batch, head = (x if first is None else x.cast(dtypes.uint) + flat(first)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:

@@ -22,8 +22,9 @@ OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence
 
 @dataclass(frozen=True)
 class LogSum:
-  """LSE of a row, reference + ln(total), as two numbers that are added: `rounded` to fp32, and `rest`, the part that the rounding lost. If the
-  reference is large, `rest` is all of ln(total). If the total is 0, the LSE is -inf and `rest` is 0."""
+  """LSE of a row, m + ln(total), as two numbers that are added: `rounded` to fp32, and `rest`, the part that the rounding lost. m is the number that
+  the softmax subtracted from the row's scores, `total` the row's sum of P. If m is large, `rest` is all of ln(total). If the total is 0, the LSE is
+  -inf and `rest` is 0."""
   rounded: UOp
   rest: UOp
 

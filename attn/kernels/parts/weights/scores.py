@@ -1,10 +1,11 @@
 """Steps from raw scores Q K^T to the input of the softmax. First the problem's terms (bias, softcap, ALiBi: attn/score) change the scores, then masks
 hide some of them.
 
-Without a term the scores stay raw. The softmax multiplies raw scores by softmax_scale * log2(e) in the fma that subtracts the reference. With a term
-the scores become base-2 logarithms in fp32, and the softmax multiplies them by 1. For float32 inputs base-2 logarithms are not exact enough. The
-scores then become `natural` logarithms, rounded as the textbook rounds them, and forward and backward round them in the same way. Wide scores
-(Problem.wide_scores) become natural logarithms, too: they may include the least number of float32, whose base-2 logarithm fp32 cannot hold."""
+Without a term the scores stay raw. One fma then multiplies a raw score by softmax_scale * log2(e) and subtracts the number that the softmax subtracts
+from the row's scores. With a term the scores become base-2 logarithms in fp32, and the softmax multiplies them by 1. For float32 inputs base-2
+logarithms are not exact enough. The scores then become `natural` logarithms, rounded as the textbook rounds them, and forward and backward round them
+in the same way. Wide scores (Problem.wide_scores) become natural logarithms, too: they may include the least number of float32, whose base-2
+logarithm fp32 cannot hold."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ class Scores:
   given: Mapping[str, UOp]   # the kernel's tensors by name, among them all that terms and dropout read
   natural: bool = False      # whether terms leave natural logarithms instead of base-2 logarithms
   listed: TileList|None = None      # the list of tiles over which the workgroup loops; None: it loops over neighbouring tiles
+  cut: bool = True           # whether the interval of a row may begin or end inside a tile. If not, only mask_mod hides scores
 
   @functools.cached_property
   def terms(self) -> tuple[ScoreTerm, ...]: return score_terms(self.p)
@@ -62,10 +64,10 @@ class Scores:
     """Returns these scores for another head."""
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Returns a walked row, given its place in the order in which the workgroup walks."""
+    """Returns the number of a row over which the workgroup loops, given its place in the order of this loop."""
     return place if self.listed is None else self.listed.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Returns which tile of the sequence the workgroup walks over, given the number of the tile in the order of the walk."""
+    """Returns the number of a tile within the sequence, given its number in the order in which the workgroup loops over tiles."""
     return number if self.listed is None else self.listed.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
@@ -115,6 +117,7 @@ class Scores:
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_beyond:Callable[..., UOp]) -> list[UOp]:
+    if not self.cut: return x
     first, last = self.limits(row, tile)
     if first is None: return [of_above(y, last, rows) for y, rows in zip(x, self.walked)]
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]

@@ -1,8 +1,9 @@
 """Online softmax over the lanes that share a query: the steps of the forward kernels between their two matrix products.
 
-An iteration over a tile of keys does not look for the maximum of the scores. It computes weights P = exp2(scores - m) with the current reference m.
-The kernel needs the sums of these weights anyway, and the sums show whether m is still high enough: see attn/ops/softmax.py. Each row begins with the
-lowest possible m. With this m the exponent of every score overflows, so the first iteration raises m.
+The softmax subtracts one number m, the reference, from all scores of a row. An iteration over a tile of keys does not look for the maximum of the
+scores: it computes weights P = exp2(scores - m) with the m of the iteration before. The kernel needs the sums of these weights anyway, and the sums
+show whether m is still high enough: see attn/ops/softmax.py. Each row begins with the lowest possible m. With this m the exponent of every score
+overflows, so the first iteration raises m.
 
 O is divided by the sum of the P that is multiplied by V: P rounded to 16 bits. O is therefore a weighted mean of rows of V, whatever errors the
 rounding makes. If one key outweighs all other keys, O is exactly this key's row of V. The LSE is computed from the sum of P before the rounding. This
@@ -87,8 +88,9 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Computes P of a query tile from its scores with the current reference m. `addend` is -m*to_log2. If it is a vector of two numbers, the first
-    number is added to the first half of each vector of scores, and the second number to the second half."""
+    """Computes P of a query tile from its scores. `addend` is -m*to_log2, where m is the number that the softmax at present subtracts from the
+    scores. If `addend` is a vector of two numbers, the first number is added to the first half of each vector of scores, and the second number to the
+    second half."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
@@ -97,9 +99,9 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
-    """Adds the weights P of each query tile to the state. If a sum of P is too large (`above`: see attn/ops/softmax.py), the reference of a row is
-    too low: then raises it, and corrects the weights and the whole state accordingly. `do` executes a statement. The correction comes after the
-    operations `before`."""
+    """Adds the weights P of each query tile to the state. If a sum of P is too large (`above`: see attn/ops/softmax.py), the number m that is
+    subtracted from the scores of a row is too low: then raises m, and corrects the weights and the whole state accordingly. `do` executes a
+    statement. The correction comes after the operations `before`."""
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
     parts = sums.rounded(packed)
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]

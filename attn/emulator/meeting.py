@@ -1,0 +1,203 @@
+"""What the workgroups of one launch do to each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
+
+A `Meeting` belongs to one launch. It knows which accesses are ordered. Each wave has a clock, and knows for each other wave the clock up to which
+that wave's accesses came before its own. Such knowledge passes from wave to wave in two ways. A wave that passes a turn leaves all that it knows with
+the counter, and a wave that waits for the turn takes it from there. At a barrier the waves of a workgroup share what they know, and what each has
+done until it last settled (on NVIDIA until the barrier).
+
+If an order is drawn (ATTN_EMU_ORDER), additions do not happen at once. Those of one wave happen in order, but at any time until the wave settles or
+passes a turn.
+"""
+from __future__ import annotations
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+import numpy as np
+from numpy.typing import NDArray
+from attn.emulator.checks import AtomicRace, NotWaitedFor
+from attn.emulator.memory import Allocation, Pointer, Space, View
+from attn.emulator.program import EmulatedProgram
+from attn.emulator.threads import Threads
+
+Array = NDArray[Any]
+
+@dataclass
+class Trace:
+  """An access of one wave to memory that both atomic and other operations access."""
+  wave: int
+  clock: int
+  step: int
+  elements: Array      # numbers of the elements of 4 bytes, each once, in ascending order
+  verb: str
+
+@dataclass
+class Traces:
+  """The accesses to one allocation: atomic ones, and others. `adder` and `added` hold, for each element, the wave that last added to it, or -1, and
+  this wave's clock at that time."""
+  adder: Array
+  added: Array
+  atomic: list[Trace] = field(default_factory=list)
+  plain: list[Trace] = field(default_factory=list)
+
+class Meeting:
+  def __init__(self, plan:EmulatedProgram, views:dict[Any, View], workgroups:int, waves:int, seed:int):
+    self.plan, self.waves, self.count = plan, waves, workgroups*waves
+    self.random = np.random.default_rng(seed) if seed else None
+    self.clock, self.settled = np.ones(self.count, np.int32), np.zeros(self.count, np.int32)
+    self.added = dict[int, tuple[int, int]]()       # wave -> its clock and step at its last addition
+    self.known = dict[int, Array]()                 # wave -> what it knows: a clock for each wave
+    self.left = dict[tuple[Allocation, int], Array]()      # counter -> what those who passed its turns knew
+    self.pending = dict[int, deque[tuple[Array, Array, Array]]]()      # wave -> additions that have not happened: memory, elements, numbers
+    bases = {views[u].base for u in plan.atomics}
+    sizes = {base: base.data.size//4 if plan.waits else 0 for base in bases}
+    self.traces = {base: Traces(np.full(size, -1, np.int32), np.zeros(size, np.int32)) for base, size in sizes.items()}
+    both = bases & {view.base for u, view in views.items() if u in plan.plain}
+    self.watched = {u for u, view in views.items() if view.base in both}      # parameters that atomic and other operations access
+
+  # ***** the order of accesses *****
+
+  def of_wave(self, wave:int) -> Array:
+    """Returns what a wave knows: for each wave the clock up to which its accesses came before."""
+    return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
+
+  def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
+    """Returns the waves with threads where `gate` is true: the number of the wave in the launch, and these threads."""
+    threads = np.flatnonzero(gate)
+    return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
+
+  def settle(self, f:Threads, gate:Array) -> None:
+    for wave, _ in self.waves_of(f, gate): self._settle(wave)
+
+  def _settle(self, wave:int) -> None:
+    self.happen(wave)
+    self.settled[wave] = self.clock[wave]
+    self.clock[wave] += 1
+
+  def barrier(self, f:Threads) -> None:
+    """Notes a barrier of all waves of a workgroup."""
+    if not self.plan.waits and not self.watched: return
+    here = range(f.first*self.waves, (f.first + 1)*self.waves)
+    if self.plan.chip.family == "nvidia":
+      for wave in here: self._settle(wave)
+    joint: Array = np.maximum.reduce([self.of_wave(wave) for wave in here])
+    joint[here.start:here.stop] = np.maximum(joint[here.start:here.stop], self.settled[here.start:here.stop])
+    for wave in here: self.known[wave] = joint
+
+  def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
+    """Notes that threads have found the number that they waited for."""
+    for wave, threads in self.waves_of(f, gate):
+      for counter in self._counters(pointer, threads):
+        if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
+
+  def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
+    """Notes that threads pass a turn. Raises NotWaitedFor if additions by other waves of the workgroup may not be complete."""
+    passing = self.waves_of(f, gate)
+    for wave, threads in passing:
+      knows = self.of_wave(wave)
+      for other in {*range(f.first*self.waves, (f.first + 1)*self.waves)} - {w for w, _ in passing}:
+        if f.checks and (last := self.added.get(other)) is not None and last[0] > knows[other]:
+          raise f.error(NotWaitedFor, gate, lambda t: f"passes a turn, but additions by wave {other % self.waves}, started at {self._line(last[1])}, "
+                                                      "may not be complete: that wave must settle, and a barrier must follow")
+      self._settle(wave)
+      knows = knows.copy()
+      knows[wave] = self.settled[wave]
+      for counter in self._counters(pointer, threads):
+        self.left[counter] = np.maximum(knows, self.left[counter]) if counter in self.left else knows
+
+  def _counters(self, pointer:Pointer, threads:Array) -> set[tuple[Allocation, int]]:
+    at = np.broadcast_to(pointer.offset, pointer.space.f.T)[threads] + pointer.space.begin
+    return {(_base(pointer.space), int(x)) for x in at}
+
+  def _line(self, step:int) -> str: return self.plan.place(self.plan.uops[step]).name or f"step {step}"
+
+  def who(self, f:Threads, wave:int) -> str: return f"wave {wave % self.waves} of workgroup {f.workgroup(wave//self.waves)}"
+
+  # ***** additions *****
+
+  def in_order(self, threads:Array) -> Array:
+    """Returns threads in the order in which they execute an atomic operation."""
+    return threads if self.random is None else self.random.permutation(threads)
+
+  def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array) -> None:
+    """Adds numbers to the elements `at` of the memory (T,). Raises AtomicRace if another wave of the workgroup has waited for a turn, and a wave may
+    add before that."""
+    traces, first = self.traces[_base(space)], space.begin//4
+    for wave, threads in self.waves_of(f, gate):
+      threads = self.in_order(threads)
+      elements = at[threads]
+      if self.plan.waits and f.checks: self._check_turn(f, traces, wave, elements + first, threads, space.name)
+      self.added[wave] = int(self.clock[wave]), f.pc
+      numbers = np.broadcast_to(values, f.T)[threads]
+      if self.random is None: np.add.at(memory, elements, numbers)
+      else:
+        self.pending.setdefault(wave, deque()).append((memory, elements, numbers))
+
+  def _check_turn(self, f:Threads, traces:Traces, wave:int, elements:Array, threads:Array, name:str) -> None:
+    adder, added = traces.adder[elements], traces.added[elements]
+    if (others := (adder >= 0) & (adder//self.waves != f.first)).any():
+      early = others & (self.of_wave(wave)[adder] < added)
+      for other in range(f.first*self.waves, (f.first + 1)*self.waves):
+        if (bad := early & (self.of_wave(other)[adder] >= added)).any():
+          which = np.zeros(f.T, bool)
+          which[threads[bad]] = True
+          raise f.error(AtomicRace, which, lambda t: f"adds to {name}, where {self.who(f, int(adder[bad][0]))} has added in an earlier turn: wave "
+                                                     f"{other % self.waves} has waited for this turn, but no barrier has followed")
+    traces.adder[elements], traces.added[elements] = wave, self.clock[wave]
+
+  def happen(self, wave:int, count:int|None=None) -> None:
+    """Lets the first `count` pending additions of a wave happen, or all of them."""
+    if (waiting := self.pending.get(wave)) is None: return
+    for _ in range(len(waiting) if count is None else count):
+      memory, elements, numbers = waiting.popleft()
+      np.add.at(memory, elements, numbers)
+    if not waiting: del self.pending[wave]
+
+  def some_happen(self) -> None:
+    """Lets some pending additions of some waves happen."""
+    if self.random is None: return
+    for wave in self.random.permutation(sorted(self.pending)):
+      if self.random.random() < 0.5: self.happen(int(wave), int(self.random.integers(1, len(self.pending[int(wave)]) + 1)))
+
+  def all_happen(self) -> None:
+    while self.pending: self.some_happen()
+
+  # ***** accesses of both kinds *****
+
+  def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
+    """Notes an access to `elements` (elements of a thread, T). Raises AtomicRace if it is in no order with an access of the other kind to the same
+    element."""
+    traces, elements = self.traces[_base(space)], elements + space.begin//4
+    mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
+    for wave, threads in self.waves_of(f, f.active if active is None else active):
+      if not atomic: self.happen(wave)
+      found, knows = np.unique(elements[:, threads]), self.of_wave(wave)
+      for other in others:
+        if other.wave == wave or knows[other.wave] >= other.clock or other.elements[0] > found[-1] or found[0] > other.elements[-1]: continue
+        if len(same := np.intersect1d(found, other.elements, assume_unique=True)):
+          bad = np.zeros(f.T, bool)
+          bad[threads] = (elements[:, threads] == same[0]).any(axis=0)
+          raise f.error(AtomicRace, bad, lambda t: f"{verb} {space.name}[{same[0] - space.begin//4}] (elements of 4 bytes), which "
+                        f"{self.who(f, other.wave)} {other.verb} at {self._line(other.step)}: an atomic access and another one, in no order")
+      mine.append(Trace(wave, int(self.clock[wave]), f.pc, found, verb))
+
+def _base(space:Space) -> Allocation:
+  assert space.base is not None
+  return space.base
+
+class WatchedSpace(Space):
+  """A buffer that atomic and other operations access."""
+  def __init__(self, meeting:Meeting, *args:Any, **more:Any):
+    super().__init__(*args, **more)
+    self.meeting = meeting
+  def load(self, index:Array, chunk:int, active:Array|None) -> Array:
+    self._note_plain(index, chunk, active, "reads")
+    return super().load(index, chunk, active)
+  def store(self, index:Array, chunk:int, values:Array, active:Array|None) -> None:
+    self._note_plain(index, chunk, active, "writes")
+    super().store(index, chunk, values, active)
+  def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
+    """Notes an atomic operation on `count` elements of 4 bytes from element `at` on."""
+    self.meeting.note(self.f, self, at + np.arange(count)[:, None], gate, verb, atomic=True)
+  def _note_plain(self, index:Array, chunk:int, active:Array|None, verb:str) -> None:
+    at = np.broadcast_to(self._at(index, chunk, active, verb), self.f.T).astype(np.int64)*chunk
+    self.meeting.note(self.f, self, at//4 + np.arange(max(1, chunk//4))[:, None], active, verb, atomic=False)

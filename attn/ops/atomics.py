@@ -1,0 +1,171 @@
+"""Operations by which the workgroups of one launch work together through global memory: sums of float32, tickets and turns.
+
+`atomic_add` adds to a sum that several workgroups share. A ticket is a number that a workgroup draws: 0 for the first one that draws, then 1 and so
+on. A turn is the number that a counter must have before a workgroup may act. `await_turn` waits until the counter has this number. `pass_turn` adds 1
+to it. A workgroup that has waited for a turn sees everything that was done before the turn was passed. All of these operations have the scope of the
+whole chip, even if the chip has several L2 caches.
+
+If several waves of a workgroup act in a turn, barriers keep them together:
+
+    await_turn(counter, number, first)      # one lane waits for all
+    a barrier
+    atomic_add(...)                         # any lane
+    settle()                                # every wave waits until its own additions are complete
+    a barrier
+    pass_turn(counter, first)               # one lane passes the turn
+
+A wave with a counter of its own needs neither the barriers nor `settle`. A counter is an int32 in global memory and must be 0 when the launch begins.
+
+Only the tickets tell which workgroups have started. A workgroup that waits for a higher block number, or for a higher ticket, may wait forever: the
+workgroup that it waits for may start only when another one ends.
+"""
+from __future__ import annotations
+from typing import Any
+import numpy as np
+from attn.chips import get_chip
+from attn.ops.amd import kept_in_order, nothing, waitcnt
+from attn.ops.common import length
+from attn.ops.language import instruction
+from attn.ops.operation import Array, Body, emit, integer, statement
+from attn.tinygrad_compat import AddrSpace, DType, Ops, UOp, dtypes
+
+ALL_LANES = UOp.const(True)
+IN_GLOBAL, IN_LDS = (f"__attribute__((address_space({n})))" for n in (1, 3))
+AGENT = "__HIP_MEMORY_SCOPE_AGENT"
+
+def of_global(pointer:str) -> str:
+  """Returns the address of a pointer to global memory, as an operand of inline assembly."""
+  return f'"l"(__cvta_generic_to_global({pointer}))'
+
+def fence(order:str, scope:str) -> str: return f'__builtin_amdgcn_fence(__ATOMIC_{order}, "{scope}");'
+
+def counts_as_loads(arch:str) -> bool:
+  """Tells whether an AMD chip counts its stores to memory by the counter of its loads (CDNA)."""
+  return (counters := get_chip(arch).unit.counters) is not None and counters.load == counters.store
+
+def in_global(at:UOp, dtype:DType, name:str) -> UOp:
+  """Returns the INDEX `at`. Raises ValueError if it does not belong to a buffer of this type in global memory."""
+  if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
+    raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
+  return at
+
+# ***** sums *****
+
+def _atomic_add(lanes:Any, at:Any, x:Array, gate:Array, *_:Any, steps:tuple[int, ...], together:int) -> Array:
+  lanes.atomic_add(at, steps, np.atleast_2d(x).reshape(len(steps), together, -1), lanes.active & gate)
+  return nothing(lanes)
+
+def _named(steps:tuple[int, ...], together:int) -> str: return "_".join(["atomic_add", *[f"x{together}"]*(together > 1), *map(str, steps)])
+
+def _atomic_add_hip(printer:Any, out:str, steps:tuple[int, ...], together:int) -> Body:
+  """Returns the HIP text of `atomic_add`. The builtin becomes one instruction; __hip_atomic_fetch_add would become a loop."""
+  if together > 1 or not get_chip(printer.arch).unit.matrix:
+    raise NotImplementedError(f"{printer.arch} has no instruction that adds {together} float32 to global memory")
+  adds = [f"__builtin_amdgcn_global_atomic_fadd_f32(sum + {step}, x{f'[{i}]'*(len(steps) > 1)});" for i, step in enumerate(steps)]
+  return Body("\n".join(["if (!gate) return 0.0f;", f"auto sum = ({IN_GLOBAL} float*)at;", *adds, "return 0.0f;"]), "at x gate",
+              name=_named(steps, together))
+
+def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) -> Body:
+  if together > 1 and int(printer.arch.removeprefix("sm_")) < 90:
+    raise NotImplementedError(f"{printer.arch} has no instruction that adds {together} float32 to global memory")
+  elements, lines = [f"x.{e}" for e in "xyzw"] if len(steps)*together > 1 else ["x"], ["if (!gate) return 0.0f;"]
+  kind, form = (f".v{together}", "{{{}}}") if together > 1 else ("", "{}")
+  for i, step in enumerate(steps):
+    operands, values = form.format(", ".join(f"%{j + 1}" for j in range(together))), elements[i*together:(i + 1)*together]
+    lines += [f'asm volatile("red.relaxed.gpu.global.add{kind}.f32 [%0+{4*step}], {operands};"',
+              f'    :: {", ".join([of_global("at"), *(f"{chr(34)}f{chr(34)}({x})" for x in values)])} : "memory");']
+  return Body("\n".join([*lines, "return 0.0f;"]), "at x gate", name=_named(steps, together))
+
+instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
+
+def atomic_add(at:UOp, x:UOp, *done:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
+  """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `steps` has one constant distance from `at` (an INDEX)
+  for each element, in elements; without it the distances are 0, 1, 2 and so on. With `together`, one instruction adds 2 or 4 neighbouring elements,
+  which begin at a multiple of their size; `steps` then has one distance for each instruction. Only sm_90 and later chips
+  of NVIDIA can do this. Returns a statement."""
+  n = length(x)
+  if together not in (1, 2, 4) or n % together: raise ValueError(f"together={together}: must be 1, 2 or 4, and divide the {n} elements of x")
+  if len(steps := steps or tuple(range(0, n, together))) != n//together: raise ValueError(f"steps={steps}: must be {n//together} distances")
+  return statement("atomic_add", in_global(at, dtypes.float, "at"), x, gate, *done, steps=steps, together=together)
+
+# ***** tickets *****
+
+def _ticket(lanes:Any, counter:Any, first:Array, *_:Any) -> Array:
+  found = lanes.fetch_add(counter, lanes.active & first)
+  return np.repeat(found.reshape(-1, lanes.wave)[:, 0], lanes.wave)
+
+def _ticket_of_all(lanes:Any, counter:Any, lds:Any, first:Array, *_:Any) -> Array:
+  start, gate = np.zeros(len(first), np.int64), lanes.active & first
+  lanes.store_bytes(lds, start, np.ascontiguousarray(lanes.fetch_add(counter, gate)[:, None]).view(np.uint8).T, gate)
+  lanes.barrier(lanes.active)
+  return np.ascontiguousarray(lanes.load_bytes(lds, start, 4, lanes.active).T).view(np.int32)[:, 0]
+
+_AT = f"auto at = ({IN_GLOBAL} int*)counter;"
+_DRAWN = f"__hip_atomic_fetch_add(at, 1, __ATOMIC_RELAXED, {AGENT});"
+_DRAW = f'asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(drawn) : {of_global("counter")} : "memory");'
+
+instruction("ticket", _ticket,
+            Body(f"{_AT}\nint drawn = 0;\nif (first) drawn = {_DRAWN}\nreturn __builtin_amdgcn_readfirstlane(drawn);", "counter first"),
+            Body(f"int drawn = 0;\nif (first) {_DRAW}\nreturn __shfl_sync(0xffffffffu, drawn, 0);", "counter first"), atomic=True)
+instruction("ticket_of_all", _ticket_of_all,
+            Body(f"{_AT}\nif (first) *({IN_LDS} int*)lds = {_DRAWN}\n"
+                 f"{fence('RELEASE', 'workgroup')}\n__builtin_amdgcn_s_barrier();\n{fence('ACQUIRE', 'workgroup')}\n"
+                 f"return __builtin_amdgcn_readfirstlane(*({IN_LDS} int*)lds);", "counter lds first"),
+            Body("if (first) {\n  int drawn;\n" f"  {_DRAW}\n  *(int*)lds = drawn;\n" "}\n"
+                 "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
+
+def ticket(counter:UOp, block:UOp, first:UOp, *done:UOp, lds:UOp|None=None) -> UOp:
+  """Adds 1 to `counter` (an INDEX) and returns, in all lanes of the workgroup, the number that it had before. `block` is any number made of all block
+  indices; it is not used, but tinygrad launches no grid for an index that no operation has. `first` is true in lane 0 of wave 0 only. A workgroup of
+  several waves needs `lds`, an INDEX of an int32 in LDS, by which the waves exchange the number. The operation then contains a barrier, and another
+  barrier must come before the next use of this int32."""
+  sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *done
+  return emit("ticket" if lds is None else "ticket_of_all", dtypes.int, *sources)
+
+# ***** turns *****
+
+def _await_turn(lanes:Any, counter:Any, number:Array, first:Array, *_:Any) -> Array:
+  lanes.await_turn(counter, number, lanes.active & first)
+  return nothing(lanes)
+
+def _settle(lanes:Any, *_:Any) -> Array:
+  lanes.settle()
+  return nothing(lanes)
+
+def _pass_turn(lanes:Any, counter:Any, first:Array, *_:Any) -> Array:
+  lanes.pass_turn(counter, lanes.active & first)
+  return nothing(lanes)
+
+def _settle_text(printer:Any, out:str) -> Body:
+  """Returns the HIP text of `settle`. A release fence with the scope of a workgroup waits for nothing on CDNA, and one with the scope of the chip
+  writes back the L2 cache, which `pass_turn` does once for all waves."""
+  return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
+
+def _pass_text(printer:Any, out:str) -> Body:
+  """Returns the HIP text of `pass_turn`. On CDNA clang omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is under way.
+  So the text waits for it."""
+  wait = [waitcnt(vmcnt=0)] if counts_as_loads(printer.arch) else []
+  return Body("\n".join([_AT, "if (!first) return 0.0f;", fence("RELEASE", "agent"), *wait, _DRAWN, "return 0.0f;"]), "counter first")
+
+instruction("await_turn", _await_turn, Body(f"{_AT}\nif (!first) return 0.0f;\n"
+            f"while (__hip_atomic_load(at, __ATOMIC_RELAXED, {AGENT}) != number) __builtin_amdgcn_s_sleep(1);\n"
+            f"{fence('ACQUIRE', 'agent')}\nreturn 0.0f;", "counter number first"),
+            Body("int found = number;\nif (first) do {\n"
+                 f'  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : {of_global("counter")} : "memory");\n'
+                 "} while (found != number);\n__syncwarp();\nreturn 0.0f;", "counter number first"), atomic=True)
+instruction("settle", _settle, _settle_text, Body("__syncwarp();\nreturn 0.0f;", ""), atomic=True)
+instruction("pass_turn", _pass_turn, _pass_text, Body(
+  f'__syncwarp();\nif (first) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: {of_global("counter")} : "memory");\nreturn 0.0f;',
+  "counter first"), atomic=True)
+
+def await_turn(counter:UOp, number:UOp, first:UOp, *done:UOp) -> UOp:
+  """Waits until `counter` (an INDEX) is equal to `number`, in lanes where `first` is true. What others did before they passed this turn is there
+  afterwards, for this wave at once and for other waves of the workgroup after a barrier. Returns a statement."""
+  return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *done)
+def settle(*done:UOp) -> UOp:
+  """Waits until this wave's additions to global memory and its stores there are complete. Returns a statement."""
+  return statement("settle", *done)
+def pass_turn(counter:UOp, first:UOp, *done:UOp) -> UOp:
+  """Adds 1 to `counter` (an INDEX), in lanes where `first` is true. Whoever waits for the new number sees what this wave did before. If other waves
+  of the workgroup acted in the turn too, they must `settle`, and a barrier must follow, before the turn is passed. Returns a statement."""
+  return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *done)

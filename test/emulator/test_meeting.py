@@ -1,0 +1,240 @@
+"""Tests of workgroups that meet in global memory on the emulator: sums, tickets and turns in every order, with few and many resident workgroups. Each
+check has a kernel that is wrong in exactly one way, beside the same kernel without the mistake."""
+import numpy as np
+import pytest
+from tinygrad import Context, Tensor, dtypes
+from tinygrad.dtype import AddrSpace
+from tinygrad.uop.ops import AxisType, KernelInfo, UOp
+from attn.emulator import checks
+from attn.emulator.device import register
+from attn.ops.atomics import atomic_add, await_turn, pass_turn, settle, ticket
+
+register()
+GROUPS, WIDTH = 6, 128       # workgroups, and threads of two waves each
+
+class Steps:
+  """Statements of a kernel, one after another."""
+  def __init__(self):
+    self.register = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
+    self.latest = self.register.after(self.register[0].store(UOp.const(0.0, dtypes.float)))
+  @property
+  def done(self): return self.latest[0].load()
+  def do(self, statement): self.store(self.latest[0], statement)
+  def barrier(self): self.latest = self.latest.after(UOp.barrier(self.latest))
+  def store(self, at, x): self.latest = self.latest.after(at.store(x))
+  def end(self, name, *ranges): return self.latest.end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
+
+def begin(counters):
+  """Draws a ticket. Returns the indices of workgroup and thread, whether the thread is the first one, the ticket, and the statements."""
+  g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.WARP)
+  steps, lds = Steps(), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
+  return g, t, t.eq(0), ticket(counters[0], g, t.eq(0), lds=lds[0]), steps
+
+def run(kernel, *tensors, arch="gfx942"):
+  """Runs a kernel on the emulator; `tensors` are its arguments. Returns the first one's value afterwards."""
+  with Context(DEV=f"EMU::{arch}"):
+    found = Tensor(tensors[0]).realize().custom_kernel(*[Tensor(x).realize() for x in tensors[1:]], fxn=kernel)
+    Tensor.realize(*found)
+    return found[0].numpy()
+
+@pytest.fixture
+def emulated(monkeypatch):
+  """Returns a function that runs a kernel in an order, with a number of resident workgroups."""
+  def emulate(kernel, *tensors, order=0, resident=0, arch="gfx942"):
+    monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
+    monkeypatch.setenv("ATTN_EMU_RESIDENT", str(resident))
+    return run(kernel, *tensors, arch=arch)
+  return emulate
+
+def says(error, *patterns): return pytest.raises(error, match="".join(f"(?=.*{p})" for p in patterns))
+
+X = np.random.default_rng(1).standard_normal(GROUPS*WIDTH, dtype=np.float32)
+SUMS, COUNTERS = np.zeros(WIDTH, np.float32), np.zeros(8, np.int32)
+ORDERS, RESIDENTS = range(6), (1, 2, GROUPS - 1, GROUPS, 0)
+
+# ***** sums *****
+
+def summed(*without, number=lambda g, drawn: drawn, twice=False):
+  """Makes a kernel that sums rows in turns, without the steps that `without` names. `number` computes a workgroup's turn."""
+  def kernel(o, x, counters):
+    g, t, first, drawn, steps = begin(counters)
+    turn = number(g, drawn)
+    value = x[turn*WIDTH + t].load()
+    if "await" not in without: steps.do(await_turn(counters[1], turn, first, steps.done))
+    if "barrier after" not in without: steps.barrier()
+    steps.do(atomic_add(o[t], value, steps.done))
+    if "settle" not in without: steps.do(settle(steps.done))
+    if "barrier before" not in without: steps.barrier()
+    if "pass" not in without: steps.do(pass_turn(counters[1], first, steps.done))
+    if twice: steps.do(pass_turn(counters[1], first & turn.eq(2), steps.done))
+    return steps.end("summed", g, t)
+  return kernel
+
+def in_order(rows):
+  """Sums rows one after another."""
+  total = np.zeros(WIDTH, np.float32)
+  for row in rows: total = total + row
+  return total
+
+@pytest.mark.parametrize("resident", RESIDENTS)
+def test_sums_in_turn_have_the_same_bits_in_every_order(emulated, resident):
+  for order in ORDERS:
+    np.testing.assert_array_equal(emulated(summed(), SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
+
+def test_sums_in_no_order_have_varied_bits(emulated):
+  """The order of additions without turns varies, whether or not all workgroups are resident. The same order has the same bits again."""
+  kernel = summed("await", "barrier after", "settle", "barrier before", "pass", number=lambda g, drawn: g)
+  for resident in (0, 2):
+    found = [emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident) for order in ORDERS]
+    for x in found: np.testing.assert_allclose(x, X.astype(np.float64).reshape(GROUPS, WIDTH).sum(0), atol=1e-5)
+    assert len({x.tobytes() for x in found}) >= 4
+    np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=3, resident=resident), found[3])
+
+def test_waves_of_a_workgroup_add_in_varied_order(emulated):
+  """Two waves of one workgroup add to the same elements within a turn: the bits vary."""
+  def kernel(o, x, counters):
+    g, t, first, drawn, steps = begin(counters)
+    steps.do(await_turn(counters[1], drawn, first, steps.done))
+    steps.barrier()
+    for i in range(3): steps.do(atomic_add(o[t % 64], x[(drawn*WIDTH + t*5 + i) % X.size].load(), steps.done))
+    steps.do(settle(steps.done))
+    steps.barrier()
+    steps.do(pass_turn(counters[1], first, steps.done))
+    return steps.end("waves", g, t)
+  assert len({emulated(kernel, SUMS, X, COUNTERS, order=order).tobytes() for order in ORDERS}) >= 4
+
+# ***** turns *****
+
+def test_deadlock(emulated):
+  """A turn that is never passed, or passed twice. The report names workgroup, counter and line."""
+  with says(checks.Deadlock, r"summed: waits until data2\[1\] is 1, and it is 0; resident workgroups: 2, all of them waiting; not started: 3",
+            r"; workgroup \(2, 0, 0\) waits until data2\[1\] is 2, and it is 0", r"workgroup \(1, 0, 0\), wave 0, lane 0 ",
+            "(?s:.)*test_meeting.py:.*await_turn"):
+    emulated(summed("pass"), SUMS, X, COUNTERS, resident=2)
+  with says(checks.Deadlock, r"waits until data2\[1\] is 3, and it is 6; resident workgroups: 1, all of them waiting; not started: 0"):
+    emulated(summed(twice=True), SUMS, X, COUNTERS)
+
+def test_block_numbers_promise_nothing(emulated):
+  """Workgroups that wait for lower block numbers run if they start in the order of their numbers, or if all are resident, and not otherwise."""
+  kernel = summed(number=lambda g, drawn: g)
+  for order, resident in ((0, 1), (0, 2), (1, 0), (2, 0), (3, GROUPS)):
+    np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
+  with says(checks.Deadlock, "summed"): emulated(kernel, SUMS, X, COUNTERS, order=1, resident=1)
+
+def test_higher_tickets_may_not_be_there(emulated):
+  kernel = summed(number=lambda g, drawn: GROUPS - 1 - drawn)
+  for order in ORDERS:
+    np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=order), in_order(X.reshape(GROUPS, WIDTH)))
+    with says(checks.Deadlock, f"resident workgroups: {GROUPS - 1}, all of them waiting; not started: 1"):
+      emulated(kernel, SUMS, X, COUNTERS, order=order, resident=GROUPS - 1)
+
+def ring(members):
+  """Makes a kernel of rings of consecutive tickets. Each workgroup adds its row to all sums of its ring, and begins with its own one."""
+  def kernel(o, x, counters):
+    g, t, first, drawn, steps = begin(counters)
+    value, me, base = x[drawn*WIDTH + t].load(), drawn % members, drawn - drawn % members
+    for step in range(members):
+      block = base + (me + step) % members
+      steps.do(await_turn(counters[1 + block], UOp.const(step, dtypes.int), first, steps.done))
+      steps.barrier()
+      steps.do(atomic_add(o[block*WIDTH + t], value, steps.done))
+      steps.do(settle(steps.done))
+      steps.barrier()
+      steps.do(pass_turn(counters[1 + block], first, steps.done))
+    return steps.end("ring", g, t)
+  return kernel
+
+@pytest.mark.parametrize("members", (2, 3, 6))
+def test_a_ring_needs_all_its_members(emulated, members):
+  rows = X.reshape(GROUPS, WIDTH)
+  expected = np.stack([in_order(rows[b - b % members + (b % members - np.arange(members)) % members]) for b in range(GROUPS)])
+  for order in ORDERS:
+    for resident in (members, members + 1, 0):
+      found = emulated(ring(members), np.zeros(GROUPS*WIDTH, np.float32), X, COUNTERS, order=order, resident=resident)
+      np.testing.assert_array_equal(found.reshape(GROUPS, WIDTH), expected)
+    with says(checks.Deadlock, "ring: waits until", f"resident workgroups: {members - 1}, all of them waiting"):
+      emulated(ring(members), np.zeros(GROUPS*WIDTH, np.float32), X, COUNTERS, order=order, resident=members - 1)
+
+@pytest.mark.parametrize("order", (0, 1))
+def test_a_turn_of_several_waves(emulated, order):
+  """Each step of a turn is needed: the barrier after the wait, the wait for the additions of each wave, and the barrier after it."""
+  line = "(?s:.)*test_meeting.py:"
+  with says(checks.AtomicRace, r"adds to data0, where wave 1 of workgroup .* has added in an earlier turn",
+            "wave 0 has waited for this turn, but no barrier has followed", line): emulated(summed("barrier after"), SUMS, X, COUNTERS, order=order)
+  for missing in ("settle", "barrier before"):
+    with says(checks.NotWaitedFor, "passes a turn, but additions by wave 1, started at test/emulator/test_meeting.py:.*, may not be complete", line):
+      emulated(summed(missing), SUMS, X, COUNTERS, order=order)
+  emulated(summed("settle"), SUMS, X, COUNTERS, order=order, arch="sm_90")     # a barrier is enough on NVIDIA
+
+def test_turns_of_single_waves_need_no_barriers(emulated):
+  """Each wave has a counter of its own."""
+  def kernel(o, x, counters):
+    g, t, _, drawn, steps = begin(counters)
+    first, counter, value = (t % 64).eq(0), counters[1 + t//64], x[drawn*WIDTH + t].load()
+    steps.do(await_turn(counter, drawn, first, steps.done))
+    steps.do(atomic_add(o[t], value, steps.done))
+    steps.do(pass_turn(counter, first, steps.done))
+    return steps.end("each_wave", g, t)
+  for order in ORDERS:
+    for resident in (1, 3, 0):
+      np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
+
+# ***** atomic operations beside others *****
+
+def zeroed(ordered, also_settled=True):
+  """Makes a kernel in which the first ticket sets the sums to zero; with `ordered` the others wait for that."""
+  def kernel(o, x, counters):
+    g, t, first, drawn, steps = begin(counters)
+    value = x[drawn*WIDTH + t].load()
+    steps.store(o[t.valid(drawn.eq(0))], UOp.const(0.0, dtypes.float))
+    if also_settled: steps.do(settle(steps.done))
+    steps.barrier()
+    steps.do(pass_turn(counters[1], first & drawn.eq(0), steps.done))
+    if ordered: steps.do(await_turn(counters[1], UOp.const(1, dtypes.int), first, steps.done))
+    steps.barrier()
+    steps.do(atomic_add(o[(t + 64) % WIDTH], value, steps.done))
+    return steps.end("zeroed", g, t)
+  return kernel
+
+def test_plain_stores_beside_additions(emulated):
+  junk, expected = np.full(WIDTH, 7, np.float32), np.roll(X.astype(np.float64).reshape(GROUPS, WIDTH).sum(0), 64)
+  for order in ORDERS:
+    for resident in (1, 3, 0):
+      np.testing.assert_allclose(emulated(zeroed(True), junk, X, COUNTERS, order=order, resident=resident), expected, atol=1e-5)
+  with says(checks.AtomicRace, r"zeroed: adds to data0\[\d+\] \(elements of 4 bytes\), which wave \d of workgroup \(0, 0, 0\) writes at test",
+            "an atomic access and another one, in no order; workgroup .1, 0, 0., wave"): emulated(zeroed(False), junk, X, COUNTERS)
+  for order in (1, 2):
+    with says(checks.AtomicRace, r"data0"): emulated(zeroed(False), junk, X, COUNTERS, order=order)
+  with says(checks.AtomicRace, r"adds to data0", r"workgroup \(0, 0, 0\), wave 0"):      # the other wave's stores may not be complete
+    emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
+
+def rounded(waits):
+  """Makes a kernel in which the last ticket reads the sums when all have added to them."""
+  def kernel(o, sums, x, counters):
+    g, t, first, drawn, steps = begin(counters)
+    steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))
+    steps.do(settle(steps.done))
+    steps.barrier()
+    steps.do(pass_turn(counters[1], first, steps.done))
+    last = drawn.eq(GROUPS - 1)
+    if waits: steps.do(await_turn(counters[1], UOp.const(GROUPS, dtypes.int), first & last, steps.done))
+    steps.barrier()
+    steps.store(o[t.valid(last)], sums.after(steps.latest)[t.valid(last)].load()*2.0)
+    return steps.end("rounded", g, t)
+  return kernel
+
+def test_plain_loads_beside_additions(emulated):
+  for order in ORDERS:
+    for resident in (1, 2, 0):
+      found = emulated(rounded(True), np.zeros(WIDTH, np.float32), SUMS, X, COUNTERS, order=order, resident=resident)
+      np.testing.assert_allclose(found, 2*X.astype(np.float64).reshape(GROUPS, WIDTH).sum(0), atol=1e-5)
+    with says(checks.AtomicRace, r"rounded: reads data1\[\d+\].*, which wave \d of workgroup \(\d, 0, 0\) adds to at"):
+      emulated(rounded(False), np.zeros(WIDTH, np.float32), SUMS, X, COUNTERS, order=order)
+
+# ***** settings *****
+
+def test_settings(emulated, monkeypatch):
+  with pytest.raises(ValueError, match=r"ATTN_EMU_ORDER='x': must be a whole number from 0 on"): emulated(summed(), SUMS, X, COUNTERS, order="x")
+  with pytest.raises(ValueError, match="ATTN_EMU_RESIDENT='-1'"): emulated(summed(), SUMS, X, COUNTERS, resident=-1)
+  monkeypatch.setenv("ATTN_EMU_CHECKS", "0")
+  np.testing.assert_array_equal(emulated(summed("settle", "barrier after"), SUMS, X, COUNTERS), in_order(X.reshape(GROUPS, WIDTH)))
