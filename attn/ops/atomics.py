@@ -43,6 +43,12 @@ def counts_as_loads(arch:str) -> bool:
   """Tells whether an AMD chip counts its stores to memory by the counter of its loads (CDNA)."""
   return (counters := get_chip(arch).unit.counters) is not None and counters.load == counters.store
 
+def with_scope(arch:str) -> list[str]:
+  """Returns lines of HIP text that refuse a compiler which omits the scope of instructions that need one. On RDNA4 clang 19 adds float32 with the
+  scope of one compute unit, and does not wait for a cache that it writes back."""
+  if (counters := get_chip(arch).unit.counters) is None or counters.store != "storecnt": return []
+  return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
+
 def in_global(at:UOp, dtype:DType, name:str) -> UOp:
   """Returns the INDEX `at`. Raises ValueError if it does not belong to a buffer of this type in global memory."""
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
@@ -62,8 +68,8 @@ def _atomic_add_hip(printer:Any, out:str, steps:tuple[int, ...], together:int) -
   if together > 1 or not get_chip(printer.arch).unit.matrix:
     raise NotImplementedError(f"{printer.arch} has no instruction that adds {together} float32 to global memory")
   adds = [f"__builtin_amdgcn_global_atomic_fadd_f32(sum + {step}, x{f'[{i}]'*(len(steps) > 1)});" for i, step in enumerate(steps)]
-  return Body("\n".join(["if (!gate) return 0.0f;", f"auto sum = ({IN_GLOBAL} float*)at;", *adds, "return 0.0f;"]), "at x gate",
-              name=_named(steps, together))
+  lines = [*with_scope(printer.arch), "if (!gate) return 0.0f;", f"auto sum = ({IN_GLOBAL} float*)at;", *adds, "return 0.0f;"]
+  return Body("\n".join(lines), "at x gate", name=_named(steps, together))
 
 def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) -> Body:
   if together > 1 and int(printer.arch.removeprefix("sm_")) < 90:
@@ -142,10 +148,11 @@ def _settle_text(printer:Any, out:str) -> Body:
   return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
 
 def _pass_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `pass_turn`. On CDNA clang omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is under way.
-  So the text waits for it."""
+  """Returns the HIP text of `pass_turn`. On CDNA clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is
+  under way (llvm/llvm-project#178316). So the text waits for it."""
   wait = [waitcnt(vmcnt=0)] if counts_as_loads(printer.arch) else []
-  return Body("\n".join([_AT, "if (!first) return 0.0f;", fence("RELEASE", "agent"), *wait, _DRAWN, "return 0.0f;"]), "counter first")
+  lines = [*with_scope(printer.arch), _AT, "if (!first) return 0.0f;", fence("RELEASE", "agent"), *wait, _DRAWN, "return 0.0f;"]
+  return Body("\n".join(lines), "counter first")
 
 instruction("await_turn", _await_turn, Body(f"{_AT}\nif (!first) return 0.0f;\n"
             f"while (__hip_atomic_load(at, __ATOMIC_RELAXED, {AGENT}) != number) __builtin_amdgcn_s_sleep(1);\n"

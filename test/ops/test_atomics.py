@@ -11,6 +11,7 @@ from attn.emulator.device import register
 from attn.ops.atomics import atomic_add, await_turn, pass_turn, settle, ticket
 from attn.ops.common import build
 from attn.ops.renderers import render
+from attn.tinygrad_compat import CompileError
 
 register()
 GROUPS, WIDTH = 4, 256
@@ -60,8 +61,18 @@ def test_machine_code_of_turns(arch):
   drained, poll = DRAINED.get(arch, r"s_waitcnt vmcnt\(0\)"), rf"global_load.*offset:4 {COHERENT.get(arch, 'sc1')}"
   assert order(found, "global_atomic_add", "ds_(write|store)", "s_barrier", "ds_(read|load)", poll, "s_sleep", poll, "s_wait",
                INVALIDATED.get(arch, "buffer_inv sc1"), "s_barrier", "global_atomic_add_f32", drained, "s_barrier", "global_atomic_add")
+  if arch == "gfx1201": assert all("scope:SCOPE_DEV" in x for x in found if "atomic" in x)
   last = found[-1 - [x.startswith("s_barrier") for x in found[::-1]].index(True):]      # from the last barrier on: the turn is passed
   if arch in ("gfx942", "gfx950"): assert order(last, "buffer_wbl2 sc1", r"s_waitcnt vmcnt\(0\)", "global_atomic_add")
+
+@pytest.mark.parametrize("release", (19, 20, 22))
+def test_clang_19_is_refused_for_rdna4(release):
+  """clang 19 would add with the scope of one compute unit."""
+  text = text_of(in_turn, "gfx1201", *SUMS).replace("__clang_major__", str(release))
+  if release >= 20: assert assembly(text, "gfx1201")
+  else:
+    with pytest.raises(CompileError, match="gfx1201 needs clang 20 to add to global memory and to pass a turn"): assembly(text, "gfx1201")
+  assert "__clang_major__" not in text_of(in_turn, "gfx1100", *SUMS) + text_of(in_turn, "gfx942", *SUMS)
 
 def four(o, x):
   """Adds four elements that lie 64 elements apart."""
