@@ -48,7 +48,7 @@ TYPES = "py|md|csv|txt|svg|png|sh|toml"
 # Files of other projects, and files that a command of a page writes.
 ELSEWHERE = {"examples/gpt2.py", "examples/llama.py", "examples/whisper.py", "extra/models/t5.py", "tinygrad/llm/model.py",
              "docs/compatibility/compatibility-matrix-historical-6.0.csv",
-             "docs/mem_latency.md", "docs/mfma-valu-coissue.md", "h200.csv", "h200.png", "f.csv", "f.png", "trip.svg"}
+             "docs/mem_latency.md", "docs/mfma-valu-coissue.md", "h200.csv", "h200.png", "f.csv", "f.png", "trip.svg", "map.svg"}
 
 def missing_files(text:str) -> list[str]:
   """Returns the file names in a text for which no file exists. A name may omit the first folders of the path."""

@@ -141,6 +141,10 @@ def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Ten
   if (pairs := x.lists*x.heads[1]*x.rows*x.columns) > MOST_PAIRS: raise NotCounted(f"{pairs} pairs are too many for the emulator of {arch.name}")
   return tile_lists(x, on := f"EMU::{arch.name}", {name: t.to(on).realize() for name, t in read.items()}).numpy()
 
+def columns_of_trip(kernel:str, tile:BlockTile) -> int:
+  """Returns how many keys, or queries, an iteration of a kernel takes."""
+  return dual_wave.TRIP_KEYS if kernel == "dual_wave" else tile.block_n
+
 def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, device:str|tuple[str, ...],
                   given:Mapping[str, Tensor]) -> Neighbours|Listed:
   """Returns the tiles of keys, or of queries, over which a kernel's workgroups loop. `device` and `given` are the device and the optional tensors of
@@ -148,8 +152,7 @@ def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, de
   if p.dealt is not None: raise NotCounted("devices share the rows of a sequence")
   if p.sk_variable is not None: raise NotCounted("Variables say how many keys there are")
   lengths = {name: check_realized(name, given[name]).numpy() for name in LENGTH_TENSORS if name in p.extras}
-  width = dual_wave.TRIP_KEYS if kernel == "dual_wave" else tile.block_n     # a trip of dual_wave takes two tiles
-  found: Neighbours|Listed = tiles_of_intervals(p, tile, width, over, lengths)
+  found: Neighbours|Listed = tiles_of_intervals(p, tile, columns_of_trip(kernel, tile), over, lengths)
   if isinstance(device, str) and (lists := listing(p, arch, tile, over)) is not None:
     try: found = Listed(lists.tiles, lists_of_tiles(lists, arch, device, given))
     except NotCounted as e: raise NotCounted(str(e), shares_of(over, found)) from None

@@ -9,7 +9,7 @@ import pytest
 from attn import mods
 from attn.chips.matrix import contraction
 from attn.emulator.chips import INSTRUCTIONS
-from attn.pictures import functions as of_mods, key_ranges, matrices, shared_memory, zigzag
+from attn.pictures import functions as of_mods, key_ranges, matrices, shared_memory, tile_map, zigzag
 from attn.pictures import __main__ as command
 from attn.reference import visible
 
@@ -128,6 +128,76 @@ def test_panels_show_the_functions() -> None:
   np.testing.assert_allclose(found[0], 3*np.tanh(scores/3), atol=1e-6)
   scores, found = panels["head_scale"].values()
   np.testing.assert_allclose(found, np.outer([0.25, 0.5, 1], scores), atol=1e-6)
+
+# ***** maps of masks *****
+
+def cells_of(picture:str) -> dict[tuple[float, float, float, float], str]:
+  """Returns the colour of each cell (x, y, width, height) of a picture."""
+  root = ElementTree.fromstring(picture)
+  return {tuple(map(float, cell)): path.attrib["fill"] for path in root.iter("{http://www.w3.org/2000/svg}path")     # type: ignore[misc]
+          for cell in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)", path.attrib["d"])}
+
+OWN_MASKS = """
+def near(b, h, i, j): return (i - j).abs() < 150
+def even(b, h, i, j): return (i - j).abs() % 2
+SIZE = 3
+def numbers_equal(b, h, i, j, numbers): return numbers[i] == numbers[j]
+"""
+
+def drawn_map(folder:Path, *arguments:str) -> str:
+  """Runs the command that draws a map, and returns the picture."""
+  (folder/"own.py").write_text(OWN_MASKS)
+  assert command.main(["map", *[x.replace("own.py", str(folder/"own.py")) for x in arguments], "--out", str(folder/"map.svg")]) == 0
+  return (folder/"map.svg").read_text(encoding="utf-8")
+
+@pytest.mark.parametrize("kernel", tile_map.KERNELS_OF_MAP)
+def test_a_map_shows_what_queries_see(kernel:str, tmp_path:Path) -> None:
+  """The colour of each cell says what the queries and keys of this cell see. The cells fill the map, whose sides are no multiples of tiles."""
+  sq, sk = 700, 1000
+  picture = drawn_map(tmp_path, "own.py:near", "--sq", str(sq), "--sk", str(sk), "--kernel", kernel, "--heads", "8", "--kv-heads", "2", "--d", "64")
+  cells, scale, found = cells_of(picture), tile_map.LONGER_SIDE/sk, dict[str, int]()
+  i, j = np.arange(sk - sq, 2*sk)[:, None], np.arange(2*sk)      # beyond the last query and key, too: the last block counts rows that do not exist
+  seen = abs(i - j) < 150
+  assert sum(w*h for _, _, w, h in cells) == pytest.approx(sq*sk*scale**2, rel=1e-3)
+  height, width = max(h for *_, h in cells), max(w for _, _, w, _ in cells)
+  for (x, y, w, h), fill in cells.items():
+    top, left, rows, columns = (round(n/scale) for n in (y - tile_map.MAP_TOP, x - 20, h, w))
+    part = seen[top:top + rows, left:left + columns]
+    block = seen[top:top + round(height/scale), left:left + columns] if kernel != "dkdv" else seen[top:top + rows, left:left + round(width/scale)]
+    whole = block.all() and (columns == round(width/scale) if kernel != "dkdv" else rows == round(height/scale))
+    expected = tile_map.NO_MASK if whole else tile_map.WITH_MASK if part.any() else tile_map.SKIPPED
+    assert fill == tile_map.FILLS_OF_MAP[expected][0], (top, left)
+    found[fill] = found.get(fill, 0) + 1
+  for fill, words in tile_map.FILLS_OF_MAP.values(): assert f"{words}: {100*found[fill]/len(cells):.1f} %" in picture
+
+def test_a_map_of_lists(tmp_path:Path) -> None:
+  """Lists that kernels make of a tensor's numbers: 8 documents of 128 places, of which each block of 128 queries sees one."""
+  np.save(tmp_path/"numbers.npy", np.arange(1024, dtype=np.int32)//128)
+  cells = cells_of(drawn_map(tmp_path, "own.py:numbers_equal", "--tensors", str(tmp_path/"numbers.npy")))
+  for (x, y, _, h), fill in cells.items():
+    own = round((y - tile_map.MAP_TOP)/h) == int((x - 20)*1024/tile_map.LONGER_SIDE + 0.5)//128
+    assert h == tile_map.LONGER_SIDE/8 and fill == tile_map.FILLS_OF_MAP[tile_map.NO_MASK if own else tile_map.SKIPPED][0]
+
+def test_the_page_shows_the_command_of_its_map(tmp_path:Path) -> None:
+  """The command in docs/functions.md draws the picture below it."""
+  words, = re.findall(r"^python -m attn\.pictures map (.*) --out map\.svg$", (ROOT/"docs/functions.md").read_text(), re.MULTILINE)
+  assert drawn_map(tmp_path, *words.split()) == pictures()["tile_map.svg"]
+
+BAD_MAPS = {
+  "own.py:": "'own.py:' names no function: must be package.module:name or file.py:name", "nothing:f": "nothing cannot be imported: No module named",
+  "nothing.py:f": "there is no file nothing.py", "attn.mods:nothing": "attn.mods has no 'nothing'", "own.py:SIZE": "mask_mod=3: must be a function",
+  "own.py:even": "must be bool", "attn.mods:sliding_window": "cannot be called with 4 arguments, b, h, i, j and 0 of mod_tensors",
+  "attn.mods:sliding_window --arguments 1 2": "with the arguments 1, 2 raised TypeError", "attn.mods:causal --arch gfx1": "arch='gfx1' is not known",
+  "own.py:numbers_equal": "missing a required argument: 'numbers'", "attn.mods:causal --sq 0": "Sq=0: must be a whole number",
+  "attn.mods:causal --tensors nothing.npy": "No such file", "own.py:near --sq 90000 --sk 90000": "a map shows at most 65536 tiles",
+  "attn.mods:causal --heads 3 --kv-heads 2": "H=3 query heads are not a multiple of Hkv=2",
+  "attn.mods:causal --kernel forth": "invalid choice: 'forth'"}
+
+@pytest.mark.parametrize("words", BAD_MAPS)
+def test_a_map_that_cannot_be_drawn(words:str, tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
+  with pytest.raises(SystemExit): drawn_map(tmp_path, *words.split())
+  message = capsys.readouterr().err.splitlines()[-1].replace(f"{tmp_path}/", "")
+  assert BAD_MAPS[words] in message and not (tmp_path/"map.svg").exists()
 
 # ***** banks *****
 
