@@ -19,7 +19,7 @@ from attn.parallel.shards import SequenceShards
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, Pages, Problem, Strided, problem_of
 from attn.score.masks import check_moves, has_own_functions
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Tensor, UOp, dtypes, inside_function
+from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
@@ -208,9 +208,6 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
               batch_invariant=options.batch_invariant)
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
-  if x.shards is not None and inside_function():
-    raise NotImplementedError("q, k or v sharded along rows inside tinygrad's @function: devices of a function don't copy keys to each other; shard "
-                              "along batch or heads, or call attention outside the function")
   if x.shards is not None and arch is None:
     raise NotImplementedError(f"q, k or v sharded along rows: no kernel merges results on {device}; shard along batch or heads")
   call = CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)

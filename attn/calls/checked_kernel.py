@@ -17,7 +17,7 @@ from attn.ops.renderers import adapt
 from attn.problem import MOD_TENSORS
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, copied, device_of,
-                                  with_params, workgroups_of)
+                                  inside_function, with_params, workgroups_of)
 from attn.values import FLOATS
 
 MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices whose chip may have a matrix unit that the kernels know
@@ -37,7 +37,7 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
     sliced |= u.op is Ops.CONTIGUOUS
     u = u.src[0]
   if u.op in (Ops.BUFFER, Ops.PARAM): return u, 0, count
-  if not sliced or (view := u.contiguous_view()) is None: return None
+  if not sliced or inside_function() or (view := u.contiguous_view()) is None: return None
   base = region(view[0])
   return None if base is None else (base[0], base[1] + view[1], count)
 

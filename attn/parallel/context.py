@@ -27,7 +27,7 @@ from attn.ops.plain import plain
 from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
 from attn.problem import ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, copy_call, dtypes, remembered
+from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, copied, copy_call, dtypes, inside_function, new_buffer, remembered
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other is filled
@@ -144,11 +144,9 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 def in_buffers(u:UOp) -> UOp:
   """Returns the tensor if it lies in a buffer on each of its devices, else new private buffers filled with it. (If a tensor is not realized, one
   kernel may take its elements and another one the buffer of one of its devices; tinygrad then mistakes one for the other.)"""
+  if inside_function(): return copied(u)      # a function's argument has no shards yet
   if u.has_buffer_identity(): return u
-  if isinstance(u.device, str): return u.contiguous()
-  buffer = UOp.empty(u.max_shard_shape, dtype=u.dtype, device=u.device)
-  if u.axis is not None: buffer = buffer.unshard(u.axis)
-  return buffer.after(buffer.store(u))
+  return u.contiguous() if isinstance(u.device, str) else copied(u)
 
 def shards_of(u:UOp) -> list[UOp]:
   """Returns the shards of a tensor that lies in buffers, one for each device."""
@@ -174,7 +172,7 @@ def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) ->
     slot, copied = slots[copied % SLOTS], copied + 1
     for tensor, shards in held.items():
       shard = shards[owner]
-      to = slot[tensor] if tensor in slot else UOp.empty(shard.max_shape, dtype=shard.dtype, device=name)
+      to = slot[tensor] if tensor in slot else new_buffer(shard.max_shape, shard.dtype, name)
       slot[tensor] = remembered(to.after(to.store(shard.copy_to_device(name))))
     yield dict(slot)
 
@@ -191,7 +189,7 @@ def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
 
 def filled_with_rows(u:UOp) -> UOp:
   """Makes a new buffer filled with `u`."""
-  buffer = UOp.empty(u.max_shape, dtype=u.dtype, device=u.device)
+  buffer = new_buffer(u.max_shape, u.dtype, u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
@@ -354,11 +352,11 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   whole buffer, and returns a CALL. The whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in
   use."""
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
-  buffer = UOp.empty((size,), dtype=dtypes.float, device=device)
+  buffer = new_buffer((size,), dtypes.float, device)
   results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()
              for shape, begin in zip(shapes, places)]
   if region(results[0]) is not None: return buffer.after(write(*results, buffer))
-  results = [UOp.empty(shape, dtype=dtypes.float, device=device) for shape in shapes]     # OpenCL's buffers have no regions
+  results = [new_buffer(shape, dtypes.float, device) for shape in shapes]     # OpenCL's buffers have no regions
   call = write(*results, buffer)
   return packed(p, [Tensor(u.after(call)) for u in results])
 
@@ -441,7 +439,7 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout
   axes = {name: AXES[layout] if name == "o" else lse_axes(layout) for name in c.own.outputs}
-  buffers = {name: UOp.empty(shapes[name][0], dtype=FLOATS[shapes[name][1]], device=c.at.device) for name in axes}
+  buffers = {name: new_buffer(shapes[name][0], FLOATS[shapes[name][1]], c.at.device) for name in axes}
   call = gathered_over(c, inputs, held, attend, buffers) if c.gathers else merged_over(c, held, attend, buffers)
   def on_all(name:str) -> UOp:
     u = buffers[name]

@@ -1,14 +1,15 @@
 """Kernels inside tinygrad's `@function`: buffers that belong to the function, and its gradients.
 
-`@function` calls a Python function once, makes a FUNCTION of the resulting expression, and passes every buffer in the expression as an argument. A
-buffer whose first content is Invalid is no argument: it belongs to the function, which only writes it."""
+`@function` calls a Python function once, makes a FUNCTION of the resulting expression, and passes every buffer in the expression as an argument. The
+buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them."""
 from __future__ import annotations
 import functools, importlib, itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 from tinygrad.dtype import DType
-from tinygrad.function import _function, invalid_outputs
+from tinygrad.function import _function, invalid_outputs as of_tinygrad
 from tinygrad.mixin import gradient
 from tinygrad.schedule import rangeify
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
@@ -17,42 +18,60 @@ def inside_function() -> bool:
   """Returns whether `@function` is calling a Python function now, or differentiates one."""
   return _function.depth > 0
 
+own_buffers: WeakSet[UOp] = WeakSet()     # made inside `@function`, before they have their final numbers
+
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:
   """Makes a buffer, one on each device, whose content a kernel is to write. Inside `@function` the buffer belongs to the function."""
-  return (UOp.invalids if inside_function() else UOp.empty)(shape, dtype=dtype, device=device)
+  made = UOp.empty(shape, dtype=dtype, device=device)
+  if inside_function(): own_buffers.add(made.buf_uop)
+  return made
 
 def copied(u:UOp) -> UOp:
   """Copies a value to a new buffer on the same devices."""
   buffer = new_buffer(u.max_shard_shape, u.dtype, u.device)
   if u.axis is not None: buffer = buffer.unshard(u.axis)
-  return buffer.after(emptied(buffer).store(u))
+  return buffer.after(buffer.store(u))
 
-def emptied(u:UOp) -> UOp:
-  """Returns a new buffer without its first content. tinygrad treats the elements of a buffer whose first content is Invalid as Invalid, even after
-  values have been stored to them."""
-  return u.substitute({x: x.src[0] for x in u.toposort() if x.op is Ops.AFTER}, walk=True)
+def buffers_of_function(uret:UOp) -> set[UOp]:
+  """Returns the buffers that belong to a FUNCTION: those of attn, and those that tinygrad's own code finds, whose first content is Invalid."""
+  return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
   """Numbers the buffers that belong to a FUNCTION anew, all at once."""
-  own = invalid_outputs(body)
+  own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
   """Makes the body of a FUNCTION return a buffer that it fills anyway: if the body copies an output to a buffer, as an input of a kernel, the copy
-  replaces the output. Otherwise tinygrad would compute both."""
+  replaces the output. Otherwise tinygrad would compute both. An output whose buffer is filled on one device after another is copied: tinygrad would
+  replace the tensor on all devices by the caller's, but not the buffers of the single devices."""
   if body.op is not Ops.TUPLE: return body
-  buffers = {u.src[0]: u for u in body.toposort(enter_calls=False) if u.op is Ops.CONTIGUOUS}
-  return body.replace(src=tuple(buffers.get(u, u) for u in body.src))
+  inside = body.toposort(enter_calls=False)
+  buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
+  filled_apart = {u.src[0] for u in inside if u.op is Ops.MSELECT}
+  def shared(u:UOp) -> UOp:
+    base = u
+    while base.op in (Ops.AFTER, Ops.UNSHARD): base = base.src[0]
+    return u.contiguous() if base in filled_apart else buffers.get(u, u)
+  return body.replace(src=tuple(map(shared, body.src)))
+
+def with_inlined_functions(body:UOp) -> UOp:
+  """Makes every precompiled FUNCTION inside the body of another FUNCTION an inlined one. tinygrad compiles only the outermost FUNCTION apart: it
+  would leave an inner one in the schedule, and fail."""
+  apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
+  return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def numbered(uret:UOp) -> UOp:
   """Gives the buffers inside a FUNCTION the numbers -1, -2 and so on, so that equal functions are the same UOp. tinygrad's own code gives the numbers
   0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a new number is the old number of another buffer in the
   function, or the number of a tensor's buffer."""
-  return with_shared_outputs(with_own_buffers(uret, itertools.count(-1, -1)))
+  return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
-for module in (importlib.import_module("tinygrad.function"), gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]
+tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name
+tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-defined]
+for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
   """Numbers the PARAMs of a gradient's body anew, and returns the body with the arguments that it uses. tinygrad's own function also counts the

@@ -28,6 +28,7 @@ class Call:
   shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
   others: tuple[np.ndarray, ...] = ()
   axis: int|None = None      # axis along which two devices share the arguments of four axes
+  whole_q: bool = False      # whether each device has all of q all the same
 
 def causal(q:Tensor, k:Tensor, v:Tensor, **options:Any) -> tuple[Tensor, ...]: return (attn.attention(q*1.5, k, v, causal=True, **options),)
 def terms(q:Tensor, k:Tensor, v:Tensor, bias:Tensor, sinks:Tensor) -> tuple[Tensor, ...]:
@@ -43,11 +44,18 @@ def twice(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   first, = causal(q, k, v)
   return (*causal(first, k, v), first)
 def nested(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(function(causal)(q, k, v)[0], k, v)
+def nested_apart(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
+  """Calls a precompiled function twice. By itself tinygrad cannot compile a precompiled function inside another function."""
+  layer = function(causal, precompile=True, precompile_backward=True)
+  return layer(layer(q, k, v)[0], k, v)
 def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   """Calls attention with kv_lengths, and with a slice as K that begins inside a 16-byte unit of memory."""
   return (attn.attention(q, k.flatten()[3:3 + 24*32].reshape(v.shape), v, kv_lengths=20),)
 def splits(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q[:, :, :1], k, v, num_splits=2),)
 def by_tinygrad(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v),)
+def dealt(q:Tensor, k:Tensor, v:Tensor, bias:Tensor, sinks:Tensor) -> tuple[Tensor, ...]:
+  """Calls attention with rows in the order "zigzag", of which the last are padding, and with a bias that has a gradient."""
+  return (attn.attention(q, k, v, causal=True, softcap=20.0, bias=bias, sinks=sinks, sequence_order="zigzag", sequence_lengths=(13, 13)),)
 def sunk(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v, causal=True, sinks=sinks),)
 
 LOWER, SLOPES = np.tril(np.ones((24, 24), np.bool_)), np.array([0.5, 0.25], np.float32)
@@ -55,16 +63,19 @@ FOUR = ((2, 4, 16, 32), (2, 2, 16, 32), (2, 2, 16, 32))
 CALLS = {"causal": Call(causal), "terms": Call(terms, (*Call(causal).shapes, (1, 1, 24, 24), (2,))), "sloped": Call(sloped, others=(SLOPES,)),
          "packed": Call(packed, ((24, 2, 32), (24, 1, 32), (24, 1, 32)), (np.array([0, 4, 24], np.int32),)), "dropped": Call(dropped),
          "sdpa": Call(sdpa, others=(LOWER,)), "FlashAttention": Call(of_fa), "twice": Call(twice), "nested": Call(nested),
+         "nested apart": Call(nested_apart, FOUR, axis=1),
          "part": Call(part, ((1, 2, 24, 32), (1, 1, 25, 32), (1, 1, 24, 32))), "splits": Call(splits),
          "by tinygrad": Call(by_tinygrad, ((1, 1, 4, 520),)*3), "batch": Call(dropped, FOUR, axis=0),
-         "heads": Call(sunk, (*FOUR, (4,)), axis=1)}
-QUICK = {("terms", "compiled apart", False), ("nested", "inlined", False)}
+         "heads": Call(sunk, (*FOUR, (4,)), axis=1), "rows": Call(sunk, (*FOUR, (4,)), axis=2),
+         "keys": Call(sunk, (*FOUR, (4,)), axis=2, whole_q=True),
+         "padded rows": Call(dealt, (*FOUR, (13, 13), (4,)), axis=2)}
+QUICK = {("terms", "compiled apart", False), ("nested", "inlined", False), ("nested apart", "inlined", False), ("rows", "compiled apart", False)}
 ALL = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.thorough) for x in itertools.product(CALLS, WAYS, (False, True))]
 
 def arguments(call:Call) -> list[Tensor]:
   drawn = [draw(*shape, seed=i) for i, shape in enumerate(call.shapes)] + [Tensor(x, device="EMU").realize() for x in call.others]
   if call.axis is None: return drawn
-  return [t.shard(TWO, call.axis if t.ndim == 4 else None).realize() for t in drawn]
+  return [t.shard(TWO, call.axis if t.ndim == 4 and not (call.whole_q and i == 0) else None).realize() for i, t in enumerate(drawn)]
 
 def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
   """Returns the outputs of a layer, and the gradients of a loss of two calls of this layer."""
@@ -90,18 +101,22 @@ def test_same_as_outside(name:str, way:str, jit:bool) -> None:
     found, right = results(call, function(call.layer, **WAYS[way]), jit), results(call, call.layer, jit)
   for x, y in zip(found, right, strict=True): np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
 
-@pytest.mark.parametrize("q_axis", [None, 2])
-def test_rows_shared_by_devices_are_refused_in_one_sentence(q_axis:int|None) -> None:
-  """Attention inside a function refuses a sequence whose rows lie on several devices. Under `installed()` tinygrad's own attention computes such a
-  call."""
-  q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, axis).realize() for i, axis in enumerate((q_axis, 2, 2)))
+@pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.thorough), 2])
+def test_rows_on_devices_under_installed(axis:int|None) -> None:
+  """Kernels compute tinygrad's method inside a function, if k and v, or q, k and v are sharded along rows. A call with an option that needs whole
+  rows goes to tinygrad's own with a warning."""
+  q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, a).realize() for i, a in enumerate((axis, 2, 2)))
+  def layer(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, is_causal=True),)
+  def dropping(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, dropout_p=0.5),)
   with emulated("gfx942"):
-    with pytest.raises(NotImplementedError, match="sharded along rows inside tinygrad's @function"): function(causal)(q, k, v)
+    right = layer(*(whole(t) for t in (q, k, v)))[0].numpy()
     with attn.installed() as decisions, warnings.catch_warnings():
-      warnings.simplefilter("ignore")     # a reason is told once
+      warnings.simplefilter("error")
       decisions.clear()
-      function(lambda q, k, v: (q.scaled_dot_product_attention(k, v),))(q, k, v)
-    assert [(d.kernel, "sharded along rows inside" in d.reason) for d in decisions] == [(None, True)]
+      found = whole(function(layer, precompile=True)(q, k, v)[0]).numpy()
+      assert [d.kernel is None for d in decisions] == [False]
+      with Context(TRAINING=1), pytest.warns(UserWarning, match="goes to tinygrad's own: dropout_p=0.5 with"): function(dropping)(q, k, v)
+  np.testing.assert_allclose(found, right, rtol=2**-9, atol=2**-10*np.abs(right).max())
 
 def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
   """A gradient finds the inputs of attention if attention's output is the first argument of a function, also if the loss has been computed before."""

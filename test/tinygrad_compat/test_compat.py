@@ -37,7 +37,7 @@ SIGNATURES = {
   "tinygrad.mixin.gradient:compute_gradient": "root root_grad targets", "tinygrad.mixin.gradient:call_gradient": "ctx k needed",
   "tinygrad.mixin.gradient:_compact_params": "body all_args", "tinygrad.function:invalid_outputs": "uret",
   "tinygrad.function:renumber_invalid_outputs": "uret", "tinygrad.mixin.gradient:renumber_invalid_outputs": "uret",
-  "tinygrad.schedule.rangeify:resolve_function": "c allow_param_mismatch=", "tinygrad.uop.ops:UOp.invalids": "*shape device= dtype=",
+  "tinygrad.schedule.rangeify:resolve_function": "c allow_param_mismatch=",
   "tinygrad.renderer.cstyle:CStyleLanguage": "target",
   "tinygrad.renderer.cstyle:CStyleLanguage.render_kernel": "self function_name kernel bufs uops prefix=",
   "tinygrad.renderer.cstyle:CUDARenderer": "target use_nvcc=", "tinygrad.renderer.cstyle:HIPCCRenderer": "target",
