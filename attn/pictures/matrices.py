@@ -144,8 +144,8 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   return d
 
 def draw_nvidia(mat:Mma) -> Drawing:
-  """Draws B above C and A to the left of C, with a query as a row. Below the matrices are the keys in the order in which P is the A operand of the
-  second product."""
+  """Draws the matrices A, B and C of the product S = Q K^T: B above C, A to the left of C, and each query as a row. Below the matrices, draws which
+  keys' elements of P each lane holds, in the order in which P is operand A of the product O = P V."""
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
   c_x, c_y = a_x + mat.K*size + GAP, b_y + mat.K*size + GAP

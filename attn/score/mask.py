@@ -15,8 +15,8 @@ PlainMask = Callable[[Problem, Positions, Mapping[str, Tensor]], Tensor|None]   
 SeenEach = Callable[[Fragment], list[list[UOp]]]
 
 def by_places(seen:SeenColumns) -> PlainMask:
-  """Makes a mask's form in tensor operations from `seen`, for a mask that depends on places alone. This form says whether a query sees a key; None:
-  every query sees every key."""
+  """Makes the form in tensor operations of a mask that depends only on the places of query and key. `seen` returns the interval of columns that a row
+  sees. The result says for each query and key whether the query sees the key. It is None if every query sees every key."""
   def sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
     first, last = seen(Walk(p, "keys", 0, p.Sk, p.Sq), at.query)
     return both_hold(None if first is None else at.key >= first, None if last is None else at.key <= last)

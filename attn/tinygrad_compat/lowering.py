@@ -59,7 +59,8 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with _changed(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does, and adds the places of new UOps to `places`: a UOp that replaces another UOp gets the place of that UOp."""
+  """Lowers a kernel as `lower` does. `places` holds the place (file and line) that each UOp comes from. Adds the places of new UOps: a UOp that
+  replaces another UOp gets the place of that UOp."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   def inherit(new:UOp, old:UOp) -> UOp:
     if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place

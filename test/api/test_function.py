@@ -95,7 +95,8 @@ def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name, way, jit", ALL)
 def test_same_as_outside(name:str, way:str, jit:bool) -> None:
-  """Only sums that tinygrad's own kernels compute may differ in their last bit, because tinygrad may add in another order."""
+  """Results and gradients are the same inside a function as outside. Only sums that tinygrad's own kernels compute may differ, in their last bit,
+  because tinygrad may add in another order."""
   call = CALLS[name]
   with emulated("gfx942"):
     found, right = results(call, function(call.layer, **WAYS[way]), jit), results(call, call.layer, jit)
@@ -103,8 +104,8 @@ def test_same_as_outside(name:str, way:str, jit:bool) -> None:
 
 @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_rows_on_devices_under_installed(axis:int|None) -> None:
-  """Kernels compute tinygrad's method inside a function, if k and v, or q, k and v are sharded along rows. A call with an option that needs whole
-  rows goes to tinygrad's own with a warning."""
+  """attn's kernels compute tinygrad's method inside a function, if k and v, or q, k and v are sharded along rows. A call with an option that needs
+  whole rows goes to tinygrad's own method, with a warning."""
   q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, a).realize() for i, a in enumerate((axis, 2, 2)))
   def layer(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, is_causal=True),)
   def dropping(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, dropout_p=0.5),)

@@ -128,8 +128,8 @@ def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"pages of {case[0]}, {case[1]} queries")
 def test_on_a_gpu(case:tuple[Any, ...]) -> None:
-  """Attention over pages (the cases above) and append are right on a GPU. A table entry that is not a valid page number makes a kernel read another
-  page, but does not stop the kernel."""
+  """Attention over pages (the cases of the other tests) and append are right on a GPU. A table entry that is not a valid page number makes a kernel
+  read another page, but does not stop the kernel."""
   page, Sq, lengths, d, options, _ = case
   if 0 in lengths: lengths = lengths[:1]
   x, q = Paged.of(lengths, page, d), np.random.default_rng(5).standard_normal((len(lengths), H, Sq, d)).astype(np.float16)

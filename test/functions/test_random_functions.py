@@ -136,7 +136,7 @@ class Draw:
     return list(zip(axes, made))
 
   def element(self, n:int, axes:list[str]) -> Callable[..., UOp]:
-    """Returns an element of tensor n, indexed by its symbols."""
+    """Returns a function of a score's arguments that reads tensor n. The `axes` name the arguments that index the tensor."""
     def of(s:Any, b:UOp, h:UOp, i:UOp, j:UOp, *t:UOp) -> UOp:
       places = {"b": b, "h": h, "i": i + self.Sq, "j": j, "i - j": i - j + self.Sq + self.Sk, "0": UOp.const(2)}
       return t[n][tuple(places[x] for x in axes)]

@@ -121,8 +121,8 @@ def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Place of a planted NaN: a tensor and a row. `gradient` names the gradient in which the NaN also reaches other rows of the tile. The kernel
-  multiplies the row by 0 for rows that do not see it."""
+  """Place of a planted NaN: a tensor and a row. `gradient` names the gradient in which the NaN also reaches other rows of the tile. It does, because
+  the kernel multiplies the row with the NaN by a weight of 0 for rows that do not see it."""
   tensor: str
   row: int
   gradient: str

@@ -166,8 +166,8 @@ def test_adversarial(arch:str, make) -> None:
 @pytest.mark.parametrize("above", (0.0, 8.0))
 @amd_in_turn("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)))
 def test_rescale_above(arch:str, above:float, make) -> None:
-  """Results are right with both settings of the rescale threshold, whichever dispatch chooses. With 0 the number that the softmax subtracts from the
-  scores of a row follows every new maximum."""
+  """Results are right with both values of the tile's field `rescale_above`. Dispatch chooses one of them; the test runs both. With 0 the number that
+  the softmax subtracts from the scores of a row follows every new maximum."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
 TRIPS = {   # 1 for each of 8 iterations that moves the reference
@@ -177,7 +177,7 @@ TRIPS = {   # 1 for each of 8 iterations that moves the reference
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The inputs above reach both sides of the branch that corrects P, and the kernel takes the branch as rarely as possible."""
+  """The inputs of this file reach both sides of the branch that corrects P, and the kernel takes the branch as rarely as possible."""
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))

@@ -180,8 +180,9 @@ BARRIERS:dict[str, tuple[int, int|None]] = {"gfx942": (8, 6), "gfx1201": (10, 8)
                                             for arch, (n, spare) in BARRIERS.items() for i in range(n) if i != spare])
 @pytest.mark.usefixtures("without_places")
 def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:int) -> None:
-  """Every barrier is needed, except the one that tinygrad inserts if it is missing. Each case uses its own problem, because a program stays in
-  tinygrad's cache."""
+  """The kernel needs each of its barriers: if one is left out, the emulator finds a race or a read of memory that was never written. The only
+  exception is a barrier that tinygrad inserts itself if it is missing. Each case uses its own problem, because a program stays in tinygrad's
+  cache."""
   count = barriers_but(monkeypatch, left_out)
   with pytest.raises((LdsRace, UninitialisedRead)): check_mla(arch, Sk=129 + left_out, lse=False)
   assert count() == BARRIERS[arch][0]
@@ -198,7 +199,7 @@ def drawn(*shape:int, seed:int=0) -> np.ndarray: return np.random.default_rng(se
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", UNITS)
 def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
-  """Dispatch chooses the latent kernels for rows too long for the forward kernel. It reads a view of a larger tensor in place."""
+  """Dispatch chooses the latent kernels for rows too long for the forward kernel. The latent kernels read a view of a larger tensor in place."""
   q, whole = drawn(1, 8, 2, D), drawn(2, 1, 40, D, seed=1)
   with emulated(arch):
     k = tensor(whole, "float16").realize()[1:]

@@ -82,7 +82,8 @@ class OwnRows:
 @dataclass(frozen=True)
 class LdsColumns:
   """The columns, from column `first` on, of a tile that lies in LDS row by row. A product can read these columns directly, so LDS needs no transposed
-  copy of the tile (`LdsTile`). It reads the rows in the order of `staging.key_rows`. A column beyond the last one reads the last one."""
+  copy of the tile (`LdsTile`). The product reads the rows in the order of `staging.key_rows`. Where a column lies beyond the last one, the last one
+  is read instead."""
   tile: LdsTile
   matrix: Matrix
   first: UOp

@@ -81,7 +81,7 @@ class StagedTile(InLds):
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
-    """Makes a tile that `threads` threads copy to one or two LDS tiles. `across` is explained at `Staging`."""
+    """Makes a tile that `threads` threads copy to one or two LDS tiles. If `across` is not 0, this number of threads copies each row together."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)

@@ -14,7 +14,7 @@ class CopyGroups(InOrder):
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
-    """Starts the copies as one group."""
+    """Starts copies to shared memory as one group. The method `arrived` waits for whole groups."""
     s = self.do(*copies)
     return s.do(nv.commit(s.done))
   def arrived(self, but:int) -> Self:

@@ -150,8 +150,8 @@ class Rectangle:
     """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
     return (self.at.x + j*self.tile.across)*QUAD
   def own_row(self, i:int) -> UOp:
-    """Returns which row the thread's i-th number belongs to in a product: a row of a part of a tile. In a sum over rows, returns which column of the
-    sum it belongs to."""
+    """Returns which row or column the i-th number of this thread belongs to. In a product of rows this is a row of a part of a tile. In a sum over
+    rows it is a column of the sum."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""

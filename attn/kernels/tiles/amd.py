@@ -22,11 +22,11 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout of rows of `width` elements, if LDS holds these rows and also the transposed tile. The rows of one access must lie in
-  different banks, for reads and for stores. A read accesses neighbouring rows. A store accesses one row of each of several groups of four
-  neighbouring rows (`staging.key_rows`). If a matrix tile has 32 rows, the rows of a store are 4 rows apart: the layout puts the rows of a group of
-  four at an even stride, and the groups at an odd number of 16-byte units. Otherwise the rows of a store are 8 rows apart, or belong to the other
-  lane group."""
+  """Returns the LDS layout of rows of `width` elements, for a tile whose rows lie in LDS in two forms: row by row and transposed. One access of a
+  wave reaches several rows, which must lie in different banks. A read reaches neighbouring rows. A store reaches one row of each of several groups of
+  four neighbouring rows (`staging.key_rows`). If a matrix tile has 32 rows, a store reaches rows that are 4 apart: in the layout, the rows inside a
+  group of four have an even stride, and successive groups lie an odd number of 16-byte units apart. Otherwise a store reaches rows that are 8 apart,
+  or that belong to another lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
@@ -102,8 +102,8 @@ class BackwardTile(BackwardShape):
   def anew(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether `fenced` would separate parts of one operand of a matrix instruction. Such a tile is invalid: no operand would be complete between two
-    fences."""
+    """Whether a fence would lie between two parts of one operand of a matrix instruction. (The compiler moves no read across a fence; there is one
+    after every `fenced` 16-byte units.) Such a tile is invalid, because no operand would be complete between two fences."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]

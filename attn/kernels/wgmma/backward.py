@@ -183,7 +183,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int) -> WgmmaBackwardState:
-    """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. The result is written to `acc`."""
+    """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. `which` chooses the two tensors of the product: 0
+    for S, 1 for dP. The result is written to `acc`."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel

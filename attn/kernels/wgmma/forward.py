@@ -39,9 +39,9 @@ def sums_of(p:Problem) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
-  """The state between iterations of the loop over keys: the accumulators of O, the reference m of a lane's two rows, addend = -m*Scores.to_log2, and
-  the row sums l. Within an iteration the state also holds the iteration's part of l, the scores, and P as operand A of the product P V. Further
-  fields are shared memory and the statements so far."""
+  """The state between iterations of the loop over keys: the accumulators of O, and three numbers of each of a lane's two rows. These are m, the
+  number that the softmax subtracts from the row's scores; addend = -m*Scores.to_log2; and l, the row's sum of P. Within an iteration the state also
+  holds the iteration's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the statements so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -134,7 +134,8 @@ class WgmmaForward:
     return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
 
   def outputs(self, s:WgmmaState) -> list[UOp]:
-    """Returns the stores of the results, O = O / l and LSE = m + ln l. m is the softmax's reference of a row, and l its row sum."""
+    """Returns the stores of the results, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l the
+    row's sum of P."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
     sums = sums_of(self.p)
     return self.warps.outputs(self.queries, accs, s.m[0].load(), [s.l[i].load() for i in range(len(sums))], sums)
@@ -151,7 +152,7 @@ class WgmmaForward:
     return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. A tile beyond the last tile becomes
-    zeros. If the ring buffer has fewer than STAGES places, such a tile is not copied: each tile then has its own place, and no place is left."""
+    zeros. If the ring buffer has fewer than STAGES places, there is a place for each tile but none for such a tile, so it is not copied."""
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))

@@ -120,7 +120,8 @@ def reference(log_sum:UOp) -> UOp:
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def exponent_of(group:Workgroup, row:Row) -> Exponent:
-  """Loads the lse (and lse_rest) of a query and makes the query's exponent."""
+  """Loads the lse of a query, and lse_rest if the problem has it. Returns the `Exponent` made of them: the numbers that turn the query's scores into
+  P."""
   return Exponent.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
 def exact_exponent(p:Problem, log_sum:UOp, *rest:UOp) -> Exponent:

@@ -168,7 +168,8 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns the number of elements from the beginning of the list's first row to the beginning of row `packed` of the list."""
+    """Returns the number of elements from the beginning of row 0 to the beginning of row `packed`, both counted in the list of the rows of all
+    heads."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:

@@ -26,8 +26,8 @@ from attn.tinygrad_compat import UOp
 @dataclass(frozen=True)
 class Sums:
   """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If an LSE is written, a
-  second kind sums P before rounding. `matrix` is the matrix instruction with which the first sum begins, or None if it needs no matrix instruction.
-  `dual` says whether the chip issues two dot products at once."""
+  second kind sums P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if
+  the chip needs none for that. `dual` says whether the chip issues two dot products at once."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
