@@ -33,8 +33,8 @@ def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
-  """Returns the reason why a tile does not fit a problem on `arch`, or None if it fits. `row` is the table row from which the tile was made, and
-  `load` is the problem's `Burden`."""
+  """Returns the reason why a tile does not fit a problem on `arch`, or None if it fits. `row` is the table row from which the tile was made. `load`
+  is the heaviest mask, option or term of the problem, as `Burden`."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile}: fenced={tile.fenced} is less than the number of units in one operand"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} is for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on:

@@ -46,7 +46,7 @@ def last_run() -> Launch|None:
 # ***** workgroups that wait for each other *****
 
 class Resident:
-  """A workgroup that has a place on the chip. Its frame is made when it runs for the first time."""
+  """A workgroup that has started and not ended. Its frame, which holds its threads and values, is made when the workgroup runs for the first time."""
   def __init__(self, make:Callable[[], Frame]):
     self.frame: Frame|None = None
     self.parts = self._parts(make)
@@ -57,7 +57,8 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs workgroups, at most `resident` at the same time. `make` makes the frame of a workgroup. Raises Deadlock if none of them can run."""
+  """Runs workgroups, at most `resident` at the same time. `make` makes the frame of a workgroup, which holds its threads and values. Raises Deadlock
+  if workgroups are left and none can run."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))
@@ -72,7 +73,8 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Makes the error that the workgroups of these frames wait and none can run. `others` is the number of workgroups that have not started."""
+  """Makes the error for the case that all workgroups of `frames` wait, so that none can run. `others` is the number of workgroups that have not
+  started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 

@@ -117,7 +117,7 @@ class Frame(Threads):
   def can_run(self) -> bool: return self.wait is None or self.wait.over
 
   def deadlock(self, why:str) -> EmulatorError:
-    """Makes an error about the first thread that waits."""
+    """Makes the error Deadlock for the first thread that waits in vain. `why` says what the other workgroups do."""
     assert self.wait is not None
     bad, wait = np.zeros(self.T, bool), self.wait
     bad[wait.threads[wait.memory[wait.at] != wait.number]] = True

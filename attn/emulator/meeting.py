@@ -32,8 +32,8 @@ class Trace:
 
 @dataclass
 class Traces:
-  """The accesses to one allocation: atomic ones, and others. `adder` and `added` hold, for each element, the wave that last added to it, or -1, and
-  this wave's clock at that time."""
+  """The accesses to one allocation, in two lists: atomic operations and other accesses. For each element, `adder` holds the number of the wave that
+  last added to the element (-1: none), and `added` holds that wave's clock at the time."""
   adder: Array
   added: Array
   atomic: list[Trace] = field(default_factory=list)
@@ -164,8 +164,9 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Notes an access to `elements` (elements of a thread, T). Raises AtomicRace if it is in no order with an access of the other kind to the same
-    element."""
+    """Notes an access to `elements`: the numbers of the elements that each thread accesses, (elements of a thread, T). `atomic` tells whether the
+    access is an atomic operation. Raises AtomicRace if the same element was accessed in the other way before, and nothing puts the two accesses in
+    order."""
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
     for wave, threads in self.waves_of(f, f.active if active is None else active):

@@ -14,7 +14,8 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """What the emulator computes for a statement that has no effect on numbers: nothing."""
+  """Returns 0 for each thread, which is the value of every statement. This is the whole numpy function of a statement that only tells a compiler
+  something."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****

@@ -121,10 +121,10 @@ instruction("ticket_of_all", _ticket_of_all,
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *done:UOp, lds:UOp|None=None) -> UOp:
-  """Adds 1 to `counter` (an INDEX) and returns, in all lanes of the workgroup, the number that it had before. `block` is any number made of all block
-  indices; it is not used, but tinygrad launches no grid for an index that no operation has. `first` is true in lane 0 of wave 0 only. A workgroup of
-  several waves needs `lds`, an INDEX of an int32 in LDS, by which the waves exchange the number. The operation then contains a barrier, and another
-  barrier must come before the next use of this int32."""
+  """Adds 1 to `counter` (an INDEX) and returns, in all lanes of the workgroup, the number that the counter had before. `block` is any number made of
+  all block indices. It has no effect on the result, but tinygrad launches workgroups along an axis only if an operation has the axis's index. `first`
+  is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an INDEX of an int32 in LDS, by which the waves exchange the number. The
+  operation then contains a barrier, and another barrier must come before the next use of this int32."""
   sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *done
   return emit("ticket" if lds is None else "ticket_of_all", dtypes.int, *sources)
 
@@ -166,13 +166,14 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
   "counter first"), atomic=True)
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *done:UOp) -> UOp:
-  """Waits until `counter` (an INDEX) is equal to `number`, in lanes where `first` is true. What others did before they passed this turn is there
-  afterwards, for this wave at once and for other waves of the workgroup after a barrier. Returns a statement."""
+  """Waits until `counter` (an INDEX) is equal to `number`, in lanes where `first` is true. Everything that other workgroups did before they passed
+  this turn is then visible: to this wave at once, to other waves of the workgroup after a barrier. Returns a statement."""
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *done)
 def settle(*done:UOp) -> UOp:
   """Waits until this wave's additions to global memory and its stores there are complete. Returns a statement."""
   return statement("settle", *done)
 def pass_turn(counter:UOp, first:UOp, *done:UOp) -> UOp:
-  """Adds 1 to `counter` (an INDEX), in lanes where `first` is true. Whoever waits for the new number sees what this wave did before. If other waves
-  of the workgroup acted in the turn too, they must `settle`, and a barrier must follow, before the turn is passed. Returns a statement."""
+  """Adds 1 to `counter` (an INDEX), in lanes where `first` is true. A wave that waits for the new number then sees what this wave did before. If
+  other waves of the workgroup acted in the turn too, they must `settle`, and a barrier must follow, before the turn is passed. Returns a
+  statement."""
   return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *done)

@@ -159,5 +159,5 @@ def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   """Waits for all products that were started, except the last `but` products. After that `acc` may be used. Returns a statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the number of this thread's warpgroup. The compiler is told that it is uniform in the warp."""
+  """Returns the number of this thread's warpgroup. Tells the compiler that this number is equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

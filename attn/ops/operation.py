@@ -82,7 +82,8 @@ class Lanes(Protocol):
   def settle(self) -> None:
     """Makes the active waves wait until their additions and stores to global memory are complete."""
   def pass_turn(self, pointer:Any, gate:Array) -> None:
-    """Adds 1 to an int32 in global memory for each thread where `gate` is true. What was done before is there for those who wait for the number."""
+    """Adds 1 to an int32 in global memory for each thread where `gate` is true. A thread that waits for the new number then sees everything that this
+    wave has done before."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises if `pointer` is not a multiple of `nbytes` bytes from the start of its buffer."""
   def probe(self, name:str, x:Array) -> Array:
