@@ -298,7 +298,9 @@ class Frame(Threads):
     self.fetch_add(pointer, gate)
   @property
   def _meeting(self) -> Meeting:
-    assert self.meeting is not None, "a program with atomic operations runs with a Meeting"
+    if self.meeting is None:
+      name = self.plan.uops[self.pc].arg.name
+      raise ValueError(f"the operation {name} works on global memory that workgroups share: it must be defined with atomic=True")
     return self.meeting
   def _atomic(self, pointer:Pointer, offset:int, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
     self.plan.stored.setdefault(pointer.buffer, 4)

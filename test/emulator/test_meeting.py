@@ -1,5 +1,6 @@
 """Tests of workgroups that meet in global memory on the emulator: sums, tickets and turns in every order, with few and many resident workgroups. Each
 check has a kernel that is wrong in exactly one way, beside the same kernel without the mistake."""
+import dataclasses
 import numpy as np
 import pytest
 from tinygrad import Context, Tensor, dtypes
@@ -8,6 +9,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, UOp
 from attn.emulator import checks
 from attn.emulator.device import register
 from attn.ops.atomics import atomic_add, await_turn, pass_turn, settle, ticket
+from attn.ops.operation import OPERATIONS
 
 register()
 GROUPS, WIDTH = 6, 128       # workgroups, and threads of two waves each
@@ -230,6 +232,15 @@ def test_plain_loads_beside_additions(emulated):
       np.testing.assert_allclose(found, 2*X.astype(np.float64).reshape(GROUPS, WIDTH).sum(0), atol=1e-5)
     with says(checks.AtomicRace, r"rounded: reads data1\[\d+\].*, which wave \d of workgroup \(\d, 0, 0\) adds to at"):
       emulated(rounded(False), np.zeros(WIDTH, np.float32), SUMS, X, COUNTERS, order=order)
+
+def test_an_operation_must_say_that_it_is_atomic(monkeypatch):
+  monkeypatch.setitem(OPERATIONS, "atomic_add", dataclasses.replace(OPERATIONS["atomic_add"], atomic=False))
+  def kernel(o):
+    t, steps = UOp.range(WIDTH, 0, AxisType.WARP), Steps()
+    steps.do(atomic_add(o[t], UOp.const(1.0, dtypes.float), steps.done))
+    return steps.end("unnoticed", t)
+  with pytest.raises(ValueError, match="the operation atomic_add works on global memory that workgroups share: it must be defined with atomic=True"):
+    run(kernel, SUMS)
 
 # ***** settings *****
 
