@@ -61,7 +61,8 @@ def _atomic_add(lanes:Any, at:Any, x:Array, gate:Array, *_:Any, steps:tuple[int,
   lanes.atomic_add(at, steps, np.atleast_2d(x).reshape(len(steps), together, -1), lanes.active & gate)
   return nothing(lanes)
 
-def _named(steps:tuple[int, ...], together:int) -> str: return "_".join(["atomic_add", *[f"x{together}"]*(together > 1), *map(str, steps)])
+def _named(steps:tuple[int, ...], together:int) -> str:
+  return "_".join(["atomic_add", *[f"x{together}"]*(together > 1), *map(str, steps)]).replace("-", "minus")
 
 def _atomic_add_hip(printer:Any, out:str, steps:tuple[int, ...], together:int) -> Body:
   """Returns the HIP text of `atomic_add`. The builtin becomes one instruction; __hip_atomic_fetch_add would become a loop."""

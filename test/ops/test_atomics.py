@@ -89,6 +89,18 @@ def test_constant_distances_are_in_the_instruction(arch):
   assert [re.search(r"offset:(\d+)", x)[1] if "offset" in x else "0" for x in found] == ["0", "256", "512", "768"]
   assert all(x.startswith("global_atomic_add_f32 ") and "glc" not in x and "sc0" not in x and "RETURN" not in x for x in found)
 
+def backwards(o, x):
+  """Adds an element before the INDEX and one at it."""
+  t, r = UOp.range(64, 0, AxisType.WARP), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
+  both = build(x[t].load(), x[t + 64].load())
+  return r[0].store(atomic_add(o[t + 64], both, steps=(-64, 0))).end(t).sink(arg=KernelInfo("backwards", opts_to_apply=()))
+
+def test_a_distance_may_be_negative():
+  np.testing.assert_array_equal(run(backwards, "gfx942", np.zeros(256, np.float32), X[:256])[0][:128], X[:128])
+  found = [x for x in instructions(text_of(backwards, "gfx942", *FOUR), "gfx942", "backwards") if "atomic" in x]
+  assert sorted("offset:256" in x for x in found) == [False, True]
+  assert "[%0+-256]" in text_of(backwards, "sm_80", *FOUR)
+
 def neighbours(together, shift=0):
   """Adds four neighbouring elements, `together` of them by one instruction."""
   def kernel(o, x):
@@ -105,9 +117,10 @@ def test_text_for_nvidia(arch, tmp_path):
   """ptxas accepts the text, and sm_90 adds neighbouring elements by one instruction."""
   texts = [text_of(in_turn, arch, *SUMS), text_of(four, arch, *FOUR)]
   texts += [text_of(neighbours(n), arch, *NEIGHBOURS) for n in ((1, 2, 4) if arch == "sm_90" else (1,))]
+  texts.append(text_of(backwards, arch, *FOUR))
   assert "ld.acquire.gpu.global.s32" in texts[0] and "red.release.gpu.global.add.s32" in texts[0] and "volatile int" not in texts[0]
   assert texts[1].count("red.relaxed.gpu.global.add.f32 ") == texts[2].count("red.relaxed.gpu.global.add.f32 ") == 4
-  for text, n in zip(texts[3:], (2, 4)): assert text.count(f"red.relaxed.gpu.global.add.v{n}.f32 ") == 4//n and ".add.f32 " not in text
+  for text, n in zip(texts[3:-1], (2, 4)): assert text.count(f"red.relaxed.gpu.global.add.v{n}.f32 ") == 4//n and ".add.f32 " not in text
   if shutil.which("nvcc") is None: pytest.skip("needs nvcc")
   for i, text in enumerate(texts):
     (tmp_path/f"{i}.cu").write_text(text)
