@@ -55,8 +55,8 @@ def is_symbolic(t:Any) -> bool:
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
-  """Returns the dtype in which a call computes, and the dtype of its result. If float32 meets a 16-bit dtype, the call rounds to 16 bits and the
-  result is float32, as tinygrad's own is."""
+  """Returns the dtype in which a call computes, and the dtype of its result. If float32 meets a 16-bit dtype, the call rounds its inputs to 16 bits,
+  and the result is float32, like the result of tinygrad's own function."""
   types = [values.dtype_name(name, values.tensor(name, t).dtype, FLOATS) for name, t in (("query", query), ("key", key), ("value", value))]
   if len(narrow := set(types) - {"float32"}) > 1:
     raise ValueError(f"query, key and value have dtypes {', '.join(types)}: must be the same, or float32 and one 16-bit dtype")

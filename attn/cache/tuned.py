@@ -1,7 +1,7 @@
 """Fastest tiles, timed by bench.py with TUNE=1 and kept in the user's cache directory. Dispatch reads them on real devices only.
 
-The file has this form: {chip: {class: {"tile": ..., "seconds": ..., "stamp": ...}}}. `class` is a problem class, followed by the name of a backward
-kernel if it is one. "tile" has the numbers of a shape and of its matrix instruction, or is null if no tile was faster than dispatch's own choice.
+The file has this form: {chip: {class: {"tile": ..., "seconds": ..., "stamp": ...}}}. `class` is a problem class; for a tile of a backward kernel, the
+kernel's name follows. "tile" has the numbers of a shape and of its matrix instruction, or is null if no tile was faster than dispatch's own choice.
 "seconds" is the tile's time, "stamp" the versions with which it was measured. The file is untrusted input: an entry that is invalid, or made with
 other versions, is ignored with one warning that names the file.
 """
