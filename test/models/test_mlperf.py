@@ -11,7 +11,7 @@ import attn
 from attn.api.thunder import fused_qkv_rope, thunder_attention as flash_attention
 from attn.tinygrad_compat import Context, Tensor
 from api_cases import computed_on
-from cases import tensor
+from cases import array, tensor
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -126,6 +126,10 @@ def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
   assert right[-1] < 0.8*right[0]
   np.testing.assert_allclose(found, right, rtol=0, atol=NOISE[dtype])
 
+def names_of(t:Tensor) -> list[str]:
+  """Returns the names of the kernels that compute a tensor, which has no values after this."""
+  return [getattr(call.src[0].arg, "name", "") for call in t.schedule_linear().src]
+
 def scheduled(attend:Attend) -> list[tuple[str, list[int]]]:
   """Returns the kernels of one layer's forward and backward pass: their names, and the numbers of elements of their buffers, outputs first."""
   trainer = Trainer(attend, "float16", ("EMU",), "")
@@ -149,3 +153,22 @@ def test_no_copies_of_the_inputs(program:str) -> None:
   assert sorted(written) == sorted([q, k, k]*recomputed)
   copies = [sizes for name, sizes in kernels if not name.startswith("attn_") and len(sizes) == 2 and sizes[0] == sizes[1] and sizes[0] in (q, k)]
   assert [sizes[0] for sizes in copies].count(q) <= kept     # the copy of o that the layer keeps
+
+@pytest.mark.parametrize("dtype, on", [
+  pytest.param(dtype, on, marks=() if (dtype, on) in (("float16", "EMU::gfx942"), ("bfloat16", "EMU::sm_80")) else pytest.mark.thorough)
+  for dtype in NOISE for on in ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU")])
+def test_inference_of_gpt_oss(dtype:str, on:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  """One kernel computes the attention of a layer with gpt-oss's heads, sinks and sliding window. Its error against float32 is at most twice that of
+  tinygrad's own expressions."""
+  for name, n in {"HEADS": 64, "KV_HEADS": 8, "D": 64, "S": 40, "WINDOW": 16}.items(): monkeypatch.setitem(globals(), name, n)
+  rng, kind = np.random.default_rng(5), on.split(":")[0]
+  angles = np.outer(np.arange(S), 150000.0**(-np.arange(0, D, 2)/D)).reshape(1, S, 1, D//2, 1)
+  numbers = (rng.standard_normal((1, S, (HEADS + 2*KV_HEADS)*D)), np.concatenate([np.cos(angles), np.sin(angles)], -1), 2*rng.standard_normal(HEADS))
+  with computed_on(on):
+    xqkv, freqs, sinks = (tensor(x.astype(np.float32), dtype, kind).realize() for x in numbers)
+    for sliding in (True, False):
+      exact, own = (gpt_oss_by_tinygrad(*given, sliding)[0].reshape(1, S, HEADS*D)
+                    for given in ([t.float().realize() for t in (xqkv, freqs, sinks)], (xqkv, freqs, sinks)))
+      x, y, z = (array(t.float()) for t in (exact, own, gpt_oss_by_thunder(xqkv, freqs, sinks, sliding)[0]))
+      assert np.abs(z - x).max() <= 2*np.abs(y - x).max() + 1e-5*np.abs(x).max()
+      assert sum(name.startswith("attn_") for name in names_of(gpt_oss_by_thunder(xqkv, freqs, sinks, sliding)[0])) == 1
