@@ -2,6 +2,7 @@
 The value of a function comes from numpy, applied to the traced UOp. Its slopes are those of attn/functions/derivative.py, which other tests compare
 with differences."""
 from __future__ import annotations
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import attn
 from attn.functions.derivative import derivative
-from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, SCORE, indices_of, is_element, number_of_tensor, tensor_of
+from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, SCORE, elements_of, indices_of, is_element, number_of_tensor, tensor_of
 from attn.functions.trace import MASK_FUNCTION, SCORE_FUNCTION, trace
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 from api_cases import emulated
@@ -60,57 +61,78 @@ class Case:
   score: Callable[..., UOp]|None
   mask: Callable[..., UOp]|None
 
+  @functools.cached_property
+  def kinds(self) -> tuple[tuple[tuple[int, ...], str], ...]: return tuple((x.shape, str(x.dtype)) for x in self.tensors)
+  @functools.cached_property
+  def value(self) -> UOp:
+    """The traced score_mod. It is the score if there is none."""
+    found = None if self.score is None else trace(SCORE_FUNCTION, self.score, self.kinds)
+    return SCORE if found is None else found.value
+  @functools.cached_property
+  def elements(self) -> dict[int, list[UOp]]:
+    """Elements of each tensor of floats that the score_mod reads, by the number of the tensor."""
+    of_floats = [u for u in elements_of(self.value) if dtypes.is_float(u.dtype)]
+    return {n: [u for u in of_floats if number_of_tensor(u) == n] for n in sorted({number_of_tensor(u) for u in of_floats})}
+
   def run(self, arch:str, kernel:str="") -> list[Array]:
-    """Returns o and the gradients of q, k, v."""
+    """Returns o and the gradients of q, k, v, and of the tensors in `elements`."""
     with emulated(arch, kernel):
       q, k, v, do = (tensor(x, self.dtype).realize() for x in (self.q, self.k, self.v, self.do))
-      o = attn.attention(q, k, v, score_mod=self.score, mask_mod=self.mask, mod_tensors=[Tensor(x, device="EMU").realize() for x in self.tensors])
-      return [array(x) for x in (o, *o.gradient(q, k, v, gradient=do))]
+      given = [Tensor(x, device="EMU").realize() for x in self.tensors]
+      o = attn.attention(q, k, v, score_mod=self.score, mask_mod=self.mask, mod_tensors=given)
+      return [array(x) for x in (o, *o.gradient(q, k, v, *[given[n] for n in self.elements], gradient=do))]
 
   def check(self, arch:str, kernel:str="") -> None:
-    for name, got, (expected, most) in zip(("o", "dq", "dk", "dv"), self.run(arch, kernel), self.expected()):
+    names = ("o", "dq", "dk", "dv", *[f"gradient of mod_tensors[{n}]" for n in self.elements])
+    for name, got, (expected, most) in zip(names, self.run(arch, kernel), self.expected(), strict=True):
       assert np.isfinite(expected).all() and np.isfinite(got).all(), name
       worst = np.max(np.abs(got - expected)/most)
       assert worst <= 1, f"{name} on {arch}: {worst} of what is allowed"
 
   def expected(self) -> list[tuple[Array, Array]]:
     """Returns o and the gradients in float64, each with the largest error that the test allows: 4 times the roundoff of the dtype for each P, dS and
-    result, and 2^-17 of the terms of each score."""
+    result, and 2^-17 of the terms of each score. The gradient of a tensor's element may have the errors of dS of all scores that read the element."""
     q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
     (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
-    kinds, scale, e = tuple((x.shape, str(x.dtype)) for x in self.tensors), D**-.5, 4*EPSILON[self.dtype]
+    scale, e = D**-.5, 4*EPSILON[self.dtype]
     k, v = (np.repeat(x, H//Hkv, 1) for x in (k, v))
     s = q@k.swapaxes(-1, -2)*scale
     places = {SCORE: s, BATCH: np.arange(B)[:, None, None, None], QUERY_HEAD: np.arange(H)[:, None, None],
               QUERY: (np.arange(Sq) + Sk - Sq)[:, None], KEY: np.arange(Sk)}
-    x, slope, noise = s, np.ones_like(s), 2.0**-17*(1 + np.abs(q)@np.abs(k).swapaxes(-1, -2)*scale)
-    if self.score is not None and (found := trace(SCORE_FUNCTION, self.score, kinds)) is not None:
-      x = np.broadcast_to(computed(found.value, places, self.tensors), s.shape)
-      slope = np.broadcast_to(computed(derivative(found.value, SCORE), places, self.tensors), s.shape)
+    def at_pairs(value:UOp) -> Array: return np.broadcast_to(computed(value, places, self.tensors), s.shape)
+    x, slope, noise = at_pairs(self.value), at_pairs(derivative(self.value, SCORE)), 2.0**-17*(1 + np.abs(q)@np.abs(k).swapaxes(-1, -2)*scale)
     seen = np.ones(s.shape, bool)
-    if self.mask is not None and (shown := trace(MASK_FUNCTION, self.mask, kinds)) is not None:
-      seen = np.broadcast_to(computed(shown.value, places, self.tensors), s.shape)
+    if self.mask is not None and (shown := trace(MASK_FUNCTION, self.mask, self.kinds)) is not None: seen = at_pairs(shown.value)
     x = np.where(seen, x, -np.inf)
     noise = np.where(seen & np.isfinite(x), noise*np.abs(slope) + 2.0**-17*np.abs(np.where(np.isfinite(x), x, 0)), 0)
     m = x.max(-1, keepdims=True)
     p = np.exp(x - np.where(m == -np.inf, 0, m))
     total = p.sum(-1, keepdims=True)
     p = p/np.where(total == 0, 1, total)
-    slope = np.where(p > 0, slope, 0)
     o, dp = p@v, do@v.swapaxes(-1, -2)
     delta = (do*o).sum(-1, keepdims=True)
     # errors of P relative to P, those of its row's sum among them
     wrong = e + noise + (p*noise).sum(-1, keepdims=True)
     wrong_o = (p*wrong)@np.abs(v) + e*np.abs(o)
     wrong_delta = (np.abs(do)*wrong_o).sum(-1, keepdims=True)
-    ds = p*(dp - delta)*slope
-    wrong_ds = p*np.abs(slope)*(np.abs(dp - delta)*(wrong + e) + wrong_delta + e*np.abs(do)@np.abs(v).swapaxes(-1, -2)) \
-      + p*np.abs(dp - delta)*2.0**-12*np.abs(slope)
+    apart = p*np.abs(dp - delta)*(wrong + e + 2.0**-12) + p*(wrong_delta + e*np.abs(do)@np.abs(v).swapaxes(-1, -2))
+    def of_slope(slope:Array) -> tuple[Array, Array]:
+      """Returns P * (dP - delta) * slope, and its largest error."""
+      slope = np.where(p > 0, slope, 0)
+      return p*(dp - delta)*slope, apart*np.abs(slope)
+    ds, wrong_ds = of_slope(slope)
+    of_tensors = []
+    for n, elements in self.elements.items():
+      sums = np.zeros((2, *self.tensors[n].shape))
+      for u in elements:
+        places_of_element = tuple(np.clip(at_pairs(index), 0, size - 1) for index, size in zip(indices_of(u), self.tensors[n].shape))
+        for total, part in zip(sums, of_slope(at_pairs(derivative(self.value, u)))): np.add.at(total, places_of_element, part)
+      of_tensors.append((sums[0], sums[1] + EPSILON[str(self.tensors[n].dtype)]*np.abs(sums[0])))
     def of_group(a:Array) -> Array: return a.reshape(B, Hkv, H//Hkv, *a.shape[2:]).sum(2)
     dv, wrong_dv = of_group(p.swapaxes(-1, -2)@do), of_group((p*wrong).swapaxes(-1, -2)@np.abs(do))
     dk, wrong_dk = of_group(scale*ds.swapaxes(-1, -2)@q), of_group(scale*wrong_ds.swapaxes(-1, -2)@np.abs(q))
     dq, wrong_dq = scale*ds@k, scale*wrong_ds@np.abs(k)
-    return [(a, w + e*np.abs(a) + 2.0**-17) for a, w in ((o, wrong_o), (dq, wrong_dq), (dk, wrong_dk), (dv, wrong_dv))]
+    return [(a, w + e*np.abs(a) + 2.0**-17) for a, w in ((o, wrong_o), (dq, wrong_dq), (dk, wrong_dk), (dv, wrong_dv), *of_tensors)]
 
 # ***** random functions *****
 
