@@ -23,8 +23,8 @@ from cases import TYPES, problem
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
 @pytest.mark.parametrize(("arch", "named"), (("sm_80", "sm_80"), ("sm_90", "sm_90a")))
 def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
-  """The CUDA compiler returns machine code for the chip itself. Its key in tinygrad's disk cache was never a key of PTX. The renderer keeps its
-  target."""
+  """The CUDA compiler returns machine code for the chip itself. tinygrad's disk cache keeps it under a key that no PTX has had. The target of the
+  renderer stays unchanged."""
   from tinygrad.runtime.autogen import nvrtc
   monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the compiler's library may be missing on this machine
   made = renderer(Target("CUDA", "", arch))

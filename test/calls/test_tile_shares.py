@@ -74,7 +74,7 @@ def posed(mask:Mask, sizes:dict[str, int]) -> tuple[Problem, Array]:
 # ***** all pairs *****
 
 def seen(p:Problem, sees:Callable[..., Any], tensors:list[Array], rows:int) -> Array:
-  """Returns whether the query of each row sees each key: (B, H, rows, keys). Rows beyond the last query count on."""
+  """Returns whether the query of each row sees each key: (B, H, rows, keys). A row beyond the last query is treated as one more query."""
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + rows, :p.Sk]
   return np.broadcast_to(sees(b, h, i, j, *tensors), (p.B, p.H, rows, p.Sk))
 
@@ -154,7 +154,7 @@ def test_tiles_of_intervals(name:str, sizes:str, arch:str) -> None: check(name, 
 def test_tiles_of_lists(name:str, sizes:str, arch:str) -> None: check(name, sizes, arch, True)
 
 def test_two_tiles_of_dual_wave_are_one() -> None:
-  """An iteration of dual_wave takes 128 keys."""
+  """Tiles of dual_wave are counted in pairs, because an iteration takes two tiles, 128 keys."""
   p, chip = problem(B=4, H=32, Sq=600, Sk=700, D=128, causal=True, lse=False), get_chip("gfx950")
   choice = choose(p, chip)
   assert choice.kernel == "dual_wave" and choice.work.tile is not None

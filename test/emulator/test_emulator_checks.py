@@ -20,7 +20,7 @@ def _device():
 
 @pytest.fixture(autouse=True)
 def _operations():
-  """Removes the operations that a test has defined after the test."""
+  """Removes the operations that a test has defined, when the test ends."""
   before = dict(OPERATIONS)
   yield
   OPERATIONS.clear()

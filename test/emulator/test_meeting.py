@@ -33,7 +33,7 @@ def begin(counters):
   return g, t, t.eq(0), ticket(counters[0], g, t.eq(0), lds=lds[0]), steps
 
 def run(kernel, *tensors, arch="gfx942"):
-  """Runs a kernel on the emulator; `tensors` are its arguments. Returns the first one's value afterwards."""
+  """Runs a kernel on the emulator. The arguments of the kernel are `tensors`. Returns the value of the first one after the run."""
   with Context(DEV=f"EMU::{arch}"):
     found = Tensor(tensors[0]).realize().custom_kernel(*[Tensor(x).realize() for x in tensors[1:]], fxn=kernel)
     Tensor.realize(*found)
@@ -41,7 +41,8 @@ def run(kernel, *tensors, arch="gfx942"):
 
 @pytest.fixture
 def emulated(monkeypatch):
-  """Returns a function that runs a kernel in an order, with a number of resident workgroups."""
+  """Returns a function that runs a kernel on the emulator. Its parameters choose the order of the workgroups and the number of resident
+  workgroups."""
   def emulate(kernel, *tensors, order=0, resident=0, arch="gfx942"):
     monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
     monkeypatch.setenv("ATTN_EMU_RESIDENT", str(resident))
@@ -108,7 +109,7 @@ def test_waves_of_a_workgroup_add_in_varied_order(emulated):
 # ***** turns *****
 
 def test_deadlock(emulated):
-  """A turn that is never passed, or passed twice. The report names workgroup, counter and line."""
+  """The emulator reports a deadlock if a workgroup never passes its turn, or passes it twice. The report names workgroup, counter and line."""
   with says(checks.Deadlock, r"summed: waits until data2\[1\] is 1, and it is 0; resident workgroups: 2, all of them waiting; not started: 3",
             r"; workgroup \(2, 0, 0\) waits until data2\[1\] is 2, and it is 0", r"workgroup \(1, 0, 0\), wave 0, lane 0 ",
             "(?s:.)*test_meeting.py:.*await_turn"):
@@ -131,7 +132,8 @@ def test_higher_tickets_may_not_be_there(emulated):
       emulated(kernel, SUMS, X, COUNTERS, order=order, resident=GROUPS - 1)
 
 def ring(members):
-  """Makes a kernel of rings of consecutive tickets. Each workgroup adds its row to all sums of its ring, and begins with its own one."""
+  """Makes a kernel in which each `members` consecutive tickets form a ring. Each workgroup of a ring adds its row to all sums of the ring, one after
+  another, its own sum first."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value, me, base = x[drawn*WIDTH + t].load(), drawn % members, drawn - drawn % members
@@ -169,7 +171,7 @@ def test_a_turn_of_several_waves(emulated, order):
   emulated(summed("settle"), SUMS, X, COUNTERS, order=order, arch="sm_90")     # a barrier is enough on NVIDIA
 
 def test_turns_of_single_waves_need_no_barriers(emulated):
-  """Each wave has a counter of its own."""
+  """Sums are right without barriers if each wave has a counter of its own."""
   def kernel(o, x, counters):
     g, t, _, drawn, steps = begin(counters)
     first, counter, value = (t % 64).eq(0), counters[1 + t//64], x[drawn*WIDTH + t].load()
@@ -184,7 +186,8 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Makes a kernel in which the first ticket sets the sums to zero; with `ordered` the others wait for that."""
+  """Makes a kernel in which the workgroup with the first ticket sets the sums to zero. With `ordered` all workgroups wait for that before they
+  add."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()
@@ -211,7 +214,8 @@ def test_plain_stores_beside_additions(emulated):
     emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
 
 def rounded(waits):
-  """Makes a kernel in which the last ticket reads the sums when all have added to them."""
+  """Makes a kernel in which all workgroups add to sums, and the workgroup with the last ticket reads the sums. With `waits` it first waits until all
+  have added."""
   def kernel(o, sums, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))

@@ -42,7 +42,8 @@ def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
   return found[value]
 
 def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
-  """Returns the place of an element of a tensor, moved into the tensor where the pair is hidden and the place lies outside."""
+  """Returns the index of an element along each axis of its tensor, for all pairs of query and key. The index of a hidden pair may lie outside the
+  tensor: it is clamped to the axis."""
   return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
 
 # ***** one call *****
@@ -138,7 +139,7 @@ class Case:
 
 @dataclass
 class Draw:
-  """Draws functions of UOps. Each draw is a Python function of the arguments of a score_mod, `a`: score, b, h, i, j and four tensors."""
+  """Draws functions of UOps: Python functions that take the arguments of a score_mod (score, b, h, i, j and four tensors)."""
   rng: np.random.Generator
   B: int
   H: int

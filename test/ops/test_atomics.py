@@ -67,7 +67,7 @@ def test_machine_code_of_turns(arch):
 
 @pytest.mark.parametrize("release", (19, 20, 22))
 def test_clang_19_is_refused_for_rdna4(release):
-  """clang 19 would add with the scope of one compute unit."""
+  """The text for RDNA4 refuses to be compiled by clang 19, which would add with the scope of one compute unit."""
   text = text_of(in_turn, "gfx1201", *SUMS).replace("__clang_major__", str(release))
   if release >= 20: assert assembly(text, "gfx1201")
   else:
@@ -144,7 +144,7 @@ def test_wrong_operands():
 # ***** meaning *****
 
 def run(kernel, arch, *tensors):
-  """Runs a kernel on the emulator. The tensors are its arguments; returns their values afterwards."""
+  """Runs a kernel on the emulator. The arguments of the kernel are `tensors`. Returns their values after the run."""
   with Context(DEV=f"EMU::{arch}"):
     first, *rest = [Tensor(x).realize() for x in tensors]
     found = first.custom_kernel(*rest, fxn=kernel)
