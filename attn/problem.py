@@ -193,6 +193,8 @@ class Problem:
                  `mask_mod` holds. If one of them is None, the other is the whole mask
     tile_list    shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py)
     mod_tensors  shape and dtype of the tensors that these functions read: mod_tensor0, mod_tensor1, ...
+    by_element   in backward_dbias: number of an element of mod_tensors among those of floats that score_mod reads. The kernel sums the
+                 gradient of this element; score_mod's derivative is the one by this element
     sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
     kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] only; Sk is the length of the buffer
     sk_variable  number of keys in all batches, which tinygrad Variables say; Sk is the length of the buffer
@@ -244,6 +246,7 @@ class Problem:
   mask_bounds: Bounds|None = None
   tile_list: tuple[int, int, int, int]|None = None
   mod_tensors: TensorKinds = ()
+  by_element: int|None = None
   sinks: bool = False
   kv_lengths: bool = False
   sk_variable: Count|None = None

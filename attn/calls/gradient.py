@@ -2,9 +2,9 @@
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. A third
-kernel, `backward_dbias`, computes the gradient of a bias. For the gradient of ALiBi slopes, and for problems that these kernels don't support
-(attn/choose/backward.py says why), tinygrad differentiates `three_pass` of the same inputs. In both cases each gradient is a separate expression, so
-a gradient that is not used is never computed."""
+kernel, `backward_dbias`, computes the gradient of a bias, and of a mod_tensor that score_mod reads at b, h, i, j or i - j. For the gradients of ALiBi
+slopes and other mod_tensors, and for problems that these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates
+`three_pass` of the same inputs. In both cases each gradient is a separate expression, so a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -13,17 +13,20 @@ from typing import Any, Callable
 from attn.calls.checked_kernel import CheckedKernel, check_means
 from attn.calls.placement import AXES, empty
 from attn.calls.plain import plain_attention
+from attn.calls.sums import gradient_of_element
 from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
-from attn.choose.backward import Parts, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
+from attn.choose.backward import (Parts, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, kernel_sums,
+                                  tensors_by_tinygrad, tiles_of)
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.parts.grid.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments, log_sums, of_backward
-from attn.problem import EXTRAS, MOD_TENSORS, Problem
-from attn.score.terms import TERM_TENSORS, check_differentiable, has_sum, summed_tensor
-from attn.tinygrad_compat import Tensor, UOp, differentiated, dtypes
+from attn.problem import EXTRAS, Problem
+from attn.score.sums import sum_over_scores
+from attn.score.terms import TERM_TENSORS, check_differentiable
+from attn.tinygrad_compat import Tensor, UOp, differentiated
 from attn.values import FLOATS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
@@ -76,8 +79,8 @@ def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name: "forward" (which writes lse), "dq" and "dkdv", and also "dbias" if a term has a tensor whose
-  gradient is a sum over scores. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernel launches of backward by name: "forward" (which writes lse), "dq" and "dkdv", and also "dbias0", "dbias1", ... for the sums
+  over scores of `kernel_sums`. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
   return _backward_kernels(p, arch, dlse, parts, lists, *tiles_of(p, arch))
 
 @cache_of_kernels
@@ -92,9 +95,9 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs),
            "dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
            "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
-  if has_sum(p):
-    of_bias = dbias_of(p, arch, choose_bias_tile(p, arch), parts.dbias)
-    found["dbias"] = launch(dbias_arguments(p, parts.dbias), of_bias, f"d{summed_tensor(p).name}")
+  for n, (x, number) in enumerate(zip(kernel_sums(p, arch), parts.sums)):
+    tile = choose_bias_tile(x, arch)
+    found[f"dbias{n}"] = launch(dbias_arguments(x, number, tile), dbias_of(x, arch, tile, number), f"d{sum_over_scores(x).name}")
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
@@ -122,7 +125,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   gradients of o and lse. `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
   lists = lists_of(p, arch, inputs["q"].device)
-  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), inputs), lists)
+  kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
   t = inputs | outputs
   if missing := [name for name in p.outputs if name not in t]:
     again = written_by(kernels["forward"], inputs, p.layout)
@@ -130,20 +133,34 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
   of_kernel = dict(zip(("dq", "dkdv"), lists))
-  for name in ("dq", "dkdv", "dbias"):
-    if (x := of_kernel.get(name)) is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
-    if name in kernels: t = written_by(kernels[name], t, p.layout)
-  found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v", *TERM_TENSORS) if f"d{name}" in t}
+  for name, x in of_kernel.items():
+    if x is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
+    t = written_by(kernels[name], t, p.layout)
+  found: dict[str, UOp] = {name: added(t[f"d{name}"], inputs[name]) for name in ("q", "k", "v")}
+  found |= gradients_of_tensors(p, arch, kernels, inputs, t)
   if "sinks" in t: found["sinks"] = sink_gradient(*(Tensor(t[name]) for name in ("sinks", "delta", *log_sums(t)))).uop
   return found
 
-def over_devices(parts:Parts, inputs:dict[str, UOp]) -> Parts:
-  """Returns into how many fp32 parts each device divides the sum for each gradient. If several devices have the same keys, or the same tensor of a
-  term, there is at least one part, because the parts of all devices are then added."""
+def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch], inputs:dict[str, UOp], t:dict[str, UOp]) -> dict[str, UOp]:
+  """Computes the gradients that are sums over scores, by the names of the tensors: of a bias, and of mod_tensors. A mod_tensor that score_mod reads
+  at several places has a sum for each of them."""
+  found = dict[str, UOp]()
+  for n, x in enumerate(kernel_sums(p, arch)):
+    name, launch = sum_over_scores(x).name, kernels[f"dbias{n}"]
+    sums, tile = written_by(launch, t, p.layout)[f"d{name}"], choose_bias_tile(x, arch)
+    if x.by_element is None: found[name] = added(sums, inputs[name])
+    else:
+      whole = Tensor(sums).sum(0) if len(sums.shape) > len(sum_over_scores(x).sizes) else Tensor(sums)
+      gradient = gradient_of_element(x, whole, tile.block_m, tile.block_n)
+      found[name] = (gradient if name not in found else Tensor(found[name]) + gradient).uop
+  return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
+
+def over_devices(parts:Parts, sums:tuple[Problem, ...], inputs:dict[str, UOp]) -> Parts:
+  """Returns into how many fp32 parts each device divides the sum for each gradient. `sums` are the problems of `parts.sums`. If several devices have
+  the same keys, or the same tensor of a term, there is at least one part, because the parts of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
-  summed = [tensor.name for tensor in TERM_TENSORS.values() if tensor.summed and tensor.name in inputs]
-  return replace(parts, dkdv=least("k", parts.dkdv), dbias=max([parts.dbias, *(least(name, parts.dbias) for name in summed)]))
+  return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(sum_over_scores(x).name, number) for x, number in zip(sums, parts.sums)))
 
 def added(gradient:UOp, of:UOp) -> UOp:
   """Returns the gradient of the tensor `of`. If kernels wrote the gradient in parts, adds the parts."""
@@ -192,8 +209,8 @@ class AttentionGradient:
     by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
     found: dict[str, UOp] = {}
     plainly = [name for name, tensor in TERM_TENSORS.items() if name in inputs and not tensor.summed]
-    plainly += [name for name in MOD_TENSORS if name in inputs and dtypes.is_float(inputs[name].dtype)]
-    if not by_kernels or plainly: found |= plain_gradients(self.problem, inputs, given)
+    if not by_kernels or self.arch is None or plainly or tensors_by_tinygrad(self.problem, self.arch):
+      found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call).reshape(shapes[name]) for name, u in outputs.items()},
                                 given)

@@ -11,13 +11,15 @@ from attn.choose.dispatch import asked_for
 from attn.choose.forced import BY_TINYGRAD, UNITS, WAYS
 from attn.choose.gradient_kernels import BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS, Tiles
 from attn.choose.refusals import NO_UNIT, Refusal, lacks_nothing, most_telling, no_tiles
+from attn.functions.symbols import number_of_tensor
 from attn.kernels.parts.backward.bias_share import BiasShare
 from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
 from attn.problem import MAX_SPLITS, Problem
-from attn.score.terms import has_sum, summed_tensor
+from attn.score.own import float_elements
+from attn.score.sums import problems_of_sums, sum_over_scores, why_not_summed
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels
 
@@ -46,6 +48,8 @@ class BackwardChoice:
   """What computes the gradients of a problem: the backward kernels with `tiles`, or, if `tiles` is None, tinygrad from `three_pass`.
 
     refused: why the backward kernels do not compute the gradients
+    summed: names of the tensors whose gradients `backward_dbias` sums, once for each of its tiles
+    by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)
     parts: number of parts into which each kernel divides its sums; 0: no parts
     memory: bytes besides inputs and outputs
     others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused"""
@@ -55,6 +59,8 @@ class BackwardChoice:
   parts: tuple[int, ...] = ()
   memory: int = 0
   others: tuple[tuple[str, str], ...] = ()
+  summed: tuple[str, ...] = ()
+  by_tinygrad: tuple[tuple[str, str], ...] = ()
   def why_not(self, kernel:str) -> str|None:
     """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. None if it was chosen, or if a better kernel was
     chosen."""
@@ -62,33 +68,36 @@ class BackwardChoice:
   @property
   def kernels(self) -> tuple[str, ...]:
     if self.tiles is None: return ()
-    return tuple(name + tile.suffix for name, tile in zip((*BACKWARD_KERNELS, BIAS_KERNEL), self.tiles))
+    return tuple(name + tile.suffix for name, tile in zip((*BACKWARD_KERNELS, *[BIAS_KERNEL]*len(self.summed)), self.tiles))
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if self.tiles is None:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    each = [" ".join([f"{name} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
-            for name, tile, parts in zip(self.kernels, self.tiles, self.parts, strict=True)]
+    of = ["", "", *(f" for {name}" for name in self.summed)]
+    each = [" ".join([f"{name}{of_tensor} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
+            for name, of_tensor, tile, parts in zip(self.kernels, of, self.tiles, self.parts, strict=True)]
     lines = [f"gradient on {where}: {', '.join(each)}", *(f"  not {names}: {reason}" for names, reason in self.others)]
+    lines += [f"  gradient of {name}: three_pass, with its score matrix in memory: {reason}" for name, reason in self.by_tinygrad]
     return "\n".join([*lines, f"  memory beside inputs and outputs: {self.memory} bytes"])
 
 FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counted in grids that fill the chip
 
 @dataclass(frozen=True)
 class Parts:
-  """Numbers of parts into which each backward kernel divides its sums, so that more workgroups have work; 0 for a sum that is not divided. The parts
-  are fp32 tensors. A further kernel adds the parts of each gradient, always in the same order."""
+  """Numbers of parts into which each backward kernel divides its sums, so that more workgroups have work; 0 for a sum that is not divided. `sums` has
+  the numbers for the sums of `kernel_sums`. The parts are fp32 tensors. A further kernel adds the parts of each gradient, always in the same
+  order."""
   dq: int
   dkdv: int
-  dbias: int
+  sums: tuple[int, ...] = ()
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
   """Chooses into how many parts each backward kernel divides its sums, by the model of `splits.split_heuristic`. Sums are divided if a kernel has too
   few workgroups for all compute units. Each workgroup then writes its part of the sums as fp32 numbers. To limit the memory for these parts, a kernel
   gets at most as many additional workgroups as fill the chip FULL_GRIDS times."""
   dq, dkdv = tiles_of(p, arch)
-  if arch.serial or not arch.cus: return Parts(0, 0, 0)      # nothing is known of such a device
+  if arch.serial or not arch.cus: return Parts(0, 0, tuple(0 for _ in kernel_sums(p, arch)))      # nothing is known of such a device
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
   def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
@@ -97,20 +106,41 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
     choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
     found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers)
     return found if found > 1 else 0
-  of_bias = 0
-  if has_sum(p):
-    tile = choose_bias_tile(p, arch)
-    share = BiasShare(p, tile.block_m, tile.block_n)
-    of_bias = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
   return Parts(parts(dq, p.Sq, p.H, p.Sk, ceildiv(visible//p.Sq, dq.block_n), rows*p.H*p.D),
-               parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)), of_bias if of_bias > 1 else 0)
+               parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)),
+               tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
 
-def memory_of(p:Problem, parts:Parts) -> int:
-  """Returns the number of bytes that the gradients need besides inputs and outputs: for lse and delta of each row, and for sums that are divided into
-  parts."""
+def parts_of_sum(p:Problem, arch:Chip) -> int:
+  """Chooses into how many parts `backward_dbias` divides its sum; 0: not divided."""
+  tile = choose_bias_tile(p, arch)
+  share = BiasShare(p, tile.block_m, tile.block_n)
+  if share.summed.diagonals: return 0
+  found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
+  return found if found > 1 else 0
+
+@cache_of_kernels
+def kernel_sums(p:Problem, arch:Chip) -> tuple[Problem, ...]:
+  """Returns the problem once for each sum that `backward_dbias` computes on a chip (`problems_of_sums`). A chip without such a kernel has none."""
+  bias = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].bias
+  def fits(x:Problem) -> bool:
+    try: return bias is not None and bias.tile(x, arch).lds_bytes(x) <= arch.lds
+    except NotImplementedError: return False
+  return tuple(x for x in problems_of_sums(p) if fits(x))
+
+def tensors_by_tinygrad(p:Problem, arch:Chip) -> dict[str, str]:
+  """Returns the tensors of floats that score_mod reads and whose gradients no kernel sums, by name, each with the reason."""
+  by_kernel = {sum_over_scores(x).name for x in kernel_sums(p, arch)}
+  numbers = {} if p.score_mod is None else dict.fromkeys(number_of_tensor(u) for u in float_elements(p))
+  return {f"mod_tensor{n}": why_not_summed(p, n) or f"no kernel of this unit sums it on {arch.name}" for n in numbers
+          if f"mod_tensor{n}" not in by_kernel}
+
+def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
+  """Returns the number of bytes that the gradients need besides inputs and outputs: for lse and delta of each row, for sums that are divided into
+  parts, and for sums that become gradients of a caller's tensors."""
   divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
-  if has_sum(p) and parts.dbias: divided.append(dbias_arguments(p, parts.dbias)[f"d{summed_tensor(p).name}"])
+  for x, number in zip(kernel_sums(p, arch), parts.sums):
+    if number or x.by_element is not None: divided.append(next(iter(dbias_arguments(x, number, choose_bias_tile(x, arch)).values())))
   left = sum(4*math.prod(shape) for shape, _ in divided)
   return 8*p.rows + left
 
@@ -158,9 +188,9 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
   parts, others = choose_parts(p, arch), others_of(p, arch, found[0].suffix)
-  if not has_sum(p): return BackwardChoice(found, arch, None, (parts.dq, parts.dkdv), memory_of(p, parts), others)
-  tiles = (*found, choose_bias_tile(p, arch))
-  return BackwardChoice(tiles, arch, None, (parts.dq, parts.dkdv, parts.dbias), memory_of(p, parts), others)
+  sums = kernel_sums(p, arch)
+  return BackwardChoice((*found, *(choose_bias_tile(x, arch) for x in sums)), arch, None, (parts.dq, parts.dkdv, *parts.sums),
+                        memory_of(p, arch, parts), others, tuple(sum_over_scores(x).name for x in sums), tuple(tensors_by_tinygrad(p, arch).items()))
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
   """Returns (kernels, reason) for each kind of matrix unit that comes before the chosen one: why its kernels were not chosen."""

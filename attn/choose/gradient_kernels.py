@@ -23,7 +23,7 @@ from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.kernels.wgmma.backward import WgmmaBackward
 from attn.problem import Problem
-from attn.score.terms import has_sum, summed_tensor
+from attn.score.sums import has_sum, sum_over_scores
 from attn.tinygrad_compat import UOp
 
 BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
@@ -40,7 +40,7 @@ def beyond_float16(p:Problem) -> str|None:
 
 def tiled_backward_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := beyond_registers(p)) is not None: return reason
-  return f"{summed_tensor(p).name}: there is no kernel of plain UOps for its gradient" if has_sum(p) else None
+  return f"{sum_over_scores(p).name}: there is no kernel of plain UOps for its gradient" if has_sum(p) else None
 
 @dataclass(frozen=True)
 class BiasKernel:

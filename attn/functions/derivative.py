@@ -173,7 +173,7 @@ def why_no_derivative(value:UOp, of:UOp) -> str|None:
   found = derivative_or_reason(value, of)
   return found if isinstance(found, str) else None
 
-def is_additive(value:UOp) -> bool:
-  """Whether a traced function only adds to the score."""
-  found = derivative_or_reason(value, SCORE)
+def is_additive(value:UOp, to:UOp=SCORE) -> bool:
+  """Whether a traced function only adds to `to`, the score or an element of a tensor: the derivative is 1."""
+  found = derivative_or_reason(value, to)
   return isinstance(found, UOp) and found.op is Ops.CONST and found.val == 1

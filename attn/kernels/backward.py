@@ -10,15 +10,14 @@ tiles, or owns some keys and loops over the queries in tiles. A `BackwardUnit` s
 computed by one workgroup, in a fixed order: every run gives the same result.
 """
 from __future__ import annotations
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 from attn.chips import Chip
 from attn.kernels.parts.backward.bias_share import BiasShare
 from attn.kernels.parts.grid.tensors import Shapes, check_backward, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.problem import Problem
-from attn.score.term import ScoreTerm
-from attn.score.terms import summed_term
+from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import UOp
 
 Carry = TypeVar("Carry")
@@ -33,9 +32,9 @@ class BackwardTrip(Protocol[Carry]):
   def weights(self, scores:Any, lse:Any) -> Any: """Applies terms (bias, softcap, ...) and masks to S. Computes P = exp(S - lse) and the derivatives
                                                  of the terms."""
   def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Dropout removes the same elements of dP as of P."""
-  def ds(self, weights:Any, dp:Any, added:ScoreTerm|None=None) -> Any:
-    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. `added` may name a term that adds a bias to
-    the scores: then computes the gradient of that bias instead, one number for each score."""
+  def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
+    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. If `derivatives` names terms, multiplies
+    only by the derivatives of these terms: the result is then the gradient of a bias, or of an element of a tensor, one number for each score."""
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype. It is an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, weights:Any) -> Carry: """Multiplies `weights` (P or dS) by rows of the tile, and adds the product to the gradient
@@ -112,14 +111,14 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
 def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
   """Returns the kernel for the gradient of a bias. A workgroup owns a block of the bias and loops over all scores to which the block is added, in a
   fixed order: batches, heads, queries, keys."""
-  p = unit.group.p
+  p, derivatives = unit.group.p, sum_over_scores(unit.group.p).derivatives
   def work(s:Any, tile:BackwardTrip[Any]) -> Any:
     s = tile.start(s)                                        # starts S and dP, if they are asynchronous
     lse = tile.lse(s)
     s, scores = tile.scores(s)                               # S = Q K^T
     weights = tile.weights(scores, lse)                      # P = exp(S - lse)
     s, dp = tile.dp(s)                                       # dP - delta, dP = dO V^T
-    ds = tile.ds(weights, dp, summed_term(p))                # dS = P * (dP - delta), where the bias is added
+    ds = tile.ds(weights, dp, derivatives)                   # dS = P * (dP - delta), of the value that is summed
     return unit.sum(s, ds, tile)                             # dbias += dS
   s = unit.walk(unit.begin(), work)
   return unit.kernel("dbias", (), unit.sums(s), p.flops)
@@ -159,5 +158,5 @@ def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)
-    return lambda *args: gradient_of_bias(unit(p, arch, tile, args, dbias_arguments(p, parts), parts))
+    return lambda *args: gradient_of_bias(unit(p, arch, tile, args, dbias_arguments(p, parts, tile), parts))
   return kernel_of

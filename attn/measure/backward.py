@@ -90,7 +90,7 @@ def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackward
     renderers.adapt(Device.DEFAULT)
     arch, have = device_arch(), {name: as_tensor(x, p.dtype) for name, x in zip(("q", "k", "v", "do"), arrays)}
     dq_tile, dkdv_tile = tiles or tiles_of(p, arch)
-    parts = choose_parts(p, arch) if tiles is None else Parts(0, 0, 0)
+    parts = choose_parts(p, arch) if tiles is None else Parts(0, 0)
     steps = {"forward": (p.shapes, single_kernel(p, arch)[0], 0),
              "dq": (dq_arguments(p, parts=parts.dq), dq_of(p, arch, dq_tile, parts=parts.dq), parts.dq),
              "dkdv": (dkdv_arguments(p, parts.dkdv), dkdv_of(p, arch, dkdv_tile, parts.dkdv), parts.dkdv)}

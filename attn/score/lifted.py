@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
 from typing import Any
+from attn.functions.indices import linear_in
 from attn.functions.symbols import BATCH, FAR, QUERY_HEAD, KEY, QUERY, SCORE, elements_of, indices_of, is_element, number_of_tensor, tensor_of
 from attn.ops import common as ops
 from attn.ops.operation import integer
@@ -29,18 +30,6 @@ class Evaluated:
   same: UOp|None = None
   each: Elementwise|None = None
   vectors: list[UOp]|None = None
-
-def linear_in(u:UOp, symbol:UOp) -> int|None:
-  """Returns the factor of `symbol` in an int expression that is linear in the symbol, or 0 if the symbol does not occur in it. Returns None if the
-  expression is not linear in the symbol."""
-  if u is symbol: return 1
-  if symbol not in u.toposort(): return 0
-  if u.op is Ops.ADD:
-    x, y = (linear_in(s, symbol) for s in u.src)
-    return None if x is None or y is None else x + y
-  if u.op is Ops.MUL and u.src[1].op is Ops.CONST:
-    return None if (x := linear_in(u.src[0], symbol)) is None else x*int(u.src[1].val)
-  return None
 
 IN_DWORDS = ("float16", "bfloat16", "float32", "int32", "uint32")     # dtypes whose elements a buffer load returns as dwords
 EXACT = 2**24     # whole numbers up to this are exact in fp32

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from attn.functions.derivative import derivative, is_additive, tidied, why_no_derivative
 from attn.functions.interval import Interval
-from attn.functions.symbols import SCORE
+from attn.functions.symbols import SCORE, elements_of
 from attn.functions.trace import Traced
 from attn.ops import common as ops
 from attn.problem import Problem
@@ -15,7 +15,7 @@ from attn.score.lifted import Elementwise, Lifted
 from attn.score.mask import Mask, both_hold
 from attn.score.places import Positions, Walk
 from attn.score.term import Fragment, ScoreTerm, TermRegisters, Unit, one
-from attn.tinygrad_compat import Tensor, UOp
+from attn.tinygrad_compat import Tensor, UOp, dtypes
 
 # ***** score_mod *****
 
@@ -27,11 +27,19 @@ def _value(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
   mod = score_function(at.p)
   return Lifted(at, f"score_mod={mod}", x, unit.natural).scaled(tidied(mod.value), at.unit.of_natural)
 
+def float_elements(p:Problem) -> list[UOp]:
+  """Lists the elements of mod_tensors that score_mod reads and that have a gradient."""
+  return [u for u in elements_of(score_function(p).value) if dtypes.is_float(u.dtype)]
+
+def _variable(p:Problem) -> UOp:
+  """Returns the symbol by which a kernel differentiates score_mod: the score, or an element of a mod_tensor."""
+  return SCORE if p.by_element is None else float_elements(p)[p.by_element]
+
 def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
-  """Computes the derivative of a score_mod with respect to the score. Sets it to 0 where the function returns -inf: the weight P is 0 there, and the
-  product of P and the derivative must be 0, too, but the derivative could be infinite or NaN."""
+  """Computes the derivative of a score_mod by the score, or by the element that `Problem.by_element` names. Sets it to 0 where the function returns
+  -inf: the weight P is 0 there, and the product of P and the derivative must be 0, too, but the derivative could be infinite or NaN."""
   mod = score_function(at.p)
-  slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, SCORE), 1.0)
+  slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
   def nothing(x:UOp) -> list[UOp]: return [ops.extract(x, i).eq(-math.inf) for i in range(ops.length(x))]
   return [ops.select_each(nothing(x), 0.0, slope) for slope, x in zip(slopes, after)]
 
@@ -43,7 +51,7 @@ def _of(p:Problem) -> ScoreTerm:
   1. A function that attn cannot differentiate is marked as not differentiable."""
   mod = score_function(p)
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)
-  return replace(SCORE_MOD, derivative=one) if is_additive(mod.value) else SCORE_MOD
+  return replace(SCORE_MOD, derivative=one) if is_additive(mod.value, _variable(p)) else SCORE_MOD
 
 SCORE_MOD = ScoreTerm("score_mod", _value, _slope, _plain, (), TermRegisters.COLUMNS, placed=True, of=_of)
 

@@ -46,20 +46,6 @@ def check_derivatives(p:Problem) -> None:
   for term in score_terms(p):
     if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels have no derivative of it")
 
-def has_sum(p:Problem) -> bool:
-  """Says whether a term of a problem reads a tensor whose gradient is a sum that a kernel computes."""
-  return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
-
-def summed_term(p:Problem) -> ScoreTerm:
-  """Returns the term whose tensor has a gradient that a kernel sums. A problem has at most one such term. This function needs a problem that has
-  one."""
-  found, = (term for term in score_terms(p) if any(tensor.summed for tensor in term.tensors))
-  return found
-
-def summed_tensor(p:Problem) -> TermTensor:
-  found, = (tensor for tensor in summed_term(p).tensors if tensor.summed)
-  return found
-
 def terms_after(term:ScoreTerm) -> set[str]:
   """Returns the names of the terms that apply after `term`."""
   names = [x.name for x in TERMS]

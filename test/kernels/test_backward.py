@@ -475,5 +475,5 @@ def test_gradient_of_a_bias(arch:str, case:str) -> None:
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
   sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
   extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)
-  if parts is None: parts = choose_parts(problem(extras=extras, **{x: y for x, y in parameters.items() if x != "dlse"}), chip(arch)).dbias
+  if parts is None: parts = choose_parts(problem(extras=extras, **{x: y for x, y in parameters.items() if x != "dlse"}), chip(arch)).sums[0]
   for n in (0, parts): check_backward_kernels(arch, only="dbias", parts=n, extras=extras, **parameters)

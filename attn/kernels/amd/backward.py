@@ -8,7 +8,7 @@ reads it. If the walked rows are queries, each score of a lane belongs to anothe
 """
 from __future__ import annotations
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Self
 from attn.chips import Chip
@@ -32,7 +32,7 @@ from attn.kernels.tiles.common import numbers_of_queries
 from attn.ops import amd, common as ops
 from attn.ops.common import flat
 from attn.problem import Problem
-from attn.score.term import Row, ScoreTerm
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class AmdTrip:
   def dp(self, s:Any) -> tuple[Any, list[UOp]]:
     minus_delta = self.numbers(s)[1]
     return s, less_delta(self.product(s, 1, dp_start(minus_delta, self.left)), self.left, minus_delta)
-  def ds(self, weights:Weights, dp:list[UOp], added:ScoreTerm|None=None) -> list[UOp]: return gradients_of(weights, dp, added)
+  def ds(self, weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]: return gradients_of(weights, dp, derivatives)
   def kept(self, weights:Weights) -> list[UOp]:
     return [self.left.packed(ops.pack_weights(x, self.of.group.p.dtype), i) for i, x in enumerate(weights.p)]
   def rounded(self, ds:list[UOp]) -> list[UOp]: return [ops.pack(x, self.of.group.p.dtype) for x in ds]

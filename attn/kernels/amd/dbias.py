@@ -64,17 +64,17 @@ class AmdBias:
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
     """Loops over this workgroup's part of the scores that are summed."""
-    if self.bias.one_trip: return self.over_keys(self.of, s, work)
+    if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
     r = self.of.new.range(number, AxisType.LOOP)
     i = (first + r).minimum(self.bias.share.trips - 1)
     there = _queries_of(self.of, self.group.moved(self.bias.grid_of_trip(i)), i if self.bias.share.owns_keys else None)
-    done = self.over_keys(there, s.after(r), work)
+    done = self.over_keys(there, s.after(r), i, work)
     return s.after(self.of.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
-  def over_keys(self, of:AmdBackward, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    if self.bias.share.owns_keys: return s.after(of.trips.trip(s, self.bias.key_tile, True, of.trip(work)))
+  def over_keys(self, of:AmdBackward, s:Any, i:UOp, work:Callable[[Any, AmdTrip], Any]) -> Any:
+    if self.bias.share.owns_keys: return s.after(of.trips.trip(s, self.bias.key_tile_of(i), True, of.trip(work)))
     return of.trips.walk(s, self.bias.walked(of.group), of.trip(work))
 
   def sum(self, s:Any, ds:list[UOp], tile:AmdTrip) -> Any:
@@ -92,7 +92,7 @@ class AmdBias:
     """Returns the stores of this lane's elements of dS for tile t. One store writes several neighbouring keys."""
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
-            for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), of.row.there)]
+            for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), self.bias.stored(of.row))]
 
   def nothing(self, t:UOp) -> list[UOp]:
     """Returns the stores of 0 to tile t of the bias's gradient."""

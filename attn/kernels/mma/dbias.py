@@ -63,18 +63,19 @@ class MmaBias:
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
     """Loops over this thread block's part of the scores that are summed. An iteration begins when all reads of the previous iteration are done."""
-    if self.bias.one_trip: return self.over_keys(self.of, s, work)
+    if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(number, AxisType.LOOP)
-    place = self.bias.grid_of_trip((first + r).minimum(self.share.trips - 1))
-    there = _queries_of(self.group.moved(place), self.at, self.of.tile, self.of.state)
-    return s.after(self.over_keys(there, s.after(r).arrived(0), work).done.end(r))
+    i = (first + r).minimum(self.share.trips - 1)
+    there = _queries_of(self.group.moved(self.bias.grid_of_trip(i)), self.at, self.of.tile, self.of.state)
+    return s.after(self.over_keys(there, s.after(r).arrived(0), i, work).done.end(r))
 
-  def over_keys(self, of:MmaBackward, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
+  def over_keys(self, of:MmaBackward, s:MmaBackwardState, i:UOp, work:MmaWork) -> MmaBackwardState:
     s = s.started(of.warp_rows.copies(s.shared))
     if not self.share.owns_keys: return of.over_tiles(s, self.bias.walked(of.group), work)
-    return of.worked(of.fetch(s, self.bias.key_tile).arrived(0), self.bias.key_tile, True, work)
+    key_tile = self.bias.key_tile_of(i)
+    return of.worked(of.fetch(s, key_tile).arrived(0), key_tile, True, work)
 
   def sum(self, s:MmaBackwardState, ds:list[list[UOp]], tile:MmaTrip) -> MmaBackwardState:
     if self.share.stored_at_once: return s.after(UOp.group(*self.stores(tile.of, tile.t, ds, tile.part)))
@@ -96,7 +97,7 @@ class MmaBias:
     """Returns the stores of dS to memory, given as C fragments. The keys of the fragments begin at the `part`-th part of tile t."""
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, tiles) for n, values in enumerate(columns)
-            for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, row.there)]
+            for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, self.bias.stored(row))]
 
   def nothing(self, t:UOp) -> list[UOp]:
     """Returns the stores of 0 to tile t of the bias's gradient."""

@@ -2,6 +2,7 @@
 queries, P and dS of the own rows, and the stores of gradients. Walked rows are the rows of the other kind, over which the warp loops in tiles."""
 from __future__ import annotations
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 from attn.chips.matrix import Mma
@@ -20,7 +21,7 @@ from attn.kernels.tiles.mma import fragments
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.common import flat
 from attn.problem import Problem
-from attn.score.term import Row, ScoreTerm
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 L = TypeVar("L", bound=CopiedLayout)
@@ -182,8 +183,8 @@ class WarpTrip(Generic[L]):
   def weights(self, scores:list[list[UOp]], lse:Lse) -> list[Weights]:
     tiles = zip(scores, lse, self.warp_rows.of_lane)
     return [weights_of_rows(self.score, x, exponents, rows, self.tile_number, self.masked) for x, exponents, rows in tiles]
-  def ds(self, weights:list[Weights], dp:list[list[UOp]], added:ScoreTerm|None=None) -> list[list[UOp]]:
-    return [gradients_of(w, x, added) for w, x in zip(weights, dp)]
+  def ds(self, weights:list[Weights], dp:list[list[UOp]], derivatives:Collection[str]|None=None) -> list[list[UOp]]:
+    return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
     """Packs C fragments of one tile of rows into operand A of the next product."""
     return [nv.pack_a(a, b, self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]

@@ -6,7 +6,7 @@ Each gradient is a sum over the walked rows, with P or dS as weights. P and dS a
 """
 from __future__ import annotations
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from attn.chips import Chip
 from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, Weights, exact_exponent, exact_weights, gradients_of,
@@ -25,7 +25,7 @@ from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.ops.plain import plain
 from attn.problem import Problem
-from attn.score.term import Row, ScoreTerm
+from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 Columns = list[list[UOp]]      # a list for each own row: vectors with one number for each of four walked rows
@@ -231,8 +231,8 @@ class PlainTrip:
     _, dp = self.product(self.of.dp, 1, [*self.ready, self.of.barrier(*s.before)])
     return s, [less_delta(x if left.words else [ops.add(y, d) for y, d in zip(x, delta)], left, delta)
                for x, left, delta in zip(dp, self.left, self.minus_delta(s))]
-  def ds(self, weights:list[Weights], dp:Columns, added:ScoreTerm|None=None) -> Columns:
-    return [gradients_of(w, x, added) for w, x in zip(weights, dp)]
+  def ds(self, weights:list[Weights], dp:Columns, derivatives:Collection[str]|None=None) -> Columns:
+    return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def kept(self, weights:list[Weights]) -> Columns: return [left.numbers(w.p) for left, w in zip(self.left, weights)]
   def rounded(self, ds:Columns) -> Columns: return ds
   def add(self, s:PlainState, name:str, weights:Columns) -> PlainState: return replace(s, weights={**s.weights, WEIGHTED[name][1]: weights})

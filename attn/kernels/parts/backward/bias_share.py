@@ -1,19 +1,22 @@
 """The gradient of a bias (a tensor that is added to the scores), divided over workgroups: the block of the bias that each workgroup owns, and the
-loop in which the workgroup sums the gradient of this block."""
+loop in which the workgroup sums the gradient of this block. The same kernels sum the gradients of a caller's tensors (attn/score/sums.py), which are
+divided as the gradient of a bias of the sum's shape. For a sum of equal i - j a workgroup owns a diagonal of tiles."""
 from __future__ import annotations
-import math
+import functools, math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from attn.kernels.parts.grid.workgroup import Grid, Workgroup
+from attn.kernels.parts.grid.tensors import size_of_sum
+from attn.kernels.parts.grid.workgroup import Grid, Workgroup, in_order_of_start
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import Blocks, trip_count
 from attn.kernels.parts.program.counts import ceildiv
+from attn.kernels.parts.program.diagonals import Diagonals
 from attn.kernels.parts.weights.epilogue import store_row
 from attn.ops.common import flat
 from attn.problem import Problem
 from attn.score.masks import hiding
 from attn.score.term import Row
-from attn.score.terms import summed_tensor
+from attn.score.sums import Summed, sum_over_scores
 from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
@@ -24,58 +27,71 @@ class BiasShare:
   block_m: int
   block_n: int
 
+  @functools.cached_property
+  def summed(self) -> Summed: return sum_over_scores(self.p)
   @property
-  def tensor(self) -> tuple[tuple[int, ...], str]:
-    """(shape, dtype) of the bias."""
-    return self.p.extras[summed_tensor(self.p).name]
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the tensor that the kernel writes, without parts."""
+    return size_of_sum(self.p, self.block_m, self.block_n)
+  @functools.cached_property
+  def diagonals(self) -> Diagonals|None:
+    """The diagonals of tiles that workgroups own; None if the sum is not over diagonals."""
+    return Diagonals(self.p.Sq, self.p.Sk, self.block_m, self.block_n) if self.summed.diagonals else None
   @property
   def broadcast(self) -> tuple[bool, ...]:
     """Whether all batches, all heads, all queries and all keys share one bias: four bools. Each is True if the bias has size 1 along this axis and
     the problem has a larger size."""
-    return tuple(size == 1 and n > 1 for size, n in zip(self.tensor[0], (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
+    found = tuple(size == 1 and n > 1 for size, n in zip(self.summed.sizes, (self.p.B, self.p.H, self.p.Sq, self.p.Sk)))
+    return (*found[:2], False, False) if self.summed.diagonals else found
   @property
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads and blocks of queries over which one workgroup loops."""
+    """Numbers of batches, heads and blocks of queries over which one workgroup loops. On a diagonal there may be fewer blocks."""
     batches, heads, rows, _ = self.broadcast
-    return self.p.B if batches else 1, self.p.H if heads else 1, self.blocks if rows else 1
+    blocks = self.diagonals.most if self.diagonals is not None else self.blocks if rows else 1
+    return self.p.B if batches else 1, self.p.H if heads else 1, blocks
   @property
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads and blocks of queries that are divided among the workgroups."""
-    return self.p.B//self.walked[0], self.p.H//self.walked[1], self.blocks//self.walked[2]
+    """Numbers of batches, heads, and blocks of queries or diagonals that are divided among the workgroups."""
+    blocks = self.diagonals.count if self.diagonals is not None else self.blocks//self.walked[2]
+    return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property
   def owns_keys(self) -> bool:
-    """Whether a workgroup owns one tile of keys. If not, it loops over all tiles of keys."""
-    return any(self.broadcast[:3]) and not self.broadcast[3]
+    """Whether an iteration works on one tile of keys. If not, it loops over all tiles of keys."""
+    return self.summed.diagonals or (any(self.broadcast[:3]) and not self.broadcast[3])
   @property
   def uneven(self) -> bool:
     """Whether iterations of the outer loop need different tiles of keys, because queries see different keys or batches have different numbers of
     keys. The bound of the inner loop over tiles would then depend on the outer loop. tinygrad's linearizer finds no order for such loops."""
     batches, _, blocks = self.walked
-    return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and self.p.kv_lengths))
+    ends = self.p.kv_lengths or self.p.varlen
+    return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and ends))
   @property
-  def key_tiles(self) -> int: return ceildiv(self.p.Sk, self.block_n) if self.owns_keys else 1
+  def key_tiles(self) -> int:
+    """Number of tiles of keys that are divided among the workgroups."""
+    return ceildiv(self.p.Sk, self.block_n) if self.owns_keys and not self.summed.diagonals else 1
   @property
   def stored_at_once(self) -> bool:
     """Whether nothing has to be summed, because each number of the bias is added to only one score. Each tile of dS is then stored unchanged."""
-    return not any(self.broadcast)
+    return not any(self.broadcast) and not self.summed.diagonals
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
 
   def check_parts(self, parts:int) -> None:
     """Raises ValueError if the number of parts is negative, or larger than the number of iterations that are divided."""
-    if not 0 <= parts <= self.trips:
-      raise ValueError(f"parts={parts}: must be 0 (no parts) to {self.trips}, the blocks of queries that a workgroup loops over")
+    most = 1 if self.summed.diagonals else self.trips
+    if not 0 <= parts <= most:
+      raise ValueError(f"parts={parts}: must be 0 (no parts) to {most}, the blocks of queries that a workgroup loops over")
 
 @dataclass(frozen=True)
 class BiasPart:
   """The part of a bias's gradient that one workgroup computes."""
   share: BiasShare
   grid: Grid             # with numbers of a head and a block among the owned heads and the owned blocks of queries
-  key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup loops over all tiles
+  key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup loops over all tiles, or over a diagonal
   part: UOp              # number of the part of the sum that this workgroup computes
   parts: int             # number of parts in which the sum is left; 0: the sum is complete
 
@@ -97,12 +113,15 @@ class BiasPart:
   @property
   def first_place(self) -> Grid:
     """Position in the grid (head and block of queries) at which this workgroup's loop begins."""
-    return self.grid_of_trip(self.part if self.one_trip else UOp.const(0))
+    return self.grid_of_trip(self.first_trip)
+  @property
+  def first_trip(self) -> UOp: return self.part if self.one_trip else UOp.const(0)
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
     """Number of the first loop iteration of this workgroup, and number of its iterations."""
-    trips = self.share.trips
+    trips, (batches, heads, _) = self.share.trips, self.share.walked
+    if self.share.diagonals is not None: return UOp.const(0), self.share.diagonals.range(self.grid.block)[1]*(batches*heads)
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
     each = ceildiv(trips, self.parts)
     first = self.part*each
@@ -110,9 +129,24 @@ class BiasPart:
 
   def grid_of_trip(self, i:UOp) -> Grid:
     """Returns the position in the grid for iteration i: the head and the block of queries that the workgroup works on."""
-    _, heads, blocks = self.share.walked
-    batch, head = self.grid.head//self.share.owned[1] + i//(heads*blocks), self.grid.head%self.share.owned[1] + i//blocks%heads
-    return replace(self.grid, head=batch*self.share.p.H + head, block=self.grid.block + i%blocks)
+    heads = self.share.walked[1]
+    of_heads, block, _ = self.place_of_trip(i)
+    batch, head = self.grid.head//self.share.owned[1] + of_heads//heads, self.grid.head%self.share.owned[1] + of_heads%heads
+    return replace(self.grid, head=batch*self.share.p.H + head, block=block)
+
+  def key_tile_of(self, i:UOp) -> UOp:
+    """Returns the tile of keys that iteration i works on."""
+    return self.place_of_trip(i)[2]
+
+  def place_of_trip(self, i:UOp) -> tuple[UOp, UOp, UOp]:
+    """Returns for iteration i the number of the head among those that the workgroup loops over, the block of queries in the order of start, and the
+    tile of keys."""
+    (batches, heads, most), diagonals = self.share.walked, self.share.diagonals
+    if diagonals is None: return i//most, self.grid.block + i%most, self.key_tile
+    first, count = diagonals.range(self.grid.block)
+    head, n = (UOp.const(0), i) if batches*heads == 1 else (i//count.maximum(1), i%count.maximum(1))
+    block, key_tile = diagonals.place(self.grid.block, first + n)
+    return head, in_order_of_start(self.share.p, block, self.share.blocks), key_tile
 
   def walked(self, group:Workgroup) -> Blocks:
     """Returns the tiles of keys that an iteration loops over: the tiles that its queries see. If iterations need different tiles (`uneven`), returns
@@ -122,17 +156,25 @@ class BiasPart:
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)
 
   # ***** the stores *****
-  def row_start(self, row:Row) -> UOp:
+  def stored(self, row:Row) -> UOp:
+    """Returns whether a row of sums is stored: on diagonals every row of a tile is stored, and otherwise a row that exists."""
+    return UOp.const(True) if self.share.diagonals is not None else row.there
+
+  def row_start(self, group:Workgroup, row:Row) -> UOp:
     """Returns the flat index, in the gradient of the bias, at which a row begins. If all queries share one row, returns the index of this shared
     row."""
-    batches, heads, rows, keys = self.share.tensor[0]
+    batches, heads, rows, keys = self.share.shape
     batch, head = self.grid.head//self.share.owned[1], self.grid.head%self.share.owned[1]
-    return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + (0 if self.share.walked[2] > 1 or rows == 1 else row.index))*keys
+    own = 0 if rows == 1 else row.index
+    if self.share.diagonals is not None: own = self.grid.block*self.share.block_m + (row.index - group.first_row)
+    elif self.share.walked[2] > 1: own = 0
+    return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + own)*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
     """Returns the stores of consecutive elements to a row of the gradient, in the order of the keys."""
-    (shape, own), gradient = self.share.tensor, flat(group.given[f"d{summed_tensor(self.share.p).name}"])
-    return store_row(group.arch, gradient, "float32" if self.parts else own, shape[3], self.row_start(row), column, values, there)
+    found, gradient = self.share.summed, flat(group.given[f"d{self.share.summed.name}"])
+    dtype = "float32" if self.parts else found.dtype
+    return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
     """Returns loops over the tiles of keys that no query of the block sees. `stores` makes the stores to one such tile."""

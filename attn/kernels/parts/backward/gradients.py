@@ -2,7 +2,7 @@
 the lse that was lost by rounding to fp32."""
 from __future__ import annotations
 import functools, math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.grid.tensors import log_sums
@@ -16,8 +16,7 @@ from attn.kernels.tiles.common import numbers_of_queries, units_of_numbers
 from attn.ops import common as ops
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
-from attn.score.term import Row, ScoreTerm
-from attn.score.terms import terms_after
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
 from attn.values import LOG2E
 
@@ -147,12 +146,12 @@ def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[
   then subtracts delta."""
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
-def gradients_of(weights:Weights, dp:list[UOp], added:ScoreTerm|None=None) -> list[UOp]:
-  """Computes dS = P * (dP - delta), the gradient of the raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. `added`
-  may name a term that adds a value to each score: then computes the gradient of this value instead."""
+def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
+  """Computes dS = P * (dP - delta), the gradient of the raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. If
+  `derivatives` names terms, multiplies only by the derivatives of these terms: the result is then the gradient of a value inside a term."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
-    if added is None or name in terms_after(added): ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
+    if derivatives is None or name in derivatives: ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:

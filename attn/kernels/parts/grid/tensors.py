@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 from attn.kernels.parts.memory.rows import strides
+from attn.kernels.parts.program.diagonals import Diagonals
 from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
 from attn.problem import BYTES, Problem, Shapes, Strided
-from attn.score.terms import check_derivatives, score_terms, summed_tensor
+from attn.score.sums import sum_over_scores
+from attn.score.terms import check_derivatives, score_terms
 
 X = TypeVar("X")
 
@@ -54,12 +56,20 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
-def dbias_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The kernel writes the gradient (`in_parts`) of the
-  tensor that `summed_tensor` returns. It reads q, k, v, lse, with wide scores lse_rest, delta, do, and the optional tensors."""
-  x, name = of_backward(p).shapes, summed_tensor(p).name
-  return {f"d{name}": in_parts(x[name], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
+def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
+  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The kernel writes the sum `sum_over_scores(p)`, for the
+  gradient of a tensor (`in_parts`). A sum over diagonals has a size that depends on the tile. The kernel reads q, k, v, lse, with wide scores
+  lse_rest, delta, do, and the optional tensors."""
+  x, found = of_backward(p).shapes, sum_over_scores(p)
+  size = found.sizes if tile is None else size_of_sum(p, tile.block_m, tile.block_n)
+  return {f"d{found.name}": in_parts((size, found.dtype), parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
+
+def size_of_sum(p:Problem, block_m:int, block_n:int) -> tuple[int, ...]:
+  """Returns the shape of the sum `sum_over_scores(p)` as a kernel with a tile of this size leaves it."""
+  found = sum_over_scores(p)
+  if not found.diagonals: return found.sizes
+  return (*found.sizes[:2], Diagonals(p.Sq, p.Sk, block_m, block_n).count*block_m, block_n)
 
 def too_wide(p:Problem) -> str|None:
   """Returns the reason if the rows of a problem are too long for a kernel that holds a row of O in registers, otherwise None."""

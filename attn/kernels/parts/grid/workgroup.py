@@ -102,11 +102,16 @@ class BlockRows:
   end: int|UOp
   further: int|UOp
 
+def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
+  """Converts the number of a block of queries to its place in the order in which blocks start, and the reverse. Under a causal mask the blocks with
+  the most keys start first."""
+  return blocks - 1 - number if hiding(p).after else number
+
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start: under a causal mask the blocks with the most
-  keys start first. With `buffers`, the first row becomes part of the offsets of buffer instructions, which must not be negative."""
+  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start. With `buffers`, the first row becomes part of
+  the offsets of buffer instructions, which must not be negative."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
-  block, end, before = pieces*blocks - 1 - number if hiding(p).after else number, x.n_q*heads, UOp.const(0)
+  block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
   if p.dealt is not None and pieces > 1:
     in_front, front = block < blocks, p.dealt.front*heads

@@ -1,0 +1,45 @@
+"""Reads the index with which a traced function picks an element of a tensor: along each axis a number of the pair of a query and a key, or a
+constant."""
+from __future__ import annotations
+from typing import NamedTuple
+from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, indices_of
+from attn.tinygrad_compat import Ops, UOp, dtypes
+
+class Along(NamedTuple):
+  """Index along one axis of a tensor: `sign*what + plus`. `what` is one of b, h, i, j and i - j, by these names, or None for a constant index."""
+  what: str|None
+  sign: int
+  plus: int
+
+# factors of b, h, i and j in an index -> what the index counts, and its sign
+_COUNTED: dict[tuple[int|None, ...], tuple[str|None, int]] = {(0, 0, 0, 0): (None, 1)} | {
+  tuple(sign*x for x in factors): (what, sign) for sign in (1, -1) for what, factors in (
+    ("b", (1, 0, 0, 0)), ("h", (0, 1, 0, 0)), ("i", (0, 0, 1, 0)), ("j", (0, 0, 0, 1)), ("i - j", (0, 0, 1, -1)))}
+
+def linear_in(u:UOp, symbol:UOp) -> int|None:
+  """Returns the factor of `symbol` in an int expression that is linear in the symbol, or 0 if the symbol does not occur in it. Returns None if the
+  expression is not linear in the symbol."""
+  if u is symbol: return 1
+  if not depends(u, symbol): return 0
+  if u.op is Ops.ADD:
+    x, y = (linear_in(s, symbol) for s in u.src)
+    return None if x is None or y is None else x + y
+  if u.op is Ops.MUL and u.src[1].op is Ops.CONST:
+    return None if (x := linear_in(u.src[0], symbol)) is None else x*int(u.src[1].val)
+  return None
+
+def _along(index:UOp) -> Along|None:
+  symbols = (BATCH, QUERY_HEAD, QUERY, KEY)
+  factors = tuple(linear_in(index, symbol) for symbol in symbols)
+  if factors not in _COUNTED or elements_of(index): return None
+  plus = index.substitute({symbol: UOp.const(0, dtypes.int) for symbol in symbols}).simplify()
+  what, sign = _COUNTED[factors]
+  return Along(what, sign, int(plus.val)) if plus.op is Ops.CONST else None
+
+def simple_index(element:UOp) -> tuple[Along, ...]|None:
+  """Returns the index of an element along each axis of its tensor. Returns None if a part of the index is more than a constant, b, h, i, j or i - j,
+  with either sign and a constant added, or if two axes count one thing."""
+  found = [_along(index) for index in indices_of(element)]
+  known = tuple(x for x in found if x is not None)
+  counted = [symbol for x in known if x.what is not None for symbol in x.what.split(" - ")]
+  return known if len(known) == len(found) and len({*counted}) == len(counted) else None

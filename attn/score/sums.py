@@ -1,0 +1,64 @@
+"""Sums over scores that the kernel `backward_dbias` computes: the gradient of a bias, or of what score_mod reads of a mod_tensor.
+
+An element of such a tensor changes many scores. Its gradient is the sum of the gradients of these scores, each multiplied by the derivative of the
+score by the element."""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from attn.functions.indices import simple_index
+from attn.functions.symbols import number_of_tensor
+from attn.problem import Problem
+from attn.score.own import float_elements
+from attn.score.terms import score_terms, terms_after
+from attn.tinygrad_compat import UOp
+
+OTHER_INDEX = "an index is more than b, h, i, j or i - j and a constant; index by i - j, and make the tensor with tinygrad operations"
+
+@dataclass(frozen=True)
+class Summed:
+  """A sum over scores.
+
+    name: name of the tensor whose gradient the sum is, or is a part of
+    sizes: sizes of the sum along batches, heads, queries and keys. 1 along an axis over which the scores are added
+    dtype: dtype in which the kernel stores a complete sum
+    derivatives: names of the terms whose derivatives a score's gradient is multiplied by
+    diagonals: whether scores with equal i - j are added. Then the kernel leaves a sum for each score of each diagonal of tiles"""
+  name: str
+  sizes: tuple[int, ...]
+  dtype: str
+  derivatives: tuple[str, ...]
+  diagonals: bool = False
+
+def sum_over_scores(p:Problem) -> Summed:
+  """Returns the sum that a kernel of a problem computes. Needs a problem with a sum: `Problem.by_element` names an element of a mod_tensor, or there
+  is a bias."""
+  if p.by_element is not None: return _of_element(p, float_elements(p)[p.by_element])
+  (term, tensor), = ((term, tensor) for term in score_terms(p) for tensor in term.tensors if tensor.summed)
+  return Summed(tensor.name, *p.extras[tensor.name], tuple(terms_after(term)))
+
+def _of_element(p:Problem, element:UOp) -> Summed:
+  index = simple_index(element)
+  assert index is not None
+  counted = {x.what for x in index}
+  sizes = tuple(n if what in counted else 1 for what, n in zip(("b", "h", "i", "j"), (p.B, p.H, p.Sq, p.Sk)))
+  return Summed(f"mod_tensor{number_of_tensor(element)}", sizes, "float32", ("score_mod",), "i - j" in counted)
+
+def has_sum(p:Problem) -> bool:
+  """Says whether a term of a problem reads a tensor whose gradient is a sum that a kernel computes."""
+  return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
+
+def problems_of_sums(p:Problem) -> tuple[Problem, ...]:
+  """Returns the problem once for each sum that gradients of its tensors need: of a bias, and of each element that score_mod reads of those
+  mod_tensors for which `why_not_summed` has no reason."""
+  elements = [] if p.score_mod is None else float_elements(p)
+  wanted = [n for n, u in enumerate(elements) if why_not_summed(p, number_of_tensor(u)) is None]
+  return (*[p]*has_sum(p), *(replace(p, by_element=n) for n in wanted))
+
+def why_not_summed(p:Problem, number:int) -> str|None:
+  """Returns the reason why no kernel sums the gradient of mod_tensors[number], or None if a kernel does."""
+  if p.first_batch_and_head or p.dealt is not None: return "the problem lies on several devices"
+  for index in (simple_index(u) for u in float_elements(p) if number_of_tensor(u) == number):
+    if index is None: return OTHER_INDEX
+    counted = {x.what for x in index}
+    if p.varlen and counted & {"i", "j", "i - j"}: return "sequences are packed, and an index depends on i or j"
+    if p.kv_lengths and not p.top_left and counted & {"i", "i - j"}: return "kv_lengths says at run time what i is"
+  return None
