@@ -203,9 +203,10 @@ def _rows_with_equals(values:Array) -> Array:
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects `total` (..., n, columns), the sums of squares of terms, for rows that have groups of equal `values` (..., n, m). The terms of a group
-  are added before they are squared, and the row's total is the sum of these squares over its groups. `terms(rows, order)` returns the terms of some
-  rows as (count, m, columns), sorted by `order` (count, m). Also returns which rows were corrected (..., n, 1)."""
+  """Corrects `total` (..., n, columns), the sums of squares of terms, in rows that have groups of equal `values` (..., n, m). Equal values have equal
+  rounding errors. So the terms of such a group are added before they are squared, and the row's total is the sum of these squares over its groups.
+  `terms(rows, order)` returns the terms of some rows as (count, m, columns), sorted by `order` (count, m). Returns the corrected total, and which
+  rows were corrected (..., n, 1)."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -222,8 +223,8 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Adds up (the group's sum of r_j (factor_j x_j - centre))^2 over groups of keys with equal `values`. A group is added before it is squared,
-  because the roundings of equal values are equal. Also returns which rows have such groups."""
+  """Returns the sum, over groups of keys with equal `values`, of (the group's sum of r_j (factor_j x_j - centre))^2. The terms of a group are added
+  before they are squared, because equal values have equal rounding errors. Also returns which rows have such groups."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]

@@ -48,7 +48,7 @@ def _check_starts(name:str, starts:Any) -> Tensor:
   return starts
 
 def _lengths(cu_seqlens:Tensor|None) -> Tensor:
-  """Lengths of packed sequences."""
+  """Returns the length of each packed sequence. `cu_seqlens` holds the row at which each sequence begins, and then the total."""
   starts = _check_starts("cu_seqlens_k", cu_seqlens)
   return (starts[1:] - starts[:-1]).contiguous()
 

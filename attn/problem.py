@@ -386,7 +386,7 @@ class Problem:
     """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Returns the sum, over all queries, of the number of keys that lie before the key `further` places after the diagonal key."""
+      """Returns how many keys lie before the key that is `further` places after a query's diagonal key, added up over all queries."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)

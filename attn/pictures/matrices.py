@@ -106,7 +106,8 @@ def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], 
 TOP, GAP = 100, 44     # top of the first matrix, and the gap between matrices
 
 def draw_amd(mat:Matrix, chips:str) -> Drawing:
-  """Draws B above C and A to the left of C, as a product is written. Below the matrices are the keys in the order in which V^T lies in LDS."""
+  """Draws the matrices A, B and C of an AMD matrix instruction, as a product is written: B above C, and A to the left of C. Below the matrices, draws
+  the order of the keys along a row of V^T in LDS."""
   a, b, c, depth = operand_cells(mat), mirrored(operand_cells(mat)), accumulator_cells(mat), contraction(mat, 1)
   size = min(18, 640//(depth + mat.N))
   a_x, b_y = 110, TOP

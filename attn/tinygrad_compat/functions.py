@@ -44,9 +44,9 @@ def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Makes the body of a FUNCTION return a buffer that it fills anyway: if the body copies an output to a buffer, as an input of a kernel, the copy
-  replaces the output. Otherwise tinygrad would compute both. An output whose buffer is filled on one device after another is copied: tinygrad would
-  replace the tensor on all devices by the caller's, but not the buffers of the single devices."""
+  """Saves the body of a FUNCTION a second computation of its outputs. If the body copies an output to a buffer, because a kernel reads it there, then
+  the body returns this copy. Otherwise tinygrad would compute the output again. An output whose buffer is filled on one device after another is
+  copied: tinygrad would replace the tensor on all devices by the caller's, but not the buffers of the single devices."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}

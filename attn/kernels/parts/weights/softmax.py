@@ -40,10 +40,10 @@ class Sums:
     return Sums(dtype, (kind, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list for each S^T tile. Dot
-    products that issue at once add to two different sums: the sums of two query tiles, or the sums of the even and of the odd S^T tiles of one query
-    tile. The second sum begins with another dword of each vector, because the first dwords of the vectors of both sums are in the same register
-    bank."""
+    """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list for each S^T tile. If the
+    chip issues two dot products at once, they add to two different sums. These are the sums of two query tiles, or, for a single query tile, the sums
+    of its even and of its odd S^T tiles. Two dot products can issue at once only if their operands lie in different register banks. The first dwords
+    of all vectors lie in the same bank, so the second sum begins with another dword of each vector."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
