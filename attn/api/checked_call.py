@@ -17,7 +17,7 @@ from attn.functions.trace import TensorKind, functions_of
 from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.parallel.shards import SequenceShards
 from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, Pages, Problem, Strided, problem_of
-from attn.score.masks import check_moves, has_own_functions
+from attn.score.masks import check_moves, fixed_in_sequence
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, static_shape
@@ -211,5 +211,5 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
   if x.shards is not None and arch is None:
     raise NotImplementedError(f"q, k or v sharded along rows: no kernel merges results on {device}; shard along batch or heads")
   call = CheckedCall(p, {**x.tensors, **extras}, arch, x.at, options.out, shards=x.shards)
-  if x.shards is not None and not (has_own_functions(p) and call.shared_rows.gathers): check_moves(p)
+  if x.shards is not None and not (fixed_in_sequence(p) and call.shared_rows.gathers): check_moves(p)
   return call

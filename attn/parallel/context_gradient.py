@@ -16,7 +16,7 @@ from attn.kernels.parts.grid.tensors import log_sums
 from attn.parallel.context import SharedRows, filled_with_rows, in_buffers, launch_problem, launch_tensors, passed, rows_in_buffer, shards_of
 from attn.parallel.sequence import in_order, shard_sequence
 from attn.parallel.shards import ContextLaunch, PieceRun
-from attn.score.masks import has_own_functions
+from attn.score.masks import fixed_in_sequence
 from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, cache_of_kernels
@@ -25,9 +25,9 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch. They cannot if the caller gave a score_mod or mask_mod: these take places in the
-  whole sequence, but a launch over the keys of one device counts keys from the first key of this device."""
-  if has_own_functions(c.problem): return False
+  """Returns whether the backward kernels can compute every launch. They cannot if a term or mask needs places in the whole sequence: a launch over
+  the keys of one device counts keys from the first key of this device."""
+  if fixed_in_sequence(c.problem): return False
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:

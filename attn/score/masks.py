@@ -10,6 +10,7 @@ from attn.score.mask import Mask, both_hold
 from attn.score.own import MASK_MOD
 from attn.score.places import Positions, Walk
 from attn.score.term import Fragment
+from attn.score.terms import score_terms
 from attn.score.window import WINDOW_MASK
 from attn.tinygrad_compat import Tensor, UOp
 
@@ -71,20 +72,20 @@ def told(p:Problem, masks:tuple[Mask, ...]) -> str:
   """Returns a text with the fields of a problem that the given masks read, and the values of these fields."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
-def has_own_functions(p:Problem) -> bool:
-  """Returns whether a problem has a score_mod or mask_mod. These depend on places in the whole sequence."""
-  return bool(p.functions) or p.mask_bounds is not None
+def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
+  """Returns the names of the terms and masks of a problem that depend on more than the distance of query and key. They need places in the whole
+  sequence."""
+  walk, row, each = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0), scattered(p)
+  masks = [mask for mask in SCORE_MASKS if not mask.moves and (mask in each or any(x is not None for x in mask.seen(walk, row)))]
+  return (*[term.name for term in score_terms(p) if not term.moves], *[mask.name for mask in masks])
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError for a mask that depends on more than the distance of query and key. Devices that share rows and do not gather the keys
-  cannot compute such a mask."""
-  if has_own_functions(p):
-    raise NotImplementedError("score_mod or mask_mod with k and v that devices share by their rows: a device that does not gather all keys counts "
-                              "them from its own first one, and functions need their places in the whole sequence; shard q along its rows, too, or "
-                              "q, k and v along batch or heads")
-  if fixed := tuple(mask for masks in hiding(p) for mask in masks if not mask.moves):
-    raise NotImplementedError(f"{told(p, fixed[:1])} with rows that devices share: each device counts keys from its own first one, and the "
-                              "mask needs their places in the whole sequence; shard q, k and v along batch or heads instead")
+  """Raises NotImplementedError for a term or mask that needs places in the whole sequence. Devices that share rows and do not gather the keys cannot
+  compute it."""
+  if names := fixed_in_sequence(p):
+    raise NotImplementedError(f"{' and '.join(names)} with k and v that devices share by their rows: a device that does not gather all keys counts "
+                              "them from its own first one, but places in the whole sequence are needed; shard q along its rows, too, or q, k and v "
+                              "along batch or heads")
 
 def plain_masks(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Positions], Tensor|None]:
   """Returns a function that applies all masks of a problem in tensor operations. The function says whether a query sees a key; None: every query sees

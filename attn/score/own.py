@@ -53,7 +53,7 @@ def _of(p:Problem) -> ScoreTerm:
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)
   return replace(SCORE_MOD, derivative=one) if is_additive(mod.value, _variable(p)) else SCORE_MOD
 
-SCORE_MOD = ScoreTerm("score_mod", _value, _slope, _plain, (), TermRegisters.COLUMNS, placed=True, of=_of)
+SCORE_MOD = ScoreTerm("score_mod", _value, _slope, _plain, (), TermRegisters.COLUMNS, placed=True, moves=False, of=_of)
 
 # ***** mask_mod *****
 
@@ -75,4 +75,4 @@ def _sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
     found = both_hold(None if first is None else at.place_of_key >= first, None if last is None else at.place_of_key <= last)
   return found if p.mask_mod is None else both_hold(found, parts_in_tensors(p.mask_mod.value, None, at, given)[p.mask_mod.value])
 
-MASK_MOD = Mask("mask_mod", _interval, _sees, _seen)
+MASK_MOD = Mask("mask_mod", _interval, _sees, _seen, moves=False)

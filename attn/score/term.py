@@ -121,7 +121,8 @@ class ScoreTerm:
     derivative: computes the derivative in the backward kernels. None: they cannot, and tinygrad differentiates `plain`
     differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
     of: returns the row for one problem, where it depends on the problem. None: the row is the same for all problems
-    placed: whether the term depends on how far a query and a key are apart in their sequence"""
+    placed: whether the term depends on how far a query and a key are apart in their sequence
+    moves: whether scores stay the same if queries and keys are both counted from another row (as in Mask)"""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
   derivative: TermDerivative|None
@@ -129,5 +130,6 @@ class ScoreTerm:
   tensors: tuple[TermTensor, ...] = ()
   registers: TermRegisters = TermRegisters.FEW
   placed: bool = False
+  moves: bool = True
   differentiable: bool = True
   of: Callable[[Problem], ScoreTerm]|None = None

@@ -154,5 +154,7 @@ def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
 def test_devices_that_share_rows_refuse_it(monkeypatch:pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(masks, "SCORE_MASKS", with_row(replace(WINDOW_MASK, moves=False)))
   with emulated("gfx942"):
-    q = attn.shard_sequence(Tensor(floats(1, 2, 8, 16), device="EMU"), ("EMU:0", "EMU:1"), 2, "contiguous")
-    with pytest.raises(NotImplementedError, match=r"window=\(3, -1\) with rows that devices share"): attn.attention(q, q, q, window=(3, -1))
+    q, devices = Tensor(floats(1, 2, 8, 16), device="EMU").realize(), ("EMU:0", "EMU:1")
+    k = q.shard(devices, 2)
+    with pytest.raises(NotImplementedError, match="window with k and v that devices share"):
+      attn.attention(q.shard(devices), k, k, window=(3, -1))
