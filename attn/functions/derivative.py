@@ -70,7 +70,9 @@ def _limit(value:UOp) -> float:
       case _: found[u] = math.inf if _exponent_of_sigmoid(u) is None else 1.0
   return found[value] if value in found else _limit_of_symbol(value)
 
-def _may_be_infinite(slope:UOp) -> bool: return not _limit(slope.simplify()) < _OVERFLOW
+def may_be_infinite(value:UOp) -> bool:
+  """Returns whether an expression may be infinite in float32. A score may be."""
+  return not _limit(value.simplify()) < _OVERFLOW
 
 # ***** a rule for each operation *****
 
@@ -86,13 +88,13 @@ def _of_mul(u:UOp, at:Slopes) -> UOp:
 
 def _of_reciprocal(u:UOp, at:Slopes) -> UOp:
   r, y = _number(u), _exponent_of_sigmoid(u)
-  if y is not None: return _product(r - r*r, at[y].value*-LN2, _may_be_infinite(at[y].value))
+  if y is not None: return _product(r - r*r, at[y].value*-LN2, may_be_infinite(at[y].value))
   slope = at[u.src[0]].value
-  return _product(r, r*slope*-1, _may_be_infinite(slope))
+  return _product(r, r*slope*-1, may_be_infinite(slope))
 
 def _of_exp2(u:UOp, at:Slopes) -> UOp:
   slope = at[u.src[0]].value
-  return _product(_number(u), slope*LN2, _may_be_infinite(slope))
+  return _product(_number(u), slope*LN2, may_be_infinite(slope))
 
 def _of_log2(u:UOp, at:Slopes) -> UOp: return _product(_number(u.src[0]).reciprocal()*LOG2E, at[u.src[0]].value, False)
 
@@ -112,7 +114,7 @@ def _of_pow(u:UOp, at:Slopes) -> UOp:
     parts.append(part if _is_flat_at_zero(u) else found.value.ne(0).where(part, _ZERO))
   if (found := at.get(u.src[1])) is not None:
     slope = base.log2()*LN2*found.value
-    parts.append(base.ne(0).where(_product(_number(u), slope, _may_be_infinite(slope)), _ZERO))
+    parts.append(base.ne(0).where(_product(_number(u), slope, may_be_infinite(slope)), _ZERO))
   return _total(parts)
 
 def _of_max(u:UOp, at:Slopes) -> UOp:

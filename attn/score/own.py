@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from attn.functions.derivative import derivative, is_additive, tidied, why_no_derivative
+from attn.functions.derivative import derivative, is_additive, may_be_infinite, tidied, why_no_derivative
 from attn.functions.interval import Interval
 from attn.functions.symbols import SCORE, elements_of
 from attn.functions.trace import Traced
@@ -40,6 +40,7 @@ def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UO
   -inf: the weight P is 0 there, and the product of P and the derivative must be 0, too, but the derivative could be infinite or NaN."""
   mod = score_function(at.p)
   slopes = Lifted(at, f"score_mod={mod}", before, unit.natural).scaled(derivative(mod.value, _variable(at.p)), 1.0)
+  if not may_be_infinite(mod.value) and not float_elements(at.p): return slopes     # the function never returns -inf. (Tensors may hold -inf.)
   def nothing(x:UOp) -> list[UOp]: return [ops.extract(x, i).eq(-math.inf) for i in range(ops.length(x))]
   return [ops.select_each(nothing(x), 0.0, slope) for slope, x in zip(slopes, after)]
 
