@@ -11,8 +11,9 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Returns the gradient of the tensor to which the element `p.by_element` belongs, as far as it comes from this element, in fp32 and in the tensor's
-  shape. `sums` is what the kernel computed with a tile of this size."""
+  """Returns a part of the gradient of a tensor of mod_tensors, in fp32 and in the tensor's shape: the part that comes from the element
+  `p.by_element`, one of the places at which score_mod reads the tensor. `sums` is what the kernel `backward_dbias` computed with a tile of block_m x
+  block_n."""
   assert p.by_element is not None
   element = float_elements(p)[p.by_element]
   index, shape = simple_index(element), [int(n) for n in tensor_of(element).shape]
@@ -36,8 +37,8 @@ def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds scores with equal i - j: from the sums of each diagonal of tiles, (B, H, diagonals*block_m, block_n), to the sum of each number i - j from
-  1 - Sk to Sq - 1, (B, H, Sq + Sk - 1). Here i is the number of the query's row."""
+  """Adds up scores with equal i - j, where i is the number of the query's row. `sums` (B, H, diagonals*block_m, block_n) holds, for each diagonal of
+  tiles, the sum of its tiles. Returns (B, H, Sq + Sk - 1): one sum for each number i - j from 1 - Sk to Sq - 1."""
   batches, heads = (int(n) for n in sums.shape[:2])
   m, n = of.block_m, of.block_n
   width = m + n - 1                               # distances of one tile: x - y + n - 1 of its row x and its column y

@@ -133,7 +133,8 @@ def check_realized(name:str, t:Tensor) -> Tensor:
   return t
 
 def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Tensor]) -> Array:
-  """Returns the lists. They are made on the device of a call, where later calls need them. For another chip the emulator makes them."""
+  """Returns the lists of tiles over which workgroups loop, as numbers. The lists are made on the device of the call, where later calls need them, or,
+  for another chip than the device's, on the emulator."""
   here, mask = arch_of(device), x.p.mask_mod
   assert mask is not None
   read = {name: check_realized(name, given[name]) for name in (f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value))}

@@ -37,8 +37,8 @@ NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns the first or the last column that all clauses leave visible; `at` says which end each edge has. A clause leaves a column visible if one
-  of its edges does. Returns None if there are no clauses."""
+  """Returns the first column that all clauses leave visible, or the last one. `at` returns the first (or last) column that an edge shows. A clause
+  leaves a column visible if one of its edges does. Returns None if there are no clauses."""
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:

@@ -1,12 +1,12 @@
-"""Reads the index with which a traced function picks an element of a tensor: along each axis a number of the pair of a query and a key, or a
-constant."""
+"""Reads the index by which a traced function picks an element of a tensor. Along each axis, the index is a number of the pair of query and key (such
+as i or i - j), or a constant."""
 from __future__ import annotations
 from typing import NamedTuple
 from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, indices_of
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 class Along(NamedTuple):
-  """Index along one axis of a tensor: `sign*what + plus`. `what` is one of b, h, i, j and i - j, by these names, or None for a constant index."""
+  """Index along one axis of a tensor: `sign*what + plus`. `what` is the name "b", "h", "i", "j" or "i - j", or None for a constant index."""
   what: str|None
   sign: int
   plus: int
@@ -37,8 +37,8 @@ def _along(index:UOp) -> Along|None:
   return Along(what, sign, int(plus.val)) if plus.op is Ops.CONST else None
 
 def simple_index(element:UOp) -> tuple[Along, ...]|None:
-  """Returns the index of an element along each axis of its tensor. Returns None if a part of the index is more than a constant, b, h, i, j or i - j,
-  with either sign and a constant added, or if two axes count one thing."""
+  """Returns the index of an element along each axis of its tensor. Returns None unless each index is a constant, or one of b, h, i, j and i - j, with
+  either sign and with a constant added. Also returns None if two axes depend on the same one of b, h, i and j."""
   found = [_along(index) for index in indices_of(element)]
   known = tuple(x for x in found if x is not None)
   counted = [symbol for x in known if x.what is not None for symbol in x.what.split(" - ")]

@@ -15,13 +15,13 @@ OTHER_INDEX = "an index is more than b, h, i, j or i - j and a constant; index b
 
 @dataclass(frozen=True)
 class Summed:
-  """A sum over scores.
+  """A sum over scores that a kernel computes for a gradient.
 
     name: name of the tensor whose gradient the sum is, or is a part of
     sizes: sizes of the sum along batches, heads, queries and keys. 1 along an axis over which the scores are added
     dtype: dtype in which the kernel stores a complete sum
     derivatives: names of the terms whose derivatives a score's gradient is multiplied by
-    diagonals: whether scores with equal i - j are added. Then the kernel leaves a sum for each score of each diagonal of tiles"""
+    diagonals: whether scores with equal i - j are added. The kernel then stores, for each diagonal of tiles, the sum of its tiles"""
   name: str
   sizes: tuple[int, ...]
   dtype: str
@@ -47,14 +47,14 @@ def has_sum(p:Problem) -> bool:
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
 
 def problems_of_sums(p:Problem) -> tuple[Problem, ...]:
-  """Returns the problem once for each sum that gradients of its tensors need: of a bias, and of each element that score_mod reads of those
-  mod_tensors for which `why_not_summed` has no reason."""
+  """Returns the problem once for each sum over scores that the gradients of its tensors need. There is a sum for a bias, and one for each place at
+  which score_mod reads a tensor of mod_tensors. Tensors for which `why_not_summed` returns a reason are left out."""
   elements = [] if p.score_mod is None else float_elements(p)
   wanted = [n for n, u in enumerate(elements) if why_not_summed(p, number_of_tensor(u)) is None]
   return (*[p]*has_sum(p), *(replace(p, by_element=n) for n in wanted))
 
 def why_not_summed(p:Problem, number:int) -> str|None:
-  """Returns the reason why no kernel sums the gradient of mod_tensors[number], or None if a kernel does."""
+  """Returns the reason why no kernel sums the gradient of tensor number `number` of mod_tensors, or None if a kernel does."""
   if p.first_batch_and_head or p.dealt is not None: return "the problem lies on several devices"
   for index in (simple_index(u) for u in float_elements(p) if number_of_tensor(u) == number):
     if index is None: return OTHER_INDEX

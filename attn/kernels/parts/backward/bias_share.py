@@ -35,7 +35,7 @@ class BiasShare:
     return size_of_sum(self.p, self.block_m, self.block_n)
   @functools.cached_property
   def diagonals(self) -> Diagonals|None:
-    """The diagonals of tiles that workgroups own; None if the sum is not over diagonals."""
+    """The diagonals of tiles that workgroups own. None if the kernel does not add scores with equal i - j."""
     return Diagonals(self.p.Sq, self.p.Sk, self.block_m, self.block_n) if self.summed.diagonals else None
   @property
   def broadcast(self) -> tuple[bool, ...]:
@@ -47,7 +47,8 @@ class BiasShare:
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads and blocks of queries over which one workgroup loops. On a diagonal there may be fewer blocks."""
+    """Numbers of batches, heads and blocks of queries over which one workgroup loops. A workgroup that owns a diagonal of tiles may loop over fewer
+    blocks."""
     batches, heads, rows, _ = self.broadcast
     blocks = self.diagonals.most if self.diagonals is not None else self.blocks if rows else 1
     return self.p.B if batches else 1, self.p.H if heads else 1, blocks
@@ -55,7 +56,8 @@ class BiasShare:
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads, and blocks of queries or diagonals that are divided among the workgroups."""
+    """Numbers of batches, heads and blocks of queries that are divided among the workgroups. If workgroups own diagonals of tiles, the last number
+    counts diagonals."""
     blocks = self.diagonals.count if self.diagonals is not None else self.blocks//self.walked[2]
     return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property

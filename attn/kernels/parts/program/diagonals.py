@@ -1,8 +1,8 @@
-"""Diagonals of tiles: the tiles of scores in which one number, i - j, belongs to each place in the tile.
+"""Diagonals of tiles. A diagonal is a list of tiles of scores that have equal numbers i - j (query number minus key number) at equal places.
 
 A tile has `block_m` queries and `block_n` keys. From one tile of a diagonal to the next, queries and keys both move on by the least common multiple
-of block_m and block_n, so i - j stays as it is at each place of the tile. The sum of the tiles of a diagonal has the sums of block_m + block_n - 1
-values of i - j. Together the diagonals hold every tile of scores once."""
+of block_m and block_n, so i - j stays as it is at each place of the tile. If the tiles of a diagonal are added up, the result has sums for block_m +
+block_n - 1 values of i - j. Together the diagonals hold every tile of scores once."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem's tiles. They are numbered by (phase, offset): a diagonal has the block of queries `phase + n*step_m` and the tile of
-  keys `n*step_n + offset - offset_0`, for each n for which both exist."""
+  """The diagonals of a problem's tiles: lists of tiles that have equal i - j at equal places. A diagonal is numbered by (phase, offset). Its n-th
+  tile has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`, for each n for which both exist."""
   queries: int
   keys: int
   block_m: int
@@ -30,7 +30,7 @@ class Diagonals:
   def phases(self) -> int: return min(self.step_m, self.blocks)
   @property
   def most(self) -> int:
-    """Most tiles of a diagonal that there may be."""
+    """Largest number of tiles that a diagonal may have."""
     return ceildiv(self.blocks, self.step_m)
   @property
   def offset_0(self) -> int: return (self.most - 1)*self.step_n
@@ -40,12 +40,12 @@ class Diagonals:
   def count(self) -> int: return self.phases*self.offsets
 
   def place(self, number:UOp, n:UOp) -> tuple[UOp, UOp]:
-    """Returns the block of queries and the tile of keys of a diagonal for one n. For an n for which there is no tile, returns a tile that
+    """Returns (block of queries, tile of keys) of the n-th tile of diagonal `number`. If there is no such tile, returns another tile, which
     exists."""
     block, tile = number//self.offsets + n*self.step_m, n*self.step_n + number%self.offsets - self.offset_0
     return block.minimum(self.blocks - 1), tile.maximum(0).minimum(self.tiles - 1)
   def range(self, number:UOp) -> tuple[UOp, UOp]:
-    """Returns the first n of a diagonal, and how many there are: 0 if the diagonal has no tile."""
+    """Returns the first n for which diagonal `number` has a tile, and the number of its tiles, which may be 0."""
     phase, offset = number//self.offsets, number%self.offsets - self.offset_0
     first = ((self.step_n - 1 - offset)//self.step_n).maximum(0)
     of_queries, of_keys = (self.blocks - phase + (self.step_m - 1))//self.step_m, (self.tiles - offset + (self.step_n - 1))//self.step_n
