@@ -5,12 +5,14 @@ The first line of a source marks attn's kernels (ops/renderers.py). tinygrad pas
 imports this module, and chooses the same compiler as its parent process.
 """
 from __future__ import annotations
-import functools
+import functools, shutil
 from typing import Any
 from attn.compilers import clang
 from attn.compilers.choice import compiler_for
+from attn.compilers.found import NoCompiler
 from attn.ops.renderers import MARK, OperationsHIPCCRenderer, OperationsHIPRenderer
-from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer, Ops, Target, device_of, double_transcendentals,
+from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer, Ops, Target, c_compiler, device_of,
+                                  double_transcendentals,
                                   opened_devices)
 
 class ClangCompiler(Compiler):
@@ -74,10 +76,17 @@ def register_renderers() -> None:
   Compiled.__init__ = with_ours  # type: ignore[method-assign]
   for device in opened_devices("AMD"): _offer(device)
 
+def missing_c_compiler(device:str) -> str|None:
+  """Returns a sentence that says what a CPU device lacks to compile kernels, or None if it lacks nothing."""
+  if device.split(":")[0] != "CPU" or (command := c_compiler(device)) is None or shutil.which(command) is not None: return None
+  return (f"tinygrad's device {device} needs a clang, but {command} is not there: install clang, or run `python -m pip install ziglang` and set CC "
+          "to the path of examples/clang_of_zig.sh in a clone of attn")
+
 def require(devices:str|tuple[str, ...]|None) -> None:
-  """Raises an error if one of `devices` is an AMD GPU and attn's kernels can't be compiled for it: the NoCompiler or ValueError of `compiler_for`, or
-  NotImplementedError if the device's renderer doesn't print HIP (DEV=AMD:LLVM)."""
+  """Raises an error if attn's kernels can't be compiled for one of `devices`: the NoCompiler or ValueError of `compiler_for`, NoCompiler if a CPU
+  device has no clang, NotImplementedError if the renderer of an AMD GPU doesn't print HIP (DEV=AMD:LLVM)."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
+    if (missing := missing_c_compiler(name)) is not None: raise NoCompiler(missing)
     if name.split(":")[0] != "AMD": continue
     renderer = device_of(name).renderer
     compiler_for(renderer.target.arch)

@@ -1,6 +1,7 @@
 """Checks that the machine has what a measurement needs. If something is missing, one sentence tells the user what it is."""
 from __future__ import annotations
-import importlib.util, os, shutil
+import importlib.util
+from attn.compilers.renderer import missing_c_compiler
 from attn.tinygrad_compat import Device, device_of
 
 def need(program:str, *packages:str, device:str|None=None) -> None:
@@ -11,5 +12,5 @@ def need(program:str, *packages:str, device:str|None=None) -> None:
   try: device_of(name := device or Device.DEFAULT)
   except Exception as e:
     raise SystemExit(f"{program}: needs a GPU, but {device or 'no device'} does not open ({e}): set DEV=CUDA or DEV=AMD") from None
-  if name.split(":")[0] == "CPU" and shutil.which(compiler := os.environ.get("CC", "clang")) is None:
-    raise SystemExit(f"{program}: needs a GPU (DEV=CUDA or DEV=AMD); tinygrad's CPU device needs {compiler}, which is not on PATH")
+  if (missing_compiler := missing_c_compiler(name)) is not None:
+    raise SystemExit(f"{program}: needs a GPU (DEV=CUDA or DEV=AMD); {missing_compiler}")

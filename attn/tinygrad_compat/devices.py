@@ -1,6 +1,6 @@
 """Properties of tinygrad's devices, and its parts for AMD's machine code: the compiler comgr, tables of instructions, exponentials of doubles."""
 from __future__ import annotations
-import contextlib, ctypes, sys, types
+import contextlib, ctypes, os, sys, types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,18 @@ from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 from tinygrad.renderer.cstyle import CStyleLanguage
 from tinygrad.renderer.llvmir import LLVMRenderer
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 def device_of(name:str) -> Compiled:
   """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because a function must not run
   anything. This function only looks up a device, such as the arguments' device, and runs nothing."""
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
+
+def c_compiler(name:str) -> str|None:
+  """Returns the command by which tinygrad compiles C for a device: "clang", or what the environment variable CC says. Returns None if tinygrad runs
+  no such command for the device."""
+  return os.environ.get("CC", "clang") if isinstance(device_of(name).renderer.compiler, ClangCompiler) else None
 
 def opened_devices(name:str) -> list[Compiled]:
   """Returns the devices of kind `name` that this process has opened."""

@@ -90,7 +90,8 @@ SIGNATURES = {
   "tinygrad.uop.ops:UOp.variable": "name min_val max_val dtype= multiple_of= param=",
 }
 # names that are no functions
-VALUES = ("tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:jit", "tinygrad.engine:realize",
+VALUES = ("tinygrad.runtime.support.compiler_cpu:ClangCompiler",
+          "tinygrad:codegen", "tinygrad:helpers", "tinygrad:schedule", "tinygrad.engine:jit", "tinygrad.engine:realize",
           "tinygrad.function:_function",
           "tinygrad.mixin:gradient", "tinygrad.schedule:rangeify", "tinygrad:TinyJit", "tinygrad.helpers:CCACHE",
           "tinygrad.helpers:DEBUG", "tinygrad.helpers:VIZ",
