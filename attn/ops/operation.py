@@ -147,7 +147,7 @@ def integer(x:UOp) -> UOp:
   if not any(s.overflows(dtypes.int) for u in parts for s in u.src if s.dtype == dtypes.weakint): return x.cast(dtypes.int)
   wide = dict[UOp, UOp]()
   def widened(u:UOp) -> UOp: return wide.get(u, u.cast(dtypes.long) if u.dtype == dtypes.weakint and u.op is not Ops.CONST else u)
-  for u in parts: wide[u] = u.replace(dtype=None, src=tuple(map(widened, u.src)))
+  for u in parts: wide[u] = new_uop(u.op, tuple(map(widened, u.src)), arg=u.arg)
   return wide[x].cast(dtypes.int)
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:

@@ -257,3 +257,12 @@ def test_workers_know_what_this_process_knows() -> None:
     file.flush()
     env = {**os.environ, "SPEC": "2", "PARALLEL": "2", "DEV": "EMU::gfx942", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, file.name], env=env, check=True)
+
+def test_only_one_module_makes_uops_by_their_fields() -> None:
+  """No module but uops.py calls UOp's constructor, or replaces a field of a UOp that the next version of tinygrad may not have."""
+  for path, tree in TREES.items():
+    if path == ROOT/"attn/tinygrad_compat/uops.py": continue
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+      fields = {x.arg for x in call.keywords} if isinstance(call.func, ast.Attribute) and call.func.attr == "replace" else set()
+      constructs = isinstance(call.func, ast.Name) and call.func.id == "UOp"
+      assert not constructs and not ("src" in fields and fields & {"dtype", "op"}), f"{path.name}:{call.lineno}"
