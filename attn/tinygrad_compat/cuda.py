@@ -1,15 +1,15 @@
 """Changes to tinygrad's CUDA devices: kernels with more than 48 KB of shared memory or given as machine code, and graphs under TinyJit that use the
 inputs of each call."""
 from __future__ import annotations
-import ctypes, functools, re
-from collections.abc import Callable
+import contextlib, ctypes, functools, re
+from collections.abc import Callable, Iterator
 from typing import Any
 from tinygrad.device import Buffer, MultiBuffer, Program, TinyELF
 from tinygrad.dtype import AddrSpace
 from tinygrad.engine.realize import get_call_arg_uops, resolve_params, unwrap_multi
 from tinygrad.helpers import DEBUG, Context
 from tinygrad.renderer import Renderer
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 from attn.tinygrad_compat.devices import device_of
 from attn.tinygrad_compat.patches import input_of, resolved
 
@@ -33,6 +33,18 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
     return CUDAProgram(dev, obj, smem=int(found[1]) if (found := re.search(r"_smem(\d+)", obj.name)) else 0)
 
 # **** graphs under TinyJit ****
+@contextlib.contextmanager
+def at_least_one_block() -> Iterator[None]:
+  """Lets tinygrad make a graph of kernels whose grids depend on Variables. tinygrad sets every Variable to 0 then, and CUDA refuses a grid without
+  blocks ("CUDA Error 1, invalid argument"). Here such a grid gets one block. The graph gets the real sizes before each launch."""
+  sizes = ProgramInfo.launch_dims
+  def launch_dims(self:ProgramInfo, var_vals:dict[str, int]) -> Any:
+    blocks, threads = sizes(self, var_vals)
+    return tuple(max(n, 1) for n in blocks), threads if threads is None else tuple(max(n, 1) for n in threads)
+  ProgramInfo.launch_dims = launch_dims   # type: ignore[method-assign]
+  try: yield
+  finally: ProgramInfo.launch_dims = sizes   # type: ignore[method-assign]
+
 def copied_anew(graph:Any, moved:list[int]) -> None:
   """Gives the copy nodes `moved` of a CUDA graph their current parameters. For this the whole graph is instantiated again, because a copy that is
   changed in an instance no longer runs on the copy engine but on multiprocessors, and waits until a kernel leaves some multiprocessors free (measured
@@ -51,7 +63,7 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
   tenth of a millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs that have moved."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
-      super().__init__(linear, input_uops)
+      with at_least_one_block(): super().__init__(linear, input_uops)
       self.selected = list[tuple[int, int, int, UOp]]()     # (node, argument, input, part of the input that it takes)
       number = 0
       for call in self.linear.src:

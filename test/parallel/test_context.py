@@ -585,6 +585,24 @@ def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.Monkey
     else:
       with pytest.raises(RuntimeError, match="3 tensors for 2 parameters"): results()
 
+@pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
+def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
+  """When a graph is made, each grid has a block, also a grid whose size is a Variable. tinygrad's own graph makes such a grid without a block, which
+  CUDA refuses; the case `mended=False` shows this."""
+  made = list[tuple[int, ...]]()
+  class Made(StandInGraph):
+    def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()) -> None:
+      super().__init__(linear, input_uops)
+      made.extend(ast.arg.launch_dims({v: 0 for v in self.vars})[0] for _, ast, _, _ in self.calls if ast.op is Ops.PROGRAM)
+    def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None: return None
+  n = UOp.variable("n", 1, 64)
+  with emulated("gfx942"), Context(NOOPT=0), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Device["EMU"], "graph", with_selected_inputs(Made, lambda *_: None) if mended else Made)
+    whole = Tensor(np.arange(64*32, dtype=np.float32).reshape(64, 32), device="EMU").realize()
+    step = TinyJit(lambda x, i: ((x[:i]*2).contiguous() + 1).contiguous().sum().realize())
+    for rows in (3, 5, 64): step(whole, n.bind(rows))
+  assert made and all(all(blocks) for blocks in made) == mended
+
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
   """If the keys of heads need long to copy, several launches of equal size compute the heads, and copies run beside a launch. 32 or 8 heads run in
   two halves, 9 heads in groups of three. With short sequences one launch computes all heads."""
