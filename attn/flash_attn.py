@@ -72,10 +72,9 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
   """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq),
   S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P and -1 where dropout drops it; None without dropout.
 
-  The result is always deterministic, whatever `deterministic` says. Dropout is active whenever dropout_p is not 0. Its seed is dropout_seed, uint32
-  (2), or, if that is None, a new seed from tinygrad's generator."""
+  out has the same bits in every run. With `deterministic` the gradients have too, which may be slower. Dropout is active whenever dropout_p is not 0.
+  Its seed is dropout_seed, uint32 (2), or, if that is None, a new seed from tinygrad's generator."""
   options = _options(locals())
-  values.truth("deterministic", deterministic)
   return _attend(options, q, k, v, "bshd")
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
@@ -113,7 +112,6 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
 
   block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows each sequence has in them."""
   options = _options(locals())
-  values.truth("deterministic", deterministic)
   longest = check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
   if options["block_table"] is not None:
     options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}

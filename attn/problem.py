@@ -216,6 +216,7 @@ class Problem:
                  if the tensors are a part of larger ones
     batch_invariant   a row is computed in the same way in every batch: the tile and the key ranges, of INVARIANT_KEYS keys each, depend
                  neither on B nor on the length of another sequence nor on the capacity for keys
+    deterministic   gradients have the same bits in every run. If False, kernels may add to dq in no order
     lse_rest     with return_lse and `wide_scores`: tensor lse_rest, of the shape of lse, gets what lse lost by rounding to fp32
     dealt        one device of several that share the rows of q, k and v, for some heads: Sq is what the device holds, with
                  padding, and Sk the keys of the sequence without padding
@@ -260,6 +261,7 @@ class Problem:
   total_k: int = 0
   num_splits: int = 1
   batch_invariant: bool = False
+  deterministic: bool = True
   dropout_p: float = 0.0
   first_batch_and_head: bool = False
   dealt: DealtRows|None = None

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import cases
 from attn.accuracy import Law, judge
-from attn.choose.backward import choose_bias_tile, dbias_of, dkdv_of, dq_of, tiles_of
-from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments
+from attn.chips.matrix import MMA
+from attn.choose.backward import all_of, choose_bias_tile, dbias_of, delta_of, dkdv_of, dq_of, finish_of, tiles_of
+from attn.kernels.parts.grid.tensors import all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, finish_arguments
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Options, arrange, restore, rounded, same
@@ -49,12 +51,17 @@ def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarr
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
   """Runs the backward kernels on the textbook's o and lse, and returns dq, dk and dv in the shapes of q, k and v. `only` selects one kernel: "dq", or
-  "dkdv" or "dbias", which then get the textbook's delta. With `parts`, the kernels write that many partial gradients, and this function adds them.
-  The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
+  "dkdv" or "dbias", which then get the textbook's delta. "all" stands for the three kernels that compute all gradients at once. With `parts`, the
+  kernels write that many partial gradients, and this function adds them. The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
   on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
   dq_tile, dkdv_tile = map(tiles, tiles_of(p, on))
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
               "dkdv": (dkdv_arguments(p, parts), dkdv_of(p, on, dkdv_tile, parts))}
+  if only == "all":
+    one = tiles(WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True))
+    launches = {"delta": (delta_arguments(p, loss.dlse is not None), delta_of(p, on, one, loss.dlse is not None)),
+                only: (all_arguments(p, parts), all_of(p, on, one, parts)),
+                "finish": (finish_arguments(p), finish_of(p, on, one))}
   if only == "dbias": launches[only] = dbias_arguments(p, parts), dbias_of(p, on, tiles(choose_bias_tile(p, on)), parts)
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     adapt(device)
@@ -66,10 +73,12 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     for n, a in extras.items():
       done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
     for t in done.values(): t.realize()
-    for names, fxn in [launches[only]] if only else launches.values():
+    for names, fxn in [launches[only]] if only and only != "all" else launches.values():
       given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
       done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
-    if parts: done |= {n: done[n].sum(0).cast(DTYPES[p.bias_dtype if n == "dbias" else p.dtype]) for n in ("dq", "dk", "dv", "dbias") if n in done}
+    if parts:
+      written = [n for n in ("dq", "dk", "dv", "dbias") if n in done and (n != "dq" or only != "all")]
+      done |= {n: done[n].sum(0).cast(DTYPES[p.bias_dtype if n == "dbias" else p.dtype]) for n in written}
     if only == "dbias": return {"dbias": array(done["dbias"])}
     found = {n: like for n, like in (("dq", x.q), ("dk", x.k), ("dv", x.v)) if n in done}
     Tensor.realize(*[done[n] for n in found])

@@ -24,8 +24,9 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
               UOp]|None=None, mask_mod:Callable[..., UOp]|None=None, mod_tensors:Sequence[Tensor]=(), sinks:Tensor|None=None,
               kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None, cu_seqlens_q:Tensor|None=None,
               cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, dropout_p:float=0.0,
-              dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, return_lse:bool=False, sequence_order:str="contiguous",
-              sequence_lengths:tuple[int, int]|None=None, out:Tensor|None=None, out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
+              dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, deterministic:bool=True,
+              return_lse:bool=False, sequence_order:str="contiguous", sequence_lengths:tuple[int, int]|None=None, out:Tensor|None=None,
+              out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
   """Computes softmax(score) V. Returns o in the layout of q, or (o, lse) with `return_lse`. Nothing runs before a result is realized.
 
     o = attn.attention(q, k, v, causal=True)
@@ -74,6 +75,7 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
   Execution
     num_splits        Number of key ranges computed in parallel and then merged. 0: chosen by a heuristic. 1: no split.
     batch_invariant   A row of o has the same bits alone and in any batch. Costs speed.
+    deterministic     Gradients have the same bits in every run. False lets faster kernels add to dq in no order.
     sequence_order    Order of rows sharded over devices: "contiguous", or "zigzag" as attn.shard_sequence deals them.
     sequence_lengths  (Sq, Sk) without padding, of rows sharded over devices.
     arch              Chip, for example "gfx942". Default: the chip of q's device.

@@ -205,7 +205,7 @@ def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")
   if p.varlen and x.pages is None: check_sequences("cu_seqlens_k", extras["cu_seqlens_k"], p.total_k, p.Sk, "max_seqlen_k")
   p = replace(p, return_lse=options.return_lse, first_batch_and_head=bool(p.dropout_p or p.functions) and x.at.shared in ("batch", "heads"),
-              batch_invariant=options.batch_invariant)
+              batch_invariant=options.batch_invariant, deterministic=options.deterministic)
   device = x.at.device if isinstance(x.at.device, str) else x.at.device[0]
   arch = compiled_on(get_chip(options.arch), device) if options.arch is not None else arch_of(device)
   if x.shards is not None and arch is None:

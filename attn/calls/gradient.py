@@ -1,9 +1,10 @@
 """The gradient of attention, as the grad_fxn of its kernels.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. A third
-kernel, `backward_dbias`, computes the gradient of a bias, and of a mod_tensor that score_mod reads at b, h, i, j or i - j. For the gradients of ALiBi
-slopes and other mod_tensors, and for problems that these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. Or one
+kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`. `backward_dbias` computes the gradient of a
+bias, and of a mod_tensor that score_mod reads at b, h, i, j or i - j. For the gradients of ALiBi slopes and other mod_tensors, and for problems that
+these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates
 `three_pass` of the same inputs. In both cases each gradient is a separate expression, so a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
@@ -16,13 +17,15 @@ from attn.calls.plain import plain_attention
 from attn.calls.sums import gradient_of_element
 from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
-from attn.choose.backward import (Parts, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, kernel_sums,
-                                  tensors_by_tinygrad, tiles_of)
+from attn.choose.backward import (Parts, all_of, at_once, can_differentiate, choose_bias_tile, choose_parts, dbias_of, delta_of, dkdv_of,
+                                  dq_of, finish_of, kernel_sums, tensors_by_tinygrad, tiles_of)
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
-from attn.kernels.parts.grid.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments, log_sums, of_backward
+from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, finish_arguments,
+                                             log_sums, of_backward)
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.problem import EXTRAS, Problem
 from attn.score.sums import sum_over_scores
 from attn.score.terms import TERM_TENSORS, check_differentiable
@@ -65,9 +68,10 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-  """One kernel launch of backward: the kernel function, and the (shape, dtype) of each of its arguments, by name."""
+  """One kernel launch of backward: the kernel function, the (shape, dtype) of each of its arguments by name, and the names of its outputs."""
   kernel: Callable[..., Any]
   shapes: Shapes
+  outputs: tuple[str, ...]
 
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get
 
@@ -79,22 +83,27 @@ def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name: "forward" (which writes lse), "dq" and "dkdv", and also "dbias0", "dbias1", ... for the sums
-  over scores of `kernel_sums`. Equal arguments return identical objects, because tinygrad's schedule cache compares by identity."""
-  return _backward_kernels(p, arch, dlse, parts, lists, *tiles_of(p, arch))
+  """Returns the kernel launches of backward by name: "forward" (which writes lse), "dq" and "dkdv", or in place of these two "delta", "all" and
+  "finish", and also "dbias0", "dbias1", ... for the sums over scores of `kernel_sums`. Equal arguments return identical objects, because tinygrad's
+  schedule cache compares by identity."""
+  return _backward_kernels(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
 
 @cache_of_kernels
 def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
-                      dkdv:AnyBackwardTile) -> dict[str, BackwardLaunch]:
+                      dkdv:AnyBackwardTile, one:WgmmaBackwardTile|str|None) -> dict[str, BackwardLaunch]:
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders), arch)
       return CheckedKernel(sink, outputs, gradient=no_second_derivative)
-    return BackwardLaunch(kernel, shapes)
+    return BackwardLaunch(kernel, shapes, outputs)
   for_q, for_kv = (with_lists(p, x) for x in lists)
-  found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs),
-           "dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
-           "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
+  found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs)}
+  if isinstance(one, WgmmaBackwardTile):
+    return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", "delta"),
+                    "all": launch(all_arguments(p, parts.dkdv), all_of(p, arch, one, parts.dkdv), "dq_sums", "dk", "dv"),
+                    "finish": launch(finish_arguments(p), finish_of(p, arch, one), "dq")}
+  found |= {"dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
+            "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
   for n, (x, number) in enumerate(zip(kernel_sums(p, arch), parts.sums)):
     tile = choose_bias_tile(x, arch)
     found[f"dbias{n}"] = launch(dbias_arguments(x, number, tile), dbias_of(x, arch, tile, number), f"d{sum_over_scores(x).name}")
@@ -102,16 +111,21 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
   """Runs a launch on the tensors `t`. Returns `t` with the outputs of the launch added. If `t` lacks a tensor that the launch writes, this tensor
-  gets a new buffer."""
+  gets a new buffer. If `t` has it, the launch adds to it. Then each output depends on the others: when one is
+  realized, all are, and no later one runs the launch again, which would add a second time."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
     axis = lies.axis
     if name in ("lse", "lse_rest", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
-    if len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # parts are axis 0
+    if name == "dq_sums": axis = None if axis is None else 0
+    elif len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # parts are axis 0
     return empty(shape, FLOATS[dtype], t["q"].device, axis).uop
   srcs = [t[name] if name in t else buffer(name) for name in launch.shapes]
-  return dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel))) | t
+  after = dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel)))
+  written = {name: after[name] for name in launch.outputs}
+  if any(name in t for name in written): written = {name: x.after(*[y for y in written.values() if y is not x]) for name, x in written.items()}
+  return after | t | written
 
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
@@ -132,7 +146,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
     t |= {name: again[name] for name in missing} | log_sums(again)
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
-  of_kernel = dict(zip(("dq", "dkdv"), lists))
+  of_kernel: dict[str, ListedBlocks|None] = dict(zip(("dq", "dkdv"), lists)) if "dq" in kernels else dict.fromkeys(("delta", "all", "finish"))
   for name, x in of_kernel.items():
     if x is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
     t = written_by(kernels[name], t, p.layout)

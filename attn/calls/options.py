@@ -98,6 +98,7 @@ class AttentionOptions(KernelOptions):
   dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): decides which elements drop; by default from tinygrad's generator")
   num_splits: int = option(0, check_splits, "number of key ranges computed in parallel; 0: as many as fill the chip, 1: no split")
   batch_invariant: bool = option(False, values.truth, "a row has the same bits alone and in any batch; slower")
+  deterministic: bool = option(True, values.truth, "gradients have the same bits in every run; False lets faster kernels add to dq in no order")
   sequence_order: str = option("contiguous", check_order, 'order of rows sharded over devices: "contiguous" or "zigzag", as shard_sequence')
   sequence_lengths: tuple[int, int]|None = option(None, unless_none(check_sequence_lengths),
                                                      "(Sq, Sk) without padding, of rows sharded over devices")

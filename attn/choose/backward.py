@@ -9,15 +9,16 @@ from attn.choose import splits
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import asked_for
 from attn.choose.forced import BY_TINYGRAD, UNITS, WAYS
-from attn.choose.gradient_kernels import BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS, Tiles
+from attn.choose.gradient_kernels import AT_ONCE_KERNELS, AtOnce, BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS, Tiles
 from attn.choose.refusals import NO_UNIT, Refusal, lacks_nothing, most_telling, no_tiles
 from attn.functions.symbols import number_of_tensor
 from attn.kernels.parts.backward.bias_share import BiasShare
-from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments, dq_sums
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
-from attn.problem import MAX_SPLITS, Problem
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
+from attn.problem import BYTES, MAX_SPLITS, Problem
 from attn.score.own import float_elements
 from attn.score.sums import problems_of_sums, sum_over_scores, why_not_summed
 from attn.tinygrad_compat import UOp
@@ -30,6 +31,27 @@ def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
   """Returns the kernel for dk and dv that uses the tile `tile`."""
   return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
+
+def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
+  found = GRADIENT_KERNELS[tile.suffix].at_once
+  assert found is not None
+  return found
+
+def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
+  """Returns the kernel for delta that also begins the sums of dQ, before the kernel that uses the tile `tile`."""
+  return kernels_at_once(tile).delta(p, arch, dlse)
+def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
+  """Returns the kernel for dk, dv and the sums of dQ that uses the tile `tile`."""
+  return kernels_at_once(tile).all(p, arch, tile, parts)
+def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
+  """Returns the kernel that makes dq of its sums, after the kernel that uses the tile `tile`."""
+  return kernels_at_once(tile).finish(p, arch)
+
+def at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str|None:
+  """Returns the tile of the kernel that computes dq, dk and dv at once, or the reason why two kernels compute them, or None if the matrix unit has no
+  such kernel. Requires that the backward kernels can compute the gradient of `p`."""
+  found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
+  return None if found is None else found.tile(p, arch)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
   """Returns the tile of the chip's kernel of dbias. Raises NotImplementedError if there is none."""
@@ -52,7 +74,8 @@ class BackwardChoice:
     by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)
     parts: number of parts into which each kernel divides its sums; 0: no parts
     memory: bytes besides inputs and outputs
-    others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused"""
+    others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused
+    at_once: `tiles` has one tile, of the kernel that computes dq, dk and dv at once"""
   tiles: tuple[AnyBackwardTile, ...]|None
   arch: Chip|None
   refused: str|None = None
@@ -61,6 +84,7 @@ class BackwardChoice:
   others: tuple[tuple[str, str], ...] = ()
   summed: tuple[str, ...] = ()
   by_tinygrad: tuple[tuple[str, str], ...] = ()
+  at_once: bool = False
   def why_not(self, kernel:str) -> str|None:
     """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. None if it was chosen, or if a better kernel was
     chosen."""
@@ -68,15 +92,18 @@ class BackwardChoice:
   @property
   def kernels(self) -> tuple[str, ...]:
     if self.tiles is None: return ()
-    return tuple(name + tile.suffix for name, tile in zip((*BACKWARD_KERNELS, *[BIAS_KERNEL]*len(self.summed)), self.tiles))
+    names = AT_ONCE_KERNELS if self.at_once else (*BACKWARD_KERNELS, *[BIAS_KERNEL]*len(self.summed))
+    return tuple(name + self.tiles[0].suffix for name in names) if self.at_once else tuple(name + x.suffix for name, x in zip(names, self.tiles))
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
     if self.tiles is None:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    of = ["", "", *(f" for {name}" for name in self.summed)]
+    of, of_tile = ["", "", *(f" for {name}" for name in self.summed)], self.kernels
+    if self.at_once: of, of_tile = [""], self.kernels[1:2]
     each = [" ".join([f"{name}{of_tensor} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
-            for name, of_tensor, tile, parts in zip(self.kernels, of, self.tiles, self.parts, strict=True)]
+            for name, of_tensor, tile, parts in zip(of_tile, of, self.tiles, self.parts, strict=True)]
+    if self.at_once: each = [self.kernels[0], *each, self.kernels[2]]
     lines = [f"gradient on {where}: {', '.join(each)}", *(f"  not {names}: {reason}" for names, reason in self.others)]
     lines += [f"  gradient of {name}: three_pass, with its score matrix in memory: {reason}" for name, reason in self.by_tinygrad]
     return "\n".join([*lines, f"  memory beside inputs and outputs: {self.memory} bytes"])
@@ -141,8 +168,9 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
   for x, number in zip(kernel_sums(p, arch), parts.sums):
     if number or x.by_element is not None: divided.append(next(iter(dbias_arguments(x, number, choose_bias_tile(x, arch)).values())))
-  left = sum(4*math.prod(shape) for shape, _ in divided)
-  return 8*p.rows + left
+  return 8*p.rows + sum(map(nbytes, divided))
+
+def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return BYTES[tensor[1]]*math.prod(tensor[0])
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
   """Returns the tiles of the backward kernels for a problem `p`. Requires that these kernels can compute the gradient of `p`."""
@@ -187,7 +215,10 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
   if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
-  parts, others = choose_parts(p, arch), others_of(p, arch, found[0].suffix)
+  parts, others, one = choose_parts(p, arch), others_of(p, arch, found[0].suffix), at_once(p, arch)
+  if isinstance(one, WgmmaBackwardTile):
+    return BackwardChoice((one,), arch, None, (parts.dkdv,), memory_of(p, arch, replace(parts, dq=0)) + nbytes(dq_sums(p)), others, at_once=True)
+  if one is not None: others = (*others, (f"{AT_ONCE_KERNELS[1]}{found[0].suffix}", one))
   sums = kernel_sums(p, arch)
   return BackwardChoice((*found, *(choose_bias_tile(x, arch) for x in sums)), arch, None, (parts.dq, parts.dkdv, *parts.sums),
                         memory_of(p, arch, parts), others, tuple(sum_over_scores(x).name for x in sums), tuple(tensors_by_tinygrad(p, arch).items()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.chips.nvidia import DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
+from attn.chips.nvidia import AT_ONCE_WGMMA, DBIAS_MMA, DKDV_MMA, DKDV_WGMMA, DQ_MMA, DQ_WGMMA
 from attn.chips.shapes import BOTH, BackwardShape, Burden, MmaBackwardShape, UpTo, cautious_backward
 from attn.choose.refusals import wgmma_refuses
 from attn.choose.rows import burden, fitting, in_units, rows_for
@@ -62,6 +62,26 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows; mma.sync, with smaller tiles, is faster" if min(p.Sq, p.Sk) < rows else None
+
+# One kernel for all gradients compiles without spills for these options, with and without causal=True. It does not for a window, softcap, dropout and
+# packed sequences.
+OPTIONS_AT_ONCE = ("sinks", "kv_lengths", "alibi")
+LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
+
+def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
+  """Returns the tile of the kernel on wgmma that computes dq, dk and dv at once, or the reason why two kernels compute them."""
+  if p.deterministic: return "deterministic=True: its blocks add to dq in no order"
+  if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
+    return f"D={p.D}, Dv={p.Dv}: measured to be faster only with D {', '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
+  if (options := [x for x in p.options if x not in OPTIONS_AT_ONCE]): return f"{options[0]}: its registers would spill"
+  if p.window not in ((-1, -1), (-1, 0)): return f"window={p.window}: its registers would spill; only causal=True is supported"
+  tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
+  if p.Sk % tile.block_m: return f"Sk={p.Sk}: its registers would spill where Sk is no multiple of {tile.block_m}"
+  blocks = p.B*p.Hkv*(p.Sk//tile.block_m)
+  if blocks < arch.cus: return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} multiprocessors of {arch.name}"
+  if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"
+  if (need := tile.lds_bytes(p)) > arch.lds: return f"{need} bytes of shared memory: a block of {arch.name} has {arch.lds}"
+  return tile
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardShape], ...], rows:int, keys:bool) -> MmaBackwardTile:
   mat = MMA[p.dtype]

@@ -4,15 +4,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.choose.backward_tiles import (AnyBackwardTile, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile, wgmma_backward_refuses,
-                                        wgmma_backward_tile)
+from attn.choose.backward_tiles import (AnyBackwardTile, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile, wgmma_at_once,
+                                        wgmma_backward_refuses, wgmma_backward_tile)
 from attn.choose.refusals import amd_refuses, lacks_nothing, mma_refuses, no_mma, no_tiles, no_wgmma, too_many_parts
 from attn.choose.tiled_tiles import tiled_backward_tile
 from attn.kernels.amd.backward import AmdBackward
 from attn.kernels.amd.dbias import AmdBias
-from attn.kernels.backward import backward_dbias, backward_dkdv, backward_dq
+from attn.kernels.backward import backward_all, backward_dbias, backward_dkdv, backward_dq
 from attn.kernels.mma.backward import MmaBackward
 from attn.kernels.mma.dbias import MmaBias
+from attn.kernels.nvidia.gradient_sums import delta_kernel, finish_kernel
 from attn.kernels.parts.grid.tensors import check_backward
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.plain.backward import PlainBackward
@@ -27,6 +28,7 @@ from attn.score.sums import has_sum, sum_over_scores
 from attn.tinygrad_compat import UOp
 
 BACKWARD_KERNELS = ("backward_dq", "backward_dkdv")
+AT_ONCE_KERNELS = ("backward_delta", "backward_all", "backward_finish")      # in place of BACKWARD_KERNELS
 BIAS_KERNEL = "backward_dbias"           # runs beside BACKWARD_KERNELS where the gradient of a bias is wanted
 
 Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq, and of the kernel of dk and dv
@@ -50,6 +52,15 @@ class BiasKernel:
   program: Callable[..., Callable[..., UOp]]
 
 @dataclass(frozen=True)
+class AtOnce:
+  """The kernels that compute dq, dk and dv at once, in place of two kernels: the first begins the sums of dQ, the second adds to them and computes dk
+  and dv, the third makes dq of the sums."""
+  tile: Callable[[Problem, Chip], WgmmaBackwardTile|str]            # the tile of the second one, or the reason why two kernels compute the gradients
+  delta: Callable[..., Callable[..., UOp]]
+  all: Callable[..., Callable[..., UOp]]
+  finish: Callable[..., Callable[..., UOp]]
+
+@dataclass(frozen=True)
 class GradientKernels:
   """Row of GRADIENT_KERNELS: the kernels that together compute gradients on one unit, with the functions by which dispatch chooses them."""
   refuses: Callable[[Problem, Chip], str|None]                      # why they cannot differentiate a problem on a chip that has their unit, or None
@@ -57,6 +68,7 @@ class GradientKernels:
   dq: Callable[..., Callable[..., UOp]]
   dkdv: Callable[..., Callable[..., UOp]]
   bias: BiasKernel|None = None
+  at_once: AtOnce|None = None
   lacks: Callable[[Chip], str|None] = lacks_nothing                 # why a chip lacks their unit, or None
   general: bool = False                                             # as in `dispatch.ForwardKernel`
 
@@ -79,13 +91,15 @@ BIAS_BY_MMA = BiasKernel(MmaBackwardTile.suffix, mma_bias_tile, backward_dbias(M
 GRADIENT_KERNELS: dict[str, GradientKernels] = {
   BackwardTile.suffix: GradientKernels(
     lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),
-    backward_dkdv(AmdBackward.of_keys), BiasKernel(BackwardTile.suffix, amd_bias_tile, backward_dbias(AmdBias.of_block)), no_tiles, general=True),
+    backward_dkdv(AmdBackward.of_keys), BiasKernel(BackwardTile.suffix, amd_bias_tile, backward_dbias(AmdBias.of_block)), lacks=no_tiles,
+    general=True),
   WgmmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq(WgmmaBackward.of_queries),
-    backward_dkdv(WgmmaBackward.of_keys), BIAS_BY_MMA, no_wgmma),
+    backward_dkdv(WgmmaBackward.of_keys), BIAS_BY_MMA,
+    AtOnce(wgmma_at_once, delta_kernel, backward_all(WgmmaBackward.of_keys), finish_kernel), no_wgmma),
   MmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: mma_refuses(p, arch) or beyond_float16(p), mma_backward_tile, backward_dq(MmaBackward.of_queries),
-    backward_dkdv(MmaBackward.of_keys), BIAS_BY_MMA, no_mma, general=True),
+    backward_dkdv(MmaBackward.of_keys), BIAS_BY_MMA, lacks=no_mma, general=True),
   TiledBackwardTile.suffix: GradientKernels(
     tiled_backward_refuses, tiled_backward_tile, for_rectangles(backward_dq(PlainBackward.of_queries)),
     for_rectangles(backward_dkdv(PlainBackward.of_keys)))}

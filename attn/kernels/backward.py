@@ -7,14 +7,15 @@ memory.
 Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradient_of_bias`. A workgroup owns some queries and loops over the keys in
 tiles, or owns some keys and loops over the queries in tiles. A `BackwardUnit` says which rows the workgroup owns, and loads the tiles. A
 `BackwardTrip` does the steps of the algorithm on one tile. Each kind of matrix unit has its own `BackwardUnit` and `BackwardTrip`. Each sum is
-computed by one workgroup, in a fixed order: every run gives the same result.
+computed by one workgroup, in a fixed order: every run gives the same result. The exception is dQ if `gradients_of_kv` also computes dQ: then all
+workgroups add to its sums in memory, in no order.
 """
 from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 from attn.chips import Chip
 from attn.kernels.parts.backward.bias_share import BiasShare
-from attn.kernels.parts.grid.tensors import Shapes, check_backward, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import Shapes, all_arguments, check_backward, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.problem import Problem
 from attn.score.sums import sum_over_scores
@@ -39,6 +40,11 @@ class BackwardTrip(Protocol[Carry]):
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, weights:Any) -> Carry: """Multiplies `weights` (P or dS) by rows of the tile, and adds the product to the gradient
                                                           `name`."""
+
+class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
+  """The steps on a tile of queries, if workgroups that own keys also add up dQ. The sums of dQ lie in memory, because all workgroups add to them."""
+  def start_dq(self, s:Carry, weights:Any) -> Carry: """Starts the product of `weights` (dS) of all keys of the workgroup with these keys."""
+  def add_dq(self, s:Carry) -> Carry: """Adds this product to the sums of dQ in memory."""
 
 class OwnUnit(Protocol[Carry]):
   """The part of a problem that one workgroup owns (rows, or a block of a bias), and the loop over the tiles that this part needs."""
@@ -89,10 +95,11 @@ def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
 
 def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   """Returns the kernel for the gradients of k and v. A workgroup owns keys and loops over the queries of all heads that share these keys, one head
-  after another. It does this once for both gradients, or, if registers are short, twice: first for dV, then for dK."""
+  after another. It does this once for both gradients, or, if registers are short, twice: first for dV, then for dK. If a unit also wants dQ, the
+  workgroup adds its part of dQ to sums in memory."""
   s, stores = None, list[UOp]()
   for unit in passes:
-    def work(s:Any, tile:BackwardTrip[Any], wanted:tuple[str, ...]=unit.wanted) -> Any:
+    def work(s:Any, tile:Any, wanted:tuple[str, ...]=unit.wanted) -> Any:
       s = tile.start(s)                                      # starts S and dP, if they are asynchronous
       lse = tile.lse(s)
       s, scores = tile.scores(s)                             # S = Q K^T
@@ -101,12 +108,15 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
         s = tile.add(s, "dv", tile.kept(weights))            # dV += P^T dO
       if "dk" in wanted:
         s, dp = tile.dp(s)                                   # dP - delta, dP = dO V^T
-        ds = tile.ds(weights, dp)                            # dS = P * (dP - delta)
-        s = tile.add(s, "dk", tile.rounded(ds))              # dK += dS^T Q
+        ds = tile.rounded(tile.ds(weights, dp))              # dS = P * (dP - delta)
+        if "dq" in wanted: s = tile.start_dq(s, ds)          # starts dS K, if it is asynchronous
+        s = tile.add(s, "dk", ds)                            # dK += dS^T Q
+        if "dq" in wanted: s = tile.add_dq(s)                # dQ += dS K, in memory
       return s
     s = unit.walk(unit.begin(s, stores), work)
     stores = [*stores, *[x for name in unit.wanted for x in unit.gradient(s, name)]]
-  return passes[0].kernel("dkdv", ("dk", "dv"), stores, 2*passes[0].group.p.flops)
+  p, together = passes[0].group.p, "dq" in passes[0].wanted
+  return passes[0].kernel("all" if together else "dkdv", ("dk", "dv"), stores, p.flops*5//2 if together else 2*p.flops)
 
 def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
   """Returns the kernel for the gradient of a bias. A workgroup owns a block of the bias and loops over all scores to which the block is added, in a
@@ -148,6 +158,15 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
+  return kernel_of
+
+def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
+  """Returns the maker of the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor softmax_scale, to fp32 sums in
+  memory. The kernel's placeholders have the order of `tensors.all_arguments(p, parts)`. Many workgroups add to each sum, in no order: the last bits
+  of dq differ from run to run. Raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
+    check_backward(p, tile)
+    return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:

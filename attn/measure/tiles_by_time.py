@@ -99,8 +99,8 @@ BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # seconds of a b
 
 def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> BackwardLaunch:
   p = replace(p, return_lse=True)
-  if name == "dq": return BackwardLaunch(dq_of(p, arch, tile), dq_arguments(p))
-  return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p))
+  if name == "dq": return BackwardLaunch(dq_of(p, arch, tile), dq_arguments(p), ("dq", "delta"))
+  return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p), ("dk", "dv"))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
   """Returns the tile of dq and the tile of dkdv that the tables of tiles give for a problem. Raises NotImplementedError if neither AMD's kernels nor

@@ -17,6 +17,7 @@ from attn.ops.language import instruction
 from attn.ops.operation import Array
 from attn.ops.printer import wrapped
 from attn.ops.nvidia import shared
+from attn.ops.atomics import in_global, of_global
 from attn.ops.operation import Body, Lanes, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
@@ -28,19 +29,20 @@ EVERYWHERE = UOp.const(True)
 
 # ***** the meaning *****
 
-def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int) -> Array:
+def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
   """Reads an operand of each warpgroup from shared memory: `lines` lines, each of `units` neighbouring units of 16 bytes, as uint16 (groups, lines,
-  8*units). `line` maps the number of a line to its first byte, counted from the start of the tile, before the swizzle."""
+  8*units). `line` maps the number of a line to its first byte, counted from the start of the tile, before the swizzle. Each thread reads from byte
+  `begin` of its tile on."""
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
     thread, read = (np.arange(GROUP) + turned) % GROUP, list[Array]()
     for first in range(0, lines*units, GROUP):
       i = np.minimum(first + thread, lines*units - 1)
-      there = line(i//units) + i % units*16
+      there: Array = np.tile(line(i//units) + i % units*16, groups) + begin
       # a tile begins where the pattern of the swizzle repeats, so the offset in the tile is swizzled as the address is
       offset, gate = there ^ (there//PANEL % 8*16), first + thread < lines*units
-      read.append(lanes.load_bytes(pointer, np.tile(offset, groups), 16, lanes.active & np.tile(gate, groups)))
+      read.append(lanes.load_bytes(pointer, offset, 16, lanes.active & np.tile(gate, groups)))
     return read
   load(lanes.wave)     # hardware does not specify which wave of the group reads what: for the race check a second wave reads everything too
   read = load(0)
@@ -52,11 +54,11 @@ def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
-def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int) -> Array:
+def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
   """Reads `keys` rows of `width` columns from shared memory, for a product that sums across rows. Returns (warpgroups, width, keys)."""
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
-  return _read(lanes, pointer, keys*blocks, line, 1).reshape(-1, keys, width).swapaxes(1, 2)
+  return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
 
 def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
   def of_q() -> Array: return _rows(lanes, q, M, steps, panels[0])
@@ -67,6 +69,11 @@ def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, 
   def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]))
   def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
   with lanes.only(there): return lanes.start_product(acc, accs, fragments, of_v, dtype, True)
+
+def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, dtype:str) -> Array:
+  def of_x() -> Array: return _columns(lanes, x, K*steps, M, 0)
+  def of_y() -> Array: return _columns(lanes, y, K*steps, 8*accs, 0, unit.astype(np.int64)*16)
+  return lanes.start_product(acc, accs, of_x, of_y, dtype, False)
 
 # ***** the text *****
 
@@ -92,15 +99,38 @@ def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, th
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
   return f'asm volatile(\n    {quoted}\n    : {both_ways(accs)}\n    : {wrapped(operands, "      ")} : "memory");\nreturn 0.0f;'
 
-def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Body:
+def _send(lanes:Lanes, acc:Any, stage:Any, to:Any, lane:Array, *_:Array, accs:int) -> Array:
+  for i in range(accs):
+    x = np.ascontiguousarray(lanes.load_register(acc, i), np.float32)
+    lanes.store_bytes(stage, (lane.astype(np.int64) + i*32)*16, np.ascontiguousarray(x.T).view(np.uint8).T, lanes.active)
+    lanes.atomic_add(to, [i*128], x[None], lanes.active)
+  return np.zeros(len(lanes.active), np.float32)
+
+def _send_text(printer:Any, out:str, accs:int) -> Body:
+  stores = [f"((float4*)stage)[{32*i} + lane] = acc[{i}];" for i in range(accs)]
+  return Body("\n".join([
+    'if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");', "__syncwarp();", *stores,
+    'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "__syncwarp();",
+    'if (lane == 0) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\\ncp.async.bulk.commit_group;"',
+    f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane", name=f"send_{accs}")
+
+def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:int, operands:str, dtype:str) -> str:
+  """Returns inline assembly of a product whose operands both lie in shared memory. Instruction i reads them `steps[i]` bytes after their first
+  bytes. `operands` names the two descriptors and the condition."""
   lines, c, ptx = [], 4*accs, PTX[dtype]
-  for step in range(steps):
-    at = [step//4*panel + step % 4*2*K for panel in panels]
-    lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {step and 2};",
-              f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, a, b, p, 1, 1, 0, 0;"]
-  operands = '"l"(of_q), "l"(of_k), "r"(0), "r"((int)there)'
-  statements = [_descriptor("of_q", "q"), _descriptor("of_k", "k"), _assembly(accs, ["a", "b"], lines, operands, c + 3)]
-  return Body("\n".join(statements), "acc q k there", name=f"start_scores_{8*accs}x{K*steps}")
+  for i, at in enumerate(steps):
+    lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {i and 2};",
+              f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, a, b, p, 1, 1, {transposed}, {transposed};"]
+  return _assembly(accs, ["a", "b"], lines, operands, c + 3)
+
+def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Body:
+  q, k = ([step//4*panel + step % 4*2*K for step in range(steps)] for panel in panels)
+  product = _shared_product(accs, list(zip(q, k)), 0, '"l"(of_q), "l"(of_k), "r"(0), "r"((int)there)', dtype)
+  return Body("\n".join([_descriptor("of_q", "q"), _descriptor("of_k", "k"), product]), "acc q k there", name=f"start_scores_{8*accs}x{K*steps}")
+
+def _sums_text(printer:Any, out:str, accs:int, steps:int, dtype:str) -> Body:
+  product = _shared_product(accs, [(i*2*ATOM, i*2*ATOM) for i in range(steps)], 1, '"l"(of_x), "l"(of_y + unit), "r"(0), "r"(1)', dtype)
+  return Body("\n".join([_descriptor("of_x", "x"), _descriptor("of_y", "y"), product]), "acc x y unit", name=f"start_sums_{8*accs}x{K*steps}")
 
 def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str) -> Body:
   lines, c, ptx = [], 4*accs, PTX[dtype]
@@ -132,6 +162,12 @@ instruction("await_arrivals", lambda lanes, bar, parity, _: lanes.await_arrivals
                       'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\nreturn 0.0f;', "bar parity"))
 instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
+instruction("start_sums", _sums, cuda=_sums_text)
+instruction("send", _send, cuda=_send_text, atomic=True)      # 9.7.9.25.5.2: cp.reduce.async.bulk
+instruction("sent", lambda lanes, _: np.zeros(len(lanes.active), np.float32),
+            cuda=Body('asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");\nreturn 0.0f;', ""))
+instruction("publish", lambda lanes, _: np.zeros(len(lanes.active), np.float32),
+            cuda=Body('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\nreturn 0.0f;', ""))
 instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(but), cuda=_wait_text)
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
@@ -155,6 +191,23 @@ def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|N
   panels in bytes. `place` selects C fragments of `acc`; None stands for all. Warpgroups where `there` is false do nothing. Returns a statement."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
+def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, order:UOp, rows:int, dtype:str) -> UOp:
+  """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16). X has 64 columns, and Y has 8 columns for each C fragment in `acc` (a
+  placeholder). `x` and `y` are INDEXes of the first units of panels. Y begins at unit number `unit` of its panel, and ends in it. Returns a
+  statement."""
+  return statement("start_sums", acc[0], x, y, integer(unit), order, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
+def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, order:UOp) -> UOp:
+  """Adds a warp's C fragments `acc` (a placeholder) to float32 sums in global memory, each number atomically and in no order. The four numbers of a
+  lane lie side by side in the sums, then those of the next lane, then the next fragment. `to` is the INDEX of this lane's first sum. The fragments go
+  through shared memory at `stage`, from where the copy engine adds them: the warp does not wait. `sent` waits. Returns a statement."""
+  return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), order, accs=acc.max_numel())
+def sent(order:UOp) -> UOp:
+  """Waits until all sums that this thread has sent are added. Returns a statement."""
+  return statement("sent", order)
+def publish(order:UOp) -> UOp:
+  """Makes what this thread has stored to shared memory visible to products that start after a barrier (9.7.13.4, fence.proxy.async). Returns a
+  statement."""
+  return statement("publish", order)
 def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   """Waits for all products that were started, except the last `but` products. After that `acc` may be used. Returns a statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)

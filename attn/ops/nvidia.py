@@ -110,6 +110,17 @@ def _ldmatrix_text(printer:Any, out:str, step:int, transposed:bool) -> Body:
 
 instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
 
+def _stmatrix(lanes:Any, row:Any, words:Array) -> Array:
+  """Meaning of stmatrix in the emulator: lane l gives the address of row l%8 of the 8x8 matrix l//8, and two neighbouring elements of each matrix."""
+  pairs = words.reshape(4, -1, 8, 4).transpose(1, 0, 2, 3)                                # warp, matrix, row, pair of columns
+  raw = np.ascontiguousarray(pairs).view(np.uint8).reshape(-1, 16)
+  lanes.store_bytes(row, np.zeros(len(raw), np.int64), np.ascontiguousarray(raw.T), lanes.active)
+  return np.zeros(len(raw), np.float32)
+
+instruction("stmatrix", _stmatrix, cuda=Body(      # 9.7.14.5.16
+  'asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"\n'
+  f'    :: {shared("row")}, "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");\nreturn 0.0f;', "row words"))
+
 def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
   low, high = (("x", "y"), ("z", "w"))[half]
   return f"{declare_mma(printer, matrix)}({{0}}, {{1}}.{low}, {{1}}.{high}, {{2}})"
@@ -119,6 +130,10 @@ instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name
 def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
   """Loads four 8x8 matrices of 16-bit elements. Lane l's `row` is an INDEX that, plus `step` units of 16 bytes, points to row l%8 of matrix l//8."""
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
+def stmatrix(row:UOp, words:UOp) -> UOp:
+  """Stores four 8x8 matrices of 16-bit elements, from sm_90 on. Lane l's `row` is an INDEX that points to row l%8 of matrix l//8; `words` has two
+  neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16. Returns a statement."""
+  return statement("stmatrix", row, words)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """Computes c + A B by one mma.sync; `half` selects one of the two B fragments in `b`."""
   return emit("mma", F4, a, b, c, matrix=matrix, half=half)

@@ -137,7 +137,7 @@ OF_ALL: dict[str, tuple[str, Callable[[str], None]]] = {
   "causal": ("bottom-right", close_packed), "softcap": ("off at 0 and below", softcap),
   "window_size": ("tuple or list; a negative bound is no bound; with causal the right bound is 0", window),
   "alibi_slopes": ("(H) or (B, H)", lambda f: agrees({"alibi_slopes": Tensor(SLOPES, device="EMU")}, alibi_slopes=Tensor(SLOPES, device="EMU"))(f)),
-  "deterministic": ("ignored: the result is always deterministic", agrees({}, deterministic=True)),
+  "deterministic": ("True: gradients have the same bits in every run; out always has", agrees({}, deterministic=True)),
   "return_attn_probs": ("returns (out, softmax_lse, S_dmask): 1 where dropout keeps an element of P, -1 where not; None without dropout",
                         with_probabilities),
   "dropout_seed": ("a keyword, not FlashAttention's: uint32 (2), decides which elements drop", seeded)}

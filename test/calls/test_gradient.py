@@ -2,6 +2,7 @@
 (attn/accuracy.py)."""
 from __future__ import annotations
 import itertools, re
+from dataclasses import replace
 from typing import Any, Callable
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from attn.calls import gradient
 from attn.calls.history import made
 from attn.calls.placement import AXES
 from attn.chips import get_chip
-from attn.choose.backward import Parts, can_differentiate, choose_parts, memory_of
+from attn.choose import backward_tiles
+from attn.choose.gradient_kernels import GRADIENT_KERNELS
+from attn.choose.backward import Parts, can_differentiate, choose_backward, choose_parts, memory_of
 from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.problem import Problem
 from attn.reference import arrange, restore, rounded
@@ -186,6 +189,68 @@ def test_flash_attn(deterministic:bool) -> None:
     packed = Tensor.stack(*map(rows, (q, k, v)), dim=2).contiguous().realize()
     g, = flash_attn.flash_attn_qkvpacked_func(packed, causal=True, deterministic=deterministic).float().sum().gradient(packed)
     hold([rows(g[:, :, i]).contiguous() for i in range(3)], want)
+
+# ***** all gradients at once *****
+
+FEW: dict[str, Any] = dict(B=1, H=2, Sq=80, Sk=256, D=128, causal=True)
+
+@pytest.fixture
+def for_few(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Lets dispatch choose one kernel for all gradients for few queries and few blocks, too."""
+  monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
+  row = GRADIENT_KERNELS["_wgmma"]
+  assert row.at_once is not None
+  at_once = replace(row.at_once, tile=lambda p, arch: backward_tiles.wgmma_at_once(replace(p, B=99), arch))
+  monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=at_once))
+
+@pytest.mark.usefixtures("for_few")
+@pytest.mark.parametrize("order", ((0, 1, 2), (1, 0, 2), (2, 1, 0)))
+def test_gradients_at_once_in_any_order(order:tuple[int, ...]) -> None:
+  """Each gradient is right if gradients are realized one after another: the kernel adds to the sums of dq once only."""
+  p = problem(**FEW)
+  x = normal(p)
+  with emulated("sm_90"):
+    q, k, v = (tensor(a, p.dtype, "EMU").realize() for a in (x.q, x.k, x.v))
+    assert attn.explain(q, k, v, causal=True, deterministic=False, backward=True).kernels == tuple(
+      f"backward_{name}_wgmma" for name in ("delta", "all", "finish"))
+    found = attn.attention(q, k, v, causal=True, deterministic=False).float().sum().gradient(q, k, v)
+    got = {i: array(found[i]) for i in order}
+  want = expected_gradients(p, x, {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)
+  for i, name in enumerate("qkv"): assert (verdict := judge(got[i], want[name])).ok, f"d{name}: {verdict}"
+
+@pytest.mark.usefixtures("for_few")
+def test_gradients_at_once_in_a_jit() -> None:
+  """Each replay of a TinyJit begins the sums of dq with 0."""
+  with emulated("sm_90"):
+    q, k, v = (Tensor.randn(1, 2, rows, 128, device="EMU").half().realize() for rows in (80, 256, 256))
+    assert attn.explain(q, k, v, deterministic=False, backward=True).at_once
+    @TinyJit
+    def gradients(q:Tensor) -> Tensor:
+      return attn.attention(q, k, v, deterministic=False).float().square().sum().gradient(q)[0].realize()
+    first = [array(gradients(q)) for _ in range(3)]
+    for x in first[1:]: np.testing.assert_allclose(x, first[0], atol=1e-2*np.abs(first[0]).max())
+
+REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+  "deterministic": ({}, dict(deterministic=True), "deterministic=True: "), "D": (dict(D=64), {}, "D=64, Dv=64: "),
+  "window": ({}, dict(window=(9, 9), causal=False), r"window=\(9, 9\): "), "softcap": ({}, dict(softcap=3.0), "softcap: "),
+  "keys": (dict(Sk=140), {}, "Sk=140: "), "blocks": (dict(B=2), {}, "8 blocks of 128 keys: "),
+  "queries": (dict(Sq=64), {}, "64 queries share keys: "),
+}
+@pytest.mark.parametrize("case", REFUSED_AT_ONCE)
+def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
+  sizes, options, reason = REFUSED_AT_ONCE[case]
+  B, H, Sq, Sk, D = {**dict(B=66, H=2, Sq=1024, Sk=256, D=128), **sizes}.values()
+  q, k = (Tensor.empty(B, H, rows, D, dtype="half") for rows in (Sq, Sk))
+  found = attn.explain(q, k, k, arch="sm_90", backward=True, **{"causal": True, "deterministic": False, **options})
+  assert found.kernels == ("backward_dq_wgmma", "backward_dkdv_wgmma")
+  assert re.match(reason, found.why_not("backward_all_wgmma") or ""), found
+
+def test_memory_at_once() -> None:
+  """The sums of dq take 4 bytes for each element of whole tiles of 64 queries, however many keys there are."""
+  for Sk in (1024, 8192):
+    p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=False)
+    found = choose_backward(p, get_chip("sm_90"), "forward_wgmma")
+    assert found.at_once and found.memory == 4*64*(2*4*2000 + 4*2048*128)
 
 def test_sdpa_by_itself_and_installed() -> None:
   with emulated("gfx942"):

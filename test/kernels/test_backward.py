@@ -4,13 +4,14 @@ import itertools, re, shutil, subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from attn.accuracy import judge
 from attn.chips import get_chip
 from attn.chips.shapes import BackwardShape, UpTo
-from attn.choose.backward import can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
+from attn.choose.backward import all_of, at_once, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.rows import misfit
 from attn.emulator import plan
@@ -18,10 +19,12 @@ from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, Uninitial
 from attn.emulator.plan import Plan
 from attn.kernels.amd.backward import AmdBackward, AmdTrip
 from attn.kernels.mma.backward import MmaTrip
+from attn.kernels.nvidia import gradient_sums
 from attn.kernels.nvidia.warp_gradients import WarpRows, WarpTrip
+from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.backward.bias_share import BiasPart
 from attn.kernels.parts.backward.gradients import Exponent, RowNumbers
-from attn.kernels.parts.grid.tensors import Shapes, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import Shapes, all_arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.weights.scores import Scores
@@ -278,6 +281,52 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
   with pytest.raises(error, match=text):
     check_backward_kernels("sm_90", H=2, Hkv=1, Sq=350, Sk=70, D=16, causal=True, only="dkdv", extras=dict(alibi_slopes=floats(2)**2))
 
+# ***** all gradients at once *****
+
+AT_ONCE: dict[str, dict[str, Any]] = {
+  "full": dict(dtype="bfloat16", dlse=True), "causal": dict(Sq=200, Sk=200, causal=True), "long rows": dict(D=128, dtype="bfloat16", causal=True),
+  "more queries, causal": dict(Sq=230, Sk=70, causal=True), "top-left, bshd": dict(B=2, causal="top-left", layout="bshd", dtype="bfloat16"),
+  "window, grouped heads": dict(H=6, Hkv=2, Sq=150, window=(40, 20), layout="nsd"), "D above Dv": dict(D=32, Dv=8, H=2, Hkv=1),
+  "softcap, kv_lengths": dict(B=3, H=2, Hkv=1, softcap=100.0, extras=dict(kv_lengths=ints(40, 0, 133))),
+  "alibi": dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2)), "sinks": dict(H=2, extras=dict(sinks=floats(2))),
+  "in parts": dict(H=6, Hkv=2, causal=True, parts=6),
+  "dropout": dict(dropout_p=0.2, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+}
+
+@pytest.mark.parametrize("arch", ("sm_90", GPU))
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in RARE else x for x in AT_ONCE])
+def test_at_once(arch:str, case:str) -> None: check_backward_kernels(arch, **{**LONG, "D": 64, **AT_ONCE[case]}, only="all")
+
+@pytest.mark.parametrize("make", ADVERSARIAL)
+def test_at_once_adversarial(make:Callable[[Problem], Inputs]) -> None:
+  size = 1000.0 if make is level else 1.0
+  check_backward_kernels("sm_90", make, H=1, Sq=70, Sk=150, D=32, causal=make in (peaked, level), size=size, only="all")
+
+def test_keys_beyond_kv_lengths_reach_no_query_at_once() -> None:
+  check_backward_kernels("sm_90", deep, B=3, H=1, Sq=70, Sk=150, D=32, extras=dict(kv_lengths=ints(130, 0, 64)), only="all")
+
+def no_barrier_after_ds(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_backward, "workgroup_barrier", lambda after: after)
+def a_single_ds(m:pytest.MonkeyPatch) -> None:
+  wrong(m, WgmmaBackward, "weights", lambda weights: lambda self, place: weights(self, replace(place, index=place.index*2)))
+def sums_that_begin_with_1(m:pytest.MonkeyPatch) -> None:
+  m.setattr(gradient_sums, "nv", SimpleNamespace(F4=nvidia.F4, zero=lambda order: ops.splat(1.0, 4)))
+def columns_of_first_warpgroup(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaTrip, "dq_column", UOp.const(0))
+
+@pytest.mark.parametrize("plant, error, text", (
+  *((plant, LdsRace, "with no barrier between") for plant in (no_barrier_after_ds, a_single_ds)),
+  *((plant, AssertionError, "dq: ") for plant in (sums_that_begin_with_1, columns_of_first_warpgroup))))
+@pytest.mark.usefixtures("without_places")
+def test_planted_fault_at_once(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception], text:str) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error, match=text): check_backward_kernels("sm_90", H=1, Sq=350, Sk=140, D=64, only="all")
+
+@pytest.mark.parametrize("power", (-1, 1))
+@pytest.mark.usefixtures("without_places")
+def test_the_scale_of_dq_alone_at_once(monkeypatch:pytest.MonkeyPatch, power:int) -> None:
+  scale = 64**(-0.5*power)
+  wrong(monkeypatch, Warps, "columns", lambda columns: lambda self, accs, r, factor, share: columns(self, accs, r, factor*scale, share))
+  with pytest.raises(AssertionError, match="dq: "): check_backward_kernels("sm_90", H=1, Sq=70, Sk=90, D=64, only="all")
+
 # ***** planted faults: each is caught *****
 
 NOTHING = UOp.const(0.0, dtypes.float)
@@ -398,14 +447,17 @@ def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("kernel, d, arch", [
-  pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) == ("dkdv", 128, "sm_90") else pytest.mark.thorough)
-  for kernel, d, arch in itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120"))])
+  pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) in (("dkdv", 128, "sm_90"), ("all", 128, "sm_90")) else pytest.mark.thorough)
+  for kernel, d, arch in (*itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120")), ("all", 128, "sm_90"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
   """Compiled kernels do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
-    names, program = {"dq": lambda: (dq_arguments(p), dq_of(p, on, tiles_of(p, on)[0])),
+    def all_gradients() -> Any:
+      tile = at_once(replace(p, deterministic=False), on)
+      return all_arguments(p), all_of(p, on, tile)
+    names, program = {"all": all_gradients, "dq": lambda: (dq_arguments(p), dq_of(p, on, tiles_of(p, on)[0])),
                       "dkdv": lambda: (dkdv_arguments(p), dkdv_of(p, on, tiles_of(p, on)[1])),
                       "dbias": lambda: (dbias_arguments(p), dbias_of(p, on, choose_bias_tile(p, on)))}[kernel]()
     text = compiled_by_nvcc(arch, names, program, tmp_path)

@@ -88,7 +88,7 @@ class WarpRows(Generic[L]):
   # ***** registers *****
   def accs(self, name:str) -> int:
     """Number of accumulators that a lane needs for the gradient `name` of one tile of rows."""
-    return fragments(self.warps.group.rows_of(name).width, self.mat)
+    return fragments(self.p.Dv if name == "dv" else self.p.D, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
     """Indices of the accumulators of the gradient `name` for the i-th tile of own rows."""
     before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))

@@ -48,6 +48,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
   _: KW_ONLY
   matrix: Mma
   keys: bool = False       # the own rows are keys
+  adds_dq: bool = False    # the own rows are keys, and the block also adds their part of dQ to memory
 
   suffix: ClassVar[str] = "_wgmma"
 
@@ -72,7 +73,24 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
   def numbers(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `numbers_of_queries`)."""
     return units_of_numbers(p, self.block_n) if self.keys else 0
+  @property
+  def ds(self) -> SwizzledPanels:
+    """Layout of dS of a tile in shared memory: a row for each key of the block, a column for each query of the tile."""
+    return SwizzledPanels(self.block_m, self.block_n//self.matrix.unit)
+  @property
+  def ds_size(self) -> int:
+    """Number of 16-byte units of shared memory for dS of two tiles."""
+    return 2*self.ds.size
+  def dq_columns(self, p:Problem) -> int:
+    """Number of columns of dQ that each warpgroup computes."""
+    return p.D//self.groups
+  def sent(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for one warp's part of a tile's dQ, on its way to memory."""
+    return self.matrix.M*self.dq_columns(p)*4//UNIT_BYTES
+  def shared_dq(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for dS and dQ, if the block adds to dQ."""
+    return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))
-    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + 1)      # the last unit is for the mbarrier
+    return UNIT_BYTES*(own + RING*(self.stage(p) + self.numbers(p)) + self.shared_dq(p) + 1)      # the last unit is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16 {RING} stages"

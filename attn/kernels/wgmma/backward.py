@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
+from attn.kernels.nvidia.gradient_sums import place_in_sums
 from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
@@ -23,14 +24,16 @@ from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.program.blocks import Blocks
-from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.counts import below
+from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import over_tiles
 from attn.kernels.tiles.common import numbers_of_queries
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import RING, WgmmaBackwardTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
+from attn.ops.common import flat
 from attn.problem import Problem
-from attn.tinygrad_compat import AxisType, UOp, dtypes
+from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
@@ -43,13 +46,16 @@ class WgmmaBackwardState(Arrivals):
   p: UOp
   ds: UOp
   statements: Statements
+  dq: UOp
 
   @staticmethod
   def of(warps:Warps, tile:WgmmaBackwardTile, accs:int) -> WgmmaBackwardState:
     """Makes the state with `accs` accumulators."""
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
+    of_dq = tile.dq_columns(warps.group.p)//mat.N if tile.adds_dq else 1
     return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
-                              new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new))
+                              new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new),
+                              new.registers(of_dq, nv.F4))
 
 @dataclass(frozen=True)
 class RingPlace:
@@ -84,9 +90,9 @@ class WgmmaBackward:
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
     """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
     after another."""
-    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
+    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes] if not tile.adds_dq else (("dv", "dk", "dq"),)
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
-    state = WgmmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
+    state = WgmmaBackwardState.of(warps, tile, max(sum(accs.get(name, 0) for name in wanted) for wanted in passes))
     return [WgmmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state, None, i) for i, wanted in enumerate(passes)]
 
   # ***** rows *****
@@ -112,7 +118,17 @@ class WgmmaBackward:
   def numbers(self, place:RingPlace) -> UOp:
     """Returns where lse and delta of the tile's queries begin in shared memory, in units of 16 bytes."""
     p = self.group.p
-    return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p))
+    return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
+  def weights(self, place:RingPlace) -> SwizzledPanels:
+    """Returns where dS of the tile lies in shared memory, if the block adds to dQ. There is room for dS of two tiles: while a warpgroup stores dS of
+    one tile, another one may still read dS of the tile before."""
+    ds = self.tile.ds
+    return ds.moved_to(place.index%2*ds.size + (self.warp_rows.size + RING*self.tile.stage(self.group.p)))
+  @property
+  def sent(self) -> UOp:
+    """Returns where this warp's part of dQ lies in shared memory, on its way to memory."""
+    p, tile = self.group.p, self.tile
+    return self.warp_rows.warps.at.wave*tile.sent(p) + (self.warp_rows.size + RING*tile.stage(p) + tile.ds_size)
 
   # ***** the loop over tiles *****
   def begin(self, s:WgmmaBackwardState|None=None, stores:list[UOp]|None=None) -> WgmmaBackwardState:
@@ -153,7 +169,8 @@ class WgmmaBackward:
     else:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
       s = s.after(self.over_head(s.after(r), self.warp_rows.of_head(self.group.first_head + r), self.pass_number*self.heads + r, work).done.end(r))
-    return s.do(wgmma.wait_products(s.acc, s.done))
+    s = s.do(wgmma.wait_products(s.acc, s.done))
+    return s.do(wgmma.sent(s.done)) if "dq" in self.wanted and self.tile.keys else s
 
   def over_head(self, s:WgmmaBackwardState, rows:WarpRows[SwizzledPanels], turn:UOp|int, work:WgmmaWork) -> WgmmaBackwardState:
     def trip(s:WgmmaBackwardState, t:UOp, masked:bool) -> UOp:
@@ -163,7 +180,9 @@ class WgmmaBackward:
     return over_tiles(s, self.walked, self.group.grid.allocator, trip)
 
   # ***** gradients, and the kernel *****
-  def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]: return self.warp_rows.gradient(s.acc, name)
+  def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]:
+    """Returns the stores of a gradient to memory. There are none for dQ, to which each iteration has added its part."""
+    return [] if name == "dq" and self.tile.keys else self.warp_rows.gradient(s.acc, name)
   def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
     return self.group.gradient_kernel(f"backward_{name}_wgmma", cleared, stores, count, self.tile.lds_bytes(self.group.p))
@@ -222,3 +241,33 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), weights[0]))
     return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, rows.p.dtype, rows.accumulators(name)))
+
+  # ***** dQ of a block that owns keys *****
+  @property
+  def dq_column(self) -> UOp:
+    """First column of the tile's dQ that this warpgroup computes."""
+    return wgmma.group(self.warp_rows.warps.at.wave)*self.of.tile.dq_columns(self.warp_rows.p)
+
+  def start_dq(self, s:WgmmaBackwardState, weights:list[list[UOp]]) -> WgmmaBackwardState:
+    """Stores dS of the own keys to shared memory, and waits until all warpgroups have done so. Then starts the product for this warpgroup's columns
+    of the tile's dQ, summed over all keys of the block."""
+    at, ds, k, mat = self.warp_rows.warps.at, self.of.weights(self.ring_place), self.warp_rows.kept("k"), self.warp_rows.mat
+    row, unit, panel = at.wave*mat.M + at.lane%mat.M, at.lane//mat.M, LINE*mat.unit      # `panel`: columns of a panel
+    s = s.do(*[nv.stmatrix(s.shared[ds.place(row, unit + 2*i)], words) for i, words in enumerate(self.of_keys_there(weights[0]))])
+    s = s.do(wgmma.publish(s.done))
+    s = s.after(workgroup_barrier(s.done))
+    first, within = self.dq_column//panel, self.dq_column%panel//mat.unit
+    return s.do(wgmma.sums(s.dq, s.shared[ds.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
+
+  def of_keys_there(self, weights:list[UOp]) -> list[UOp]:
+    """Returns dS with 0 for keys that do not exist. Their P = exp(0 - lse) may be inf, which no key that exists would see, but dQ would."""
+    there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
+    if all(x.op is Ops.CONST and x.arg for x in there): return weights
+    return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in weights]
+
+  def add_dq(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
+    """Waits for dQ of the tile, but not for the product that was started after it. Adds dQ to the sums in memory."""
+    s = s.do(wgmma.wait_products(s.dq, s.done, but=1))
+    at, group, mat, first = self.warp_rows.warps.at, self.of.group, self.warp_rows.mat, self.score.row(self.tile_number*self.score.block_n)
+    to = place_in_sums(group, mat, self.warp_rows.head, first, at.wave%(wgmma.M//mat.M), self.dq_column//mat.N)
+    return s.do(wgmma.send(s.dq, s.shared[self.of.sent], flat(group.given["dq_sums"])[to + at.lane*4], at.lane, s.done))

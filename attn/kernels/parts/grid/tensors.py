@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 from attn.kernels.parts.memory.rows import strides
+from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.parts.program.diagonals import Diagonals
 from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.ops.common import MAX_RECORDS
@@ -14,6 +15,7 @@ from attn.score.terms import check_derivatives, score_terms
 
 X = TypeVar("X")
 
+QUERIES_OF_SUMS = 64      # queries of a tile of the sums of dQ
 MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:
@@ -55,6 +57,28 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
+
+def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
+  """Returns (shape, dtype) of the sums of dQ, to which the workgroups of all keys add: whole tiles of queries of each head."""
+  return ((p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS), QUERIES_OF_SUMS*p.D), "float32")
+
+def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
+
+def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
+  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and 0 to the sums of dQ. It
+  reads o, do, the lengths of sequences, and with `dlse` the gradient of lse."""
+  x = of_backward(p).shapes
+  return {"dq_sums": dq_sums(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
+
+def all_arguments(p:Problem, parts:int=0) -> Shapes:
+  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the sums of dQ, to which the kernel adds, and then the
+  tensors of `dkdv_arguments`."""
+  return {"dq_sums": dq_sums(p), **dkdv_arguments(p, parts)}
+
+def finish_arguments(p:Problem) -> Shapes:
+  """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq. It reads the sums of dQ, and the
+  lengths of sequences."""
+  return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The kernel writes the sum `sum_over_scores(p)`, for the

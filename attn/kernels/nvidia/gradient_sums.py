@@ -1,0 +1,66 @@
+"""The sums of dQ in memory, to which the blocks of all keys add, and the two kernels around the one that adds. The first of them computes delta and
+begins the sums with 0. The second turns the sums into dq.
+
+The sums lie in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. In a fragment the four numbers of a lane lie side
+by side, then those of the next lane. So a warp adds its fragments of a tile to neighbouring numbers."""
+from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass
+from attn.chips import Chip
+from attn.chips.matrix import MMA, Mma
+from attn.kernels.nvidia.warp_gradients import WarpRows
+from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, dq_sums, finish_arguments
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.tiles.mma import MmaBackwardTile, fragments
+from attn.ops import nvidia as nv
+from attn.ops.common import flat
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+
+def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
+  """Returns the index, in the sums of dQ, of the first number of a C fragment of 16 queries and 8 columns. `first_query` is the first query of the
+  tile, `warp` says which 16 queries of the tile, and `fragment` which columns."""
+  p = group.p
+  tile = (group.batch*p.H + head)*dq_sums(p)[0][1] + first_query//QUERIES_OF_SUMS
+  row = tile*(QUERIES_OF_SUMS//mat.M) + warp
+  return (row*fragments(p.D, mat) + fragment)*(mat.M*mat.N)
+
+@dataclass(frozen=True)
+class QueriesOfSums:
+  """The queries of one tile of the sums, which a block owns. Each of its four warps owns 16 of them."""
+  rows: WarpRows[SwizzledRows]
+
+  @staticmethod
+  def of(p:Problem, arch:Chip, names:Shapes, args:tuple[UOp, ...]) -> QueriesOfSums:
+    tile = MmaBackwardTile(1, MMA[p.dtype].K, MMA[p.dtype].K, QUERIES_OF_SUMS//MMA[p.dtype].M, matrix=MMA[p.dtype])
+    warps = Warps.of(p, arch, tile, tile.matrix, args, names)
+    return QueriesOfSums(WarpRows(warps, tile, (), warps.group.first_head))
+
+  @property
+  def group(self) -> Workgroup: return self.rows.warps.group
+  def sums(self) -> list[UOp]:
+    """Returns INDEXes of this lane's elements of the sums, four in a vector: one for each 8 columns."""
+    group, at, mat = self.group, self.rows.warps.at, self.rows.mat
+    first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
+    return [flat(group.given["dq_sums"]).bitcast(nv.F4)[first + i*(mat.M*mat.N//4)] for i in range(fragments(group.p.D, mat))]
+
+def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
+  """Returns the kernel that computes delta and begins the sums of dQ with 0. Its placeholders have the order of `tensors.delta_arguments(p,
+  dlse)`."""
+  def kernel(*args:UOp) -> UOp:
+    x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)
+    stores = [*x.rows.kept_deltas(), *[at.store(nv.zero(UOp.const(0))) for at in x.sums()]]
+    return x.group.gradient_kernel("backward_delta_wgmma", ("delta",), stores, 2*p.rows*p.Dv)
+  return kernel
+
+def finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
+  """Returns the kernel that turns the sums into dq: multiplies them by softmax_scale and rounds them. Its placeholders have the order of
+  `tensors.finish_arguments(p)`."""
+  def kernel(*args:UOp) -> UOp:
+    x = QueriesOfSums.of(p, arch, finish_arguments(p), args)
+    sums, scale = [at.load() for at in x.sums()], UOp.const(p.softmax_scale)
+    stores = [store for r, row in enumerate(x.rows.of_lane[0]) for store in x.group.gradient("dq", row, x.rows.warps.columns(sums, r, scale, None))]
+    return x.group.gradient_kernel("backward_finish_wgmma", ("dq",), stores, p.rows*p.D)
+  return kernel
