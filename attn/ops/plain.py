@@ -12,7 +12,7 @@ from attn.ops.common import OUT_OF_RANGE
 from attn.ops.interpret_uops import Elements, PlainUOps, elementwise, number_of
 from attn.ops.language import operands_of
 from attn.ops.operation import Call
-from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes
+from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes, new_uop
 
 # ***** instructions *****
 
@@ -67,7 +67,7 @@ class Plain:
     if u.op is Ops.STORE and isinstance(srcs[0], Elements): return self.stored(srcs[0].each, srcs[1])
     if vector and u.op in ARITHMETIC: return elementwise(ARITHMETIC[u.op], *srcs)
     if all(x is y for x, y in zip(srcs, u.src)): return u
-    return u.replace(src=tuple(srcs), dtype=srcs[0].dtype if vector else u.dtype)
+    return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
     """Converts an INDEX into a buffer of vectors to one INDEX for each number of the vector, into the buffer of single numbers."""
