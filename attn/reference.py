@@ -42,8 +42,8 @@ class Options:
     softcap       0: none
     alibi_slopes  (H) or (B, H)
     bias          (B|1, H|1, Sq|1, Sk|1)
-    score_mod     function of all scores (B, H, Sq, Sk). Returns the scores after it, its slope at each score, and a limit of the numbers that it adds
-                  up on the way, apart from these. Not with kv_lengths
+    score_mod     function of all scores (B, H, Sq, Sk). Returns the scores after it, its slope at each score, and an upper bound of the absolute
+                  values of its other intermediate results, from which attn/accuracy.py bounds their rounding errors. Not with kv_lengths
     mask_mod      bool (B|1, H|1, Sq|1, Sk|1): pairs that it shows. Not with kv_lengths
     sinks         (H)
     kv_lengths    (B); moves the diagonal unless `top_left`

@@ -51,7 +51,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
-  """Returns a copy of a call whose script has one more line."""
+  """Returns a copy of a random call of the night's tests. The text `line` is appended to the script of the copy."""
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:

@@ -75,8 +75,9 @@ def said_of(row:UpTo[Any]) -> dict[str, Any]:
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Returns the table row of the tile that an entry of the file stores, or None if the entry says that dispatch's own choice is fastest. Raises
-  ValueError if the entry has no valid tile."""
+  """Reads an entry of the file of fastest tiles. Returns a table row with the entry's tile, a shape of the class `kind`, for head dimensions up to
+  `up_to`. Returns None if the entry says that dispatch's own choice is fastest (its tile is null). Raises ValueError if the entry has no valid
+  tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
   limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]

@@ -24,8 +24,8 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-  """A call of attention whose gradient may be taken later. It holds a reference to each output's buffer with the output's shape, the inputs, and the
-  gradient. An input that is itself an output of the call is given by the output's number."""
+  """A call of attention whose gradient may be taken later. `outputs` has for each output a weak reference to its buffer, and its shape. `inputs` has
+  the call's inputs; an input that is itself an output of the call is given by the output's number. `gradient` is the call's gradient function."""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
   inputs: tuple[Input|int, ...]
   gradient: Callable[..., Any]

@@ -1,7 +1,7 @@
-"""Fields of the table rows of families (chips with the same matrix unit), of chips and of cards. Each family has a file in this folder with all facts
-about the family.
+"""Classes for the data about hardware: a row for each family (all chips with the same matrix unit), each chip and each card. Each family has a file
+in this folder, with all facts about the family.
 
-Sources
+Sources of these data:
   [calc]  AMD Matrix Instruction Calculator (github.com/ROCm/amd_matrix_instruction_calculator): "execution cycles" and "co-execution cycles
           possible" of each MFMA and WMMA of CDNA2, CDNA3, RDNA3 and RDNA4.
   [llvm]  LLVM, lib/Target/AMDGPU/SISchedule.td: passes per MFMA (1 pass = 4 cycles) of gfx940, and of gfx950, which runs the older shapes at half

@@ -44,7 +44,8 @@ def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[
   """Returns the kernel for dk, dv and the sums of dQ that uses the tile `tile`."""
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the kernel that makes dq of its sums, after the kernel that uses the tile `tile`."""
+  """Returns the kernel that computes dq from the sums of dQ: it multiplies them by softmax_scale and rounds them. It runs after the kernel of
+  `all_of` with the tile `tile`, which adds to these sums."""
   return kernels_at_once(tile).finish(p, arch)
 
 def at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str|None:

@@ -136,8 +136,10 @@ def blocks_in_lds(p:Problem, arch:Chip, tile:MmaTile|WgmmaTile) -> int:
   return (arch.lds + BLOCK_LDS)//(tile.lds_bytes(p) + BLOCK_LDS)
 
 def mma_tile(p:Problem, arch:Chip) -> MmaTile:
-  """Chooses the tile of the first row that fits and with which two blocks share a multiprocessor. If there is no such row, chooses the tile of the
-  first row that fits. The tile is no larger than the problem's queries need."""
+  """Chooses the tile of `forward_mma` from tables of attn/chips. If there are so few queries that at least two warps can share each matrix tile of
+  queries and divide the keys, chooses the first row of FEW_QUERIES that fits. Otherwise chooses the first row of FORWARD_MMA that fits and leaves
+  enough shared memory for two blocks on a multiprocessor, or, if there is none, the first row that fits. The tile is no larger than the problem's
+  queries need."""
   mat = MMA[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group

@@ -69,8 +69,9 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Converts registers (registers, T) to matrices (waves, columns, rows). `unpack` converts registers to elements (elements, T), in the type in
-    which they are multiplied. Lanes that hold duplicates must hold equal values (RDNA3: lanes 16-31 of A and B repeat lanes 0-15)."""
+    """Converts the registers x of T threads (registers, T) to one matrix per wave (waves, columns, rows). `unpack` converts registers to elements
+    (elements, T), in the type in which they are multiplied. Raises BadOperand if lanes that hold duplicates hold different values (RDNA3: lanes 16-31
+    of A and B repeat lanes 0-15)."""
     e, l = self.split
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1

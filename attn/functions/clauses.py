@@ -161,7 +161,8 @@ class Reader:
       case Ops.FLOORMOD if n is not None and n > 0: return _plus(self.sum(x), {x//n: 1}, -n)
     return {u: 1}
   def not_positive(self, x:TermSum) -> Clauses|None:
-    """Returns the clauses that say that a sum is at most 0, or None if there are too many."""
+    """Returns clauses that hold exactly where the sum `x` is at most 0, or None if a disjunction inside would distribute into more than MOST_CLAUSES
+    clauses. All comparisons of integers are read in this form: a <= b is a - b <= 0."""
     terms, plus = _terms(x), x.get(ONE, 0)
     if not terms: return ALWAYS if plus <= 0 else NEVER
     for u, n in terms:

@@ -77,8 +77,8 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether x may be clamped to the exact range of a function without a change of the mask. This is so if, outside of that range, the
-  function lies beyond all places of queries and keys."""
+  """Returns whether the mask stays the same if x is clamped to `exact_range` before the function is applied. This is so if, at each end of that
+  range, x or the function's value is already farther out than any place of a query or key (FAR)."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 

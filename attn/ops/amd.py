@@ -100,9 +100,9 @@ def waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
 def kept_in_order(*statements:str) -> str:
-  """Returns the C++ text of statements across which neither clang's passes nor its scheduler move accesses to memory. The fences have the scope of
-  one wave and cost nothing. A release fence with the scope of the workgroup would wait for all loads to LDS, even if the barrier is meant to wait for
-  only some."""
+  """Returns the C++ text of statements between two fences. Neither clang's passes nor its scheduler move an access to memory past these statements.
+  The fences have the scope of one wave and cost nothing. A release fence with the scope of the workgroup would wait until all loads from memory to
+  LDS are complete, although the barrier among the statements may need only some of them."""
   fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 

@@ -87,8 +87,9 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
   return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Decorator that makes a function the definition of the operation `name`. The printed C++ function gets a name that depends on its types. `suffix`
-  is a format string of static parameters, which is added to this name if functions for the same types differ."""
+  """Decorator that makes a Python function the definition of the operation `name`. The operation is printed as a C++ function, one for each
+  combination of operand types. If the functions for the same types also differ by static parameters, `suffix` is a format string of these parameters,
+  which is added to the C++ function's name."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)

@@ -148,7 +148,8 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
 
 @dataclass(frozen=True)
 class ContextGradient:
-  """The grad_fxn of a problem whose rows are divided among devices. `names` are the names of the sources of the problem's call."""
+  """The gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows are divided among devices. `shared` is the call's problem and
+  devices. `names` are the names of the call's sources, in order."""
   shared: SharedRows
   names: tuple[str, ...]
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:

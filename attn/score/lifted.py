@@ -25,8 +25,8 @@ Elementwise = list[list[UOp]]     # scalars: for each vector of the fragment, on
 
 @dataclass(frozen=True)
 class Evaluated:
-  """A part of a function, computed: `same` is one scalar for all columns, `each` a scalar per element, `vectors` are vectors of fp32 numbers. Two of
-  the three are None."""
+  """The value of a function, or of a part of it, on a fragment. It has one of three forms, and the other two fields are None. `same`: one scalar that
+  is equal for all columns. `each`: a scalar for each element. `vectors`: vectors of fp32 numbers."""
   same: UOp|None = None
   each: Elementwise|None = None
   vectors: list[UOp]|None = None

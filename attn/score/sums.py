@@ -47,8 +47,9 @@ def has_sum(p:Problem) -> bool:
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
 
 def problems_of_sums(p:Problem) -> tuple[Problem, ...]:
-  """Returns the problem once for each sum over scores that the gradients of its tensors need. There is a sum for a bias, and one for each place at
-  which score_mod reads a tensor of mod_tensors. Tensors for which `why_not_summed` returns a reason are left out."""
+  """Returns a problem for each sum over scores that a kernel must compute for the gradients of this problem's tensors. For the sum of a bias this is
+  the problem itself. For each element of mod_tensors that score_mod reads it is a copy with `by_element` set to the number of the element. Elements
+  of tensors for which `why_not_summed` gives a reason are left out."""
   elements = [] if p.score_mod is None else float_elements(p)
   wanted = [n for n, u in enumerate(elements) if why_not_summed(p, number_of_tensor(u)) is None]
   return (*[p]*has_sum(p), *(replace(p, by_element=n) for n in wanted))

@@ -42,8 +42,8 @@ def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
   return found[value]
 
 def element_at(u:UOp, found:dict[UOp, Any]) -> tuple[Array, ...]:
-  """Returns the index of an element along each axis of its tensor, for all pairs of query and key. The index of a hidden pair may lie outside the
-  tensor: it is clamped to the axis."""
+  """Returns which element `u` reads from its tensor, for all pairs of query and key: an array of indices for each axis of the tensor. `found` has the
+  values of the symbols and UOps, the indices among them. The index of a hidden pair may lie outside the tensor: it is clamped to the axis."""
   return tuple(np.clip(found[x], 0, size - 1) for x, size in zip(indices_of(u), tensor_of(u).shape))
 
 # ***** one call *****

@@ -219,8 +219,8 @@ def test_memory_moves_every_tensor_once() -> None:
   assert moved(p, Division(64, 32, products=((2, 1),))) == pytest.approx(20*row + 2*4*256*4)
 
 def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
-  """Key ranges and packed heads divide a problem into workgroups. One query of 8 heads that share keys, and 1024 keys in 4 ranges, give 4 workgroups
-  for each of 2 key heads, and each workgroup runs 8 of the 32 iterations."""
+  """Key ranges and packed heads divide a problem into workgroups. Each of 2 key heads serves one query of 8 query heads, which one workgroup packs
+  together. The 1024 keys take 32 iterations of 32 keys, divided into 4 key ranges. So there are 2*4 = 8 workgroups, of 8 iterations each."""
   p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
   x = Division(32, 32, heads=8, splits=4)
   assert trips_of_blocks(p, x) == [32] and blocks_of_grid(p, 32, heads=8) == 8

@@ -27,7 +27,8 @@ def heads(x:Tensor) -> Tensor: return x.reshape(*x.shape[:2], HEADS, D).transpos
 def merged(x:Tensor) -> Tensor: return x.transpose(1, 2).flatten(2)
 
 class Bert(Program):
-  """extra/models/bert.py: a mask of a weak dtype, and dropout, which does nothing outside training."""
+  """extra/models/bert.py: a mask computed from Python floats and integers, which therefore has tinygrad's weak float dtype (one that adapts to the
+  other operand), and dropout, which does nothing outside training."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")

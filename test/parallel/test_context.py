@@ -653,8 +653,9 @@ def graph_of_heads(monkeypatch:pytest.MonkeyPatch) -> tuple[StandInGraph, bool]:
     return StandInGraph.made[-1], judge(array(o), expected(p, inputs[-1], {})[0]).ok
 
 def test_a_graph_copies_keys_while_heads_are_computed(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A launch waits for the keys of its head, and until its device has reordered its own keys of the next head. The third head's keys use the buffer
-  of the first head's keys. They wait until the first launch has read the buffer and the other device has copied from it."""
+  """Two devices compute three heads, each head in a launch. A launch waits for two things: all keys of its head have arrived, and its own device has
+  put its keys of the next head in order. The keys of the third head overwrite those of the first head in a device's buffers. They wait until the
+  device's first launch has read them and the other device has copied them."""
   graph, right = graph_of_heads(monkeypatch)
   assert right
   for device in ("EMU", "EMU:1"):

@@ -104,8 +104,10 @@ class Warps:
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
     """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. m is the number that the softmax subtracts from the scores of a row. `sums`
-    lists several row sums l; `kinds` lists their kinds. O is divided by the first sum, and the LSE is computed from the last one. If several warps
-    have the same queries, each stores a part of the columns of O: this warp stores part number `share`. The first warp stores the LSE."""
+    lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds` says for each of them how
+    it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each lane has only the sum of its
+    own elements, and this function adds up the four lanes of a row. If several warps have the same queries, each stores a part of the columns of O:
+    this warp stores part number `share`. The first warp stores the LSE."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]

@@ -7,8 +7,8 @@ products that it needs: the last products of an iteration still run when S and d
 
 The warpgroups wait for each other only at the tiles. All warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each
 iteration a thread copies its part of the next iteration's tile, once its warpgroup no longer reads the previous tile. The thread arrives at an
-mbarrier when its part is complete. A warpgroup that has waited for the mbarrier knows two things: its tile is complete, and no warpgroup reads the
-tile of two iterations before any more.
+mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the tile is complete, and all
+warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
 """
 from __future__ import annotations
 from collections.abc import Callable

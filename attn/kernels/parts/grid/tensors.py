@@ -19,9 +19,11 @@ QUERIES_OF_SUMS = 64      # queries of a tile of the sums of dQ
 MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `forward` takes, by name and in order. Without splits these are `p.shapes`. With splits
-  (p.num_splits > 1), float32 tensors take the place of o, lse and lse_rest, whatever the layout: o_partial (G, B, H, Sq, Dv), lse_partial
-  (G, B, H, Sq), and with wide scores lse_rest_partial; for "thd" o_partial is (G, H, total_q, Dv). Sinks are then left out."""
+  """Returns (shape, dtype) of the tensors that the kernel `forward` takes, by name and in order. If the keys are not split into key ranges
+  (p.num_splits = 1), these are `p.shapes`. With G = p.num_splits > 1 key ranges, the kernel writes float32 tensors with the results of each range
+  instead of o, lse and lse_rest, whatever the layout: o_partial (G, B, H, Sq, Dv), lse_partial (G, B, H, Sq), and if scores may be as large as fp32
+  allows (`Problem.wide_scores`) lse_rest_partial, shaped like lse_partial. For "thd" total_q replaces B and Sq: o_partial is (G, H, total_q, Dv). The
+  kernel then takes no sinks."""
   if p.num_splits == 1: return p.shapes
   rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
@@ -65,8 +67,9 @@ def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
 def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and 0 to the sums of dQ. It
-  reads o, do, the lengths of sequences, and with `dlse` the gradient of lse."""
+  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and fills dq_sums with 0:
+  `backward_all` adds to it, and `backward_finish` makes dq from it. The kernel reads o, do, kv_lengths if the problem has it, and with `dlse` the
+  gradient of lse."""
   x = of_backward(p).shapes
   return {"dq_sums": dq_sums(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
@@ -82,9 +85,11 @@ def finish_arguments(p:Problem, parts:int=0) -> Shapes:
   return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **{name: dkdv_arguments(p, parts)[name] for name in ("dk", "dv")}, **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The kernel writes the sum `sum_over_scores(p)`, for the
-  gradient of a tensor (`in_parts`). A sum over diagonals has a size that depends on the tile. The kernel reads q, k, v, lse, with wide scores
-  lse_rest, delta, do, and the optional tensors."""
+  """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The first one is the kernel's output, the sum
+  `sum_over_scores(p)`, from which the gradient of a bias or of a tensor of mod_tensors is made. If `parts` is above 0, the kernel writes this number
+  of partial sums (`in_parts`). If the sum is over diagonals (scores with equal i - j), its shape depends on `tile`; without `tile` the shape is that
+  of the complete sum. The kernel reads q, k, v, lse, lse_rest if scores may be as large as fp32 allows (`Problem.wide_scores`), delta, do, and the
+  optional tensors."""
   x, found = of_backward(p).shapes, sum_over_scores(p)
   size = found.sizes if tile is None else size_of_sum(p, tile.block_m, tile.block_n)
   return {f"d{found.name}": in_parts((size, found.dtype), parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),

@@ -199,7 +199,8 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns this workgroup, moved to another place of the grid. The workgroup owns queries and loops over all keys."""
+    """Returns the workgroup that has the head and the block of queries of `grid`, with the problem, tile and tensors of this workgroup. It owns
+    queries and loops over all keys, not over a part of them."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property

@@ -66,8 +66,8 @@ class GlobalRows:
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads `n` elements of a row and converts them to fp32. The row is divided into groups of `n` elements, and `part` is the number of the group.
-    The elements have the dtype `dtype` and fill one 16-byte unit, or two units if they are fp32."""
+    """Loads `n` elements of row `first` + `row` and converts them to fp32. They begin at element `n`*`part` of the row. Their dtype is `dtype`; `n`
+    is such that they fill one 16-byte unit, or two units if they are fp32. `load_units` explains `first` and `rows`."""
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
@@ -168,8 +168,8 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns the number of elements from the beginning of row 0 to the beginning of row `packed`, both counted in the list of the rows of all
-    heads."""
+    """Returns the number of elements from the beginning of row 0 of this list to the beginning of row `packed` of the list. The list takes the rows
+    of all `heads` heads in turn: row r of the list is row r//heads of head r%heads."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -194,8 +194,8 @@ class ConvertedRows:
     false."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads elements of a row as `GlobalRows.load_floats` does, after conversion to the dtype `to`, and returns them in fp32. `dtype` must be equal
-    to `to`."""
+    """Loads `n` elements of a row, which begin at element `n`*`part`. Rounds them to the 16-bit dtype `to` and returns the rounded numbers in fp32.
+    `dtype` must be equal to `to`."""
     return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
     """Loads eight elements of a row as `GlobalRows.load_quads` does, after conversion to the dtype `to`, and returns them in fp32. `dtype` must be

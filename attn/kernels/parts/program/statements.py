@@ -17,8 +17,8 @@ class Carried:
 class Statements:
   """Statements that a kernel has executed: operations that are executed for their effect, not for a value. tinygrad keeps only operations whose value
   is stored. The value of a statement, 0, is therefore stored to a register that has no other use. tinygrad orders statements only by values: a
-  statement comes after all operations that compute its operands, and every value that is `after` the statement's store comes after the statement. A
-  statement that has `done` as an operand comes after the statements before it."""
+  statement comes after all operations that compute its operands, and every value that is `after` the statement's store comes after the statement. The
+  property `done` is a value that depends on all statements so far: a statement that has this value as an operand comes after all of them."""
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that something must still wait for, at the latest the end of the loop around them
   latest: UOp|None = None        # the register, after what `done` waits for; None before the first statement
@@ -43,8 +43,8 @@ class Statements:
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A value that is ready when all these statements, and the operations that they are `after`, have been executed. A statement that has this value
-    as an operand is executed later than they are."""
+    """A value that depends on all these statements and on the operations that they are `after`. A statement that has this value as an operand is
+    executed later than all of them."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:

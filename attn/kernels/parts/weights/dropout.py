@@ -81,8 +81,8 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword with the bits of a lane's scores, for 8*`count` rows of the tile. `first` is the octet (eight neighbouring rows) of the first of
-  these rows."""
+  """Returns a dword whose bits say which of a lane's scores dropout keeps. The scores belong to the lane's row `row` and to 8*`count` consecutive
+  rows over which the workgroup loops. `first` is the number of the first octet of those rows (eight rows with consecutive numbers)."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
