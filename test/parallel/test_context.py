@@ -606,7 +606,7 @@ def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
   assert made and all(all(blocks) for blocks in made) == mended
 
 def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch) -> None:
-  """In a graph under TinyJit, the kernel that turns the sums of dQ into dq waits for the kernel that adds to them. tinygrad does not see these
+  """The kernel that turns the sums of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to them. tinygrad does not see these
   additions. The stand-in runs a kernel as early as it may, so dq would be 0."""
   monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
   at_once = replace((row := GRADIENT_KERNELS["_wgmma"]).at_once, tile=lambda p, arch: backward_tiles.wgmma_at_once(replace(p, B=99), arch))
