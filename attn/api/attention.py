@@ -163,6 +163,6 @@ def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")
   if not backward: return choice
   print(gradients := backward_choice_of(q, k, v, **options))
-  for kernel, tile, over in zip(gradients.kernels, gradients.tiles or (), ("keys", "queries")):
-    if told := of_tiles(call, kernel, of_backward(call.problem), tile, over): print(f"  {kernel}: {told}")
+  for kernel in (x for x in gradients.chosen if x.over):
+    if told := of_tiles(call, kernel.name, of_backward(call.problem), kernel.tile, kernel.over): print(f"  {kernel.name}: {told}")
   return gradients

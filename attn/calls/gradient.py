@@ -4,8 +4,8 @@ With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. Or one
 kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`. `backward_dbias` computes the gradient of a
 bias, and of a mod_tensor that score_mod reads at b, h, i, j or i - j. For the gradients of ALiBi slopes and other mod_tensors, and for problems that
-these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates
-`three_pass` of the same inputs. In both cases each gradient is a separate expression, so a gradient that is not used is never computed."""
+these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates `three_pass` of the same inputs. In both cases each gradient
+is a separate expression, so a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ from attn.calls.plain import plain_attention
 from attn.calls.sums import gradient_of_element
 from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
-from attn.choose.backward import (Parts, all_of, at_once, can_differentiate, choose_bias_tile, choose_parts, dbias_of, delta_of, dkdv_of,
-                                  dq_of, finish_of, kernel_sums, tensors_by_tinygrad, tiles_of)
+from attn.choose.backward import (KernelSum, Parts, all_of, at_once, can_differentiate, choose_parts, dbias_of, delta_of, dkdv_of, dq_of, finish_of,
+                                  kernel_sums, tensors_by_tinygrad, tiles_of)
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing, with_lists
@@ -105,14 +105,13 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
   found |= {"dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
             "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
   for n, (x, number) in enumerate(zip(kernel_sums(p, arch), parts.sums)):
-    tile = choose_bias_tile(x, arch)
-    found[f"dbias{n}"] = launch(dbias_arguments(x, number, tile), dbias_of(x, arch, tile, number), f"d{sum_over_scores(x).name}")
+    found[f"dbias{n}"] = launch(dbias_arguments(x.p, number, x.tile), dbias_of(x.p, arch, x.tile, number), f"d{x.tensor}")
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
   """Runs a launch on the tensors `t`. Returns `t` with the outputs of the launch added. If `t` lacks a tensor that the launch writes, this tensor
-  gets a new buffer. If `t` has it, the launch adds to it. Then each output depends on the others: when one is
-  realized, all are, and no later one runs the launch again, which would add a second time."""
+  gets a new buffer. If `t` has it, the launch adds to it. Then each output depends on the others: when one is realized, all are, and no later one
+  runs the launch again, which would add a second time."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
@@ -160,21 +159,20 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   at several places has a sum for each of them."""
   found = dict[str, UOp]()
   for n, x in enumerate(kernel_sums(p, arch)):
-    name, launch = sum_over_scores(x).name, kernels[f"dbias{n}"]
-    sums, tile = written_by(launch, t, p.layout)[f"d{name}"], choose_bias_tile(x, arch)
-    if x.by_element is None: found[name] = added(sums, inputs[name])
+    name, sums = x.tensor, written_by(kernels[f"dbias{n}"], t, p.layout)[f"d{x.tensor}"]
+    if x.p.by_element is None: found[name] = added(sums, inputs[name])
     else:
-      whole = Tensor(sums).sum(0) if len(sums.shape) > len(sum_over_scores(x).sizes) else Tensor(sums)
-      gradient = gradient_of_element(x, whole, tile.block_m, tile.block_n)
+      whole = Tensor(sums).sum(0) if len(sums.shape) > len(sum_over_scores(x.p).sizes) else Tensor(sums)
+      gradient = gradient_of_element(x.p, whole, x.tile.block_m, x.tile.block_n)
       found[name] = (gradient if name not in found else Tensor(found[name]) + gradient).uop
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
-def over_devices(parts:Parts, sums:tuple[Problem, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns into how many fp32 parts each device divides the sum for each gradient. `sums` are the problems of `parts.sums`. If several devices have
+def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
+  """Returns into how many fp32 parts each device divides the sum for each gradient. `sums` are the sums of `parts.sums`. If several devices have
   the same keys, or the same tensor of a term, there is at least one part, because the parts of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
-  return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(sum_over_scores(x).name, number) for x, number in zip(sums, parts.sums)))
+  return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
 
 def added(gradient:UOp, of:UOp) -> UOp:
   """Returns the gradient of the tensor `of`. If kernels wrote the gradient in parts, adds the parts."""

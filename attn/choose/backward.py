@@ -67,45 +67,61 @@ def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=
   return bias.program(p, arch, tile, parts)
 
 @dataclass(frozen=True)
+class ChosenKernel:
+  """A kernel that takes part in the computation of gradients.
+
+    tile: None if the kernel has only one
+    over: "keys" or "queries": the rows of the tiles that `explain` counts. "" if it counts none
+    parts: number of parts into which it divides its sums; 0: no parts
+    tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""
+  name: str
+  tile: AnyBackwardTile|None = None
+  over: str = ""
+  parts: int = 0
+  tensor: str = ""
+  def __str__(self) -> str:
+    of_tile = [] if self.tile is None else [f"tile {self.tile}", *[self.tile.options]*bool(self.tile.options)]
+    return " ".join([self.name, *[f"for {self.tensor}"]*bool(self.tensor), *of_tile, *[f"in {self.parts} parts"]*(self.parts > 1)])
+
+@dataclass(frozen=True)
 class BackwardChoice:
-  """What computes the gradients of a problem: the backward kernels with `tiles`, or, if `tiles` is None, tinygrad from `three_pass`.
+  """What computes the gradients of a problem: the kernels `chosen`, in the order in which they run, or, if there are none, tinygrad from
+  `three_pass`.
 
     refused: why the backward kernels do not compute the gradients
-    summed: names of the tensors whose gradients `backward_dbias` sums, once for each of its tiles
-    by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)
-    parts: number of parts into which each kernel divides its sums; 0: no parts
     memory: bytes besides inputs and outputs
     others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused
-    at_once: `tiles` has one tile, of the kernel that computes dq, dk and dv at once"""
-  tiles: tuple[AnyBackwardTile, ...]|None
+    by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)"""
+  chosen: tuple[ChosenKernel, ...]
   arch: Chip|None
   refused: str|None = None
-  parts: tuple[int, ...] = ()
   memory: int = 0
   others: tuple[tuple[str, str], ...] = ()
-  summed: tuple[str, ...] = ()
   by_tinygrad: tuple[tuple[str, str], ...] = ()
-  at_once: bool = False
   def why_not(self, kernel:str) -> str|None:
     """Returns the reason why a backward kernel, such as "backward_dq_mma", was not chosen. None if it was chosen, or if a better kernel was
     chosen."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
-  def kernels(self) -> tuple[str, ...]:
-    if self.tiles is None: return ()
-    names = AT_ONCE_KERNELS if self.at_once else (*BACKWARD_KERNELS, *[BIAS_KERNEL]*len(self.summed))
-    return tuple(name + self.tiles[0].suffix for name in names) if self.at_once else tuple(name + x.suffix for name, x in zip(names, self.tiles))
+  def kernels(self) -> tuple[str, ...]: return tuple(x.name for x in self.chosen)
+  @property
+  def tiles(self) -> tuple[AnyBackwardTile, ...]|None:
+    """Tiles of the kernels that have one; None if tinygrad computes the gradients."""
+    return tuple(x.tile for x in self.chosen if x.tile is not None) or None
+  @property
+  def parts(self) -> tuple[int, ...]:
+    """Numbers of parts of the kernels in `tiles`."""
+    return tuple(x.parts for x in self.chosen if x.tile is not None)
+  @property
+  def at_once(self) -> bool:
+    """Whether one kernel computes dq, dk and dv at once."""
+    return any(x.name.startswith(AT_ONCE_KERNELS[1]) for x in self.chosen)
   def __str__(self) -> str:
     where = "any device" if self.arch is None else str(self.arch)
-    if self.tiles is None:
+    if not self.chosen:
       return (f"gradient on {where}: three_pass, computed again and differentiated by tinygrad, with its score matrix in memory\n"
               f"  not {' and '.join(BACKWARD_KERNELS)}: {self.refused}")
-    of, of_tile = ["", "", *(f" for {name}" for name in self.summed)], self.kernels
-    if self.at_once: of, of_tile = [""], self.kernels[1:2]
-    each = [" ".join([f"{name}{of_tensor} tile {tile}", *[tile.options]*bool(tile.options), *[f"in {parts} parts"]*(parts > 1)])
-            for name, of_tensor, tile, parts in zip(of_tile, of, self.tiles, self.parts, strict=True)]
-    if self.at_once: each = [self.kernels[0], *each, self.kernels[2]]
-    lines = [f"gradient on {where}: {', '.join(each)}", *(f"  not {names}: {reason}" for names, reason in self.others)]
+    lines = [f"gradient on {where}: {', '.join(map(str, self.chosen))}", *(f"  not {names}: {reason}" for names, reason in self.others)]
     lines += [f"  gradient of {name}: three_pass, with its score matrix in memory: {reason}" for name, reason in self.by_tinygrad]
     return "\n".join([*lines, f"  memory beside inputs and outputs: {self.memory} bytes"])
 
@@ -125,7 +141,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   few workgroups for all compute units. Each workgroup then writes its part of the sums as fp32 numbers. To limit the memory for these parts, a kernel
   gets at most as many additional workgroups as fill the chip FULL_GRIDS times."""
   dq, dkdv = tiles_of(p, arch)
-  if arch.serial or not arch.cus: return Parts(0, 0, tuple(0 for _ in kernel_sums(p, arch)))      # nothing is known of such a device
+  if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
   def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
@@ -138,26 +154,37 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
                parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)),
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
 
-def parts_of_sum(p:Problem, arch:Chip) -> int:
+def parts_of_sum(x:KernelSum, arch:Chip) -> int:
   """Chooses into how many parts `backward_dbias` divides its sum; 0: not divided."""
-  tile = choose_bias_tile(p, arch)
-  share = BiasShare(p, tile.block_m, tile.block_n)
+  share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
   return found if found > 1 else 0
 
+@dataclass(frozen=True)
+class KernelSum:
+  """A sum that `backward_dbias` computes with the tile `tile`. `p` is one of the problems of `problems_of_sums`."""
+  p: Problem
+  tile: BackwardTile|MmaBackwardTile
+  @property
+  def tensor(self) -> str:
+    """Name of the tensor whose gradient the sum is, or is a part of."""
+    return sum_over_scores(self.p).name
+
 @cache_of_kernels
-def kernel_sums(p:Problem, arch:Chip) -> tuple[Problem, ...]:
-  """Returns the problem once for each sum that `backward_dbias` computes on a chip (`problems_of_sums`). A chip without such a kernel has none."""
-  bias = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].bias
-  def fits(x:Problem) -> bool:
-    try: return bias is not None and bias.tile(x, arch).lds_bytes(x) <= arch.lds
-    except NotImplementedError: return False
-  return tuple(x for x in problems_of_sums(p) if fits(x))
+def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
+  """Returns the sums that `backward_dbias` computes on a chip. A chip without such a kernel has none."""
+  if (bias := GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].bias) is None: return ()
+  found = list[KernelSum]()
+  for x in problems_of_sums(p):
+    try: tile = bias.tile(x, arch)
+    except NotImplementedError: continue
+    if tile.lds_bytes(x) <= arch.lds: found.append(KernelSum(x, tile))
+  return tuple(found)
 
 def tensors_by_tinygrad(p:Problem, arch:Chip) -> dict[str, str]:
   """Returns the tensors of floats that score_mod reads and whose gradients no kernel sums, by name, each with the reason."""
-  by_kernel = {sum_over_scores(x).name for x in kernel_sums(p, arch)}
+  by_kernel = {x.tensor for x in kernel_sums(p, arch)}
   numbers = {} if p.score_mod is None else dict.fromkeys(number_of_tensor(u) for u in float_elements(p))
   return {f"mod_tensor{n}": why_not_summed(p, n) or f"no kernel of this unit sums it on {arch.name}" for n in numbers
           if f"mod_tensor{n}" not in by_kernel}
@@ -168,7 +195,7 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
   divided = [dq_arguments(p, parts=parts.dq)["dq"]]*bool(parts.dq)
   if parts.dkdv: divided += [dkdv_arguments(p, parts.dkdv)[name] for name in ("dk", "dv")]
   for x, number in zip(kernel_sums(p, arch), parts.sums):
-    if number or x.by_element is not None: divided.append(next(iter(dbias_arguments(x, number, choose_bias_tile(x, arch)).values())))
+    if number or x.p.by_element is not None: divided.append(dbias_arguments(x.p, number, x.tile)[f"d{x.tensor}"])
   return 8*p.rows + sum(map(nbytes, divided))
 
 def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return BYTES[tensor[1]]*math.prod(tensor[0])
@@ -209,20 +236,24 @@ def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
   """Returns the BackwardChoice for gradients that tinygrad computes by differentiating `three_pass`. `reason` says why the backward kernels do not.
   Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
   check_not_forced(reason)
-  return BackwardChoice(None, arch, reason)
+  return BackwardChoice((), arch, reason)
 
 def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   """Chooses what computes the gradient of `p`: the backward kernels or tinygrad. `forward` is the name of the kernel that computed the output."""
   if forward == "three_pass": return by_tinygrad(arch, "forward is three_pass, which tinygrad differentiates")
   found = can_differentiate(p, arch)
-  if isinstance(found, str) or arch is None: return BackwardChoice(None, arch, str(found))
-  parts, others, one = choose_parts(p, arch), others_of(p, arch, found[0].suffix), at_once(p, arch)
+  if isinstance(found, str) or arch is None: return BackwardChoice((), arch, str(found))
+  suffix = found[0].suffix
+  parts, others, one = choose_parts(p, arch), others_of(p, arch, suffix), at_once(p, arch)
   if isinstance(one, WgmmaBackwardTile):
-    return BackwardChoice((one,), arch, None, (parts.dkdv,), memory_of(p, arch, replace(parts, dq=0)) + nbytes(dq_sums(p)), others, at_once=True)
-  if one is not None: others = (*others, (f"{AT_ONCE_KERNELS[1]}{found[0].suffix}", one))
-  sums = kernel_sums(p, arch)
-  return BackwardChoice((*found, *(choose_bias_tile(x, arch) for x in sums)), arch, None, (parts.dq, parts.dkdv, *parts.sums),
-                        memory_of(p, arch, parts), others, tuple(sum_over_scores(x).name for x in sums), tuple(tensors_by_tinygrad(p, arch).items()))
+    delta, whole, finish = (name + suffix for name in AT_ONCE_KERNELS)
+    chosen = ChosenKernel(delta), ChosenKernel(whole, one, "queries", parts.dkdv), ChosenKernel(finish)
+    return BackwardChoice(chosen, arch, None, memory_of(p, arch, replace(parts, dq=0)) + nbytes(dq_sums(p)), others)
+  if one is not None: others = (*others, (f"{AT_ONCE_KERNELS[1]}{suffix}", one))
+  (dq, dkdv), (dq_tile, dkdv_tile) = BACKWARD_KERNELS, found
+  kernels = ChosenKernel(dq + suffix, dq_tile, "keys", parts.dq), ChosenKernel(dkdv + suffix, dkdv_tile, "queries", parts.dkdv)
+  sums = [ChosenKernel(BIAS_KERNEL + x.tile.suffix, x.tile, "", number, x.tensor) for x, number in zip(kernel_sums(p, arch), parts.sums)]
+  return BackwardChoice((*kernels, *sums), arch, None, memory_of(p, arch, parts), others, tuple(tensors_by_tinygrad(p, arch).items()))
 
 def others_of(p:Problem, arch:Chip, chosen:str) -> tuple[tuple[str, str], ...]:
   """Returns (kernels, reason) for each kind of matrix unit that comes before the chosen one: why its kernels were not chosen."""

@@ -51,9 +51,11 @@ def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, Block
   choice = choose(p, chip)
   if choice.work.tile is None: raise ValueError(f"{choice.kernel} on {chip.name}: tensor operations have no tiles")
   if kernel == "forward": return choice.kernel, p, choice.work.tile
-  gradients, which = choose_backward(p := of_backward(p), chip, choice.kernel), KERNELS_OF_MAP.index(kernel) - 1
-  if gradients.tiles is None: raise ValueError(f"{kernel} on {chip.name}: {gradients.refused}")
-  return gradients.kernels[which], p, gradients.tiles[which]
+  gradients = choose_backward(p := of_backward(p), chip, choice.kernel)
+  if not gradients.chosen: raise ValueError(f"{kernel} on {chip.name}: {gradients.refused}")
+  chosen = gradients.chosen[KERNELS_OF_MAP.index(kernel) - 1]
+  assert chosen.tile is not None
+  return chosen.name, p, chosen.tile
 
 def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), sizes:Sizes=Sizes(), arch:str="gfx942", kernel:str="forward") -> Drawing:
   """Draws the map of the first batch and head. The shares beside it are those of all batches and heads. Raises ValueError or NotImplementedError if
