@@ -5,6 +5,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 import pytest
 import attn
+from attn.choose import tile_lists
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor
 from cases import DTYPES, Inputs, arrange, array, hold, normal, problem, restore, tensor
@@ -19,6 +20,14 @@ def computed_on(device:str, kernel:str="") -> Iterator[None]:
 def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]:
   """Sets DEV to the emulator of `arch`, and ATTN_KERNEL to `kernel`."""
   return computed_on(f"EMU::{arch}", kernel)
+
+@contextlib.contextmanager
+def lists(wanted:bool) -> Iterator[None]:
+  """Context in which every kernel that can loop over lists of tiles does so, or, with `wanted` false, no kernel does."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tile_lists, "LEAST_TILES", 0 if wanted else 2**62)
+    patch.setattr(tile_lists, "LEAST_HEADS", 1)
+    yield
 
 def draw(*shape:int, dtype:str="float16", seed:int=0) -> Tensor:
   return tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), dtype).realize()

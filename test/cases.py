@@ -10,8 +10,9 @@ from attn.accuracy import Law, judge, law_of, law_of_gradients, without_error
 from attn.api.launch import kernels
 from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
-from attn.choose import dispatch
+from attn.choose import backward_tiles, dispatch
 from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
+from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.tiles.amd import Tile
@@ -129,6 +130,14 @@ def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> Non
   """Makes dispatch use a copy of a kernel's record in which these fields are changed."""
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
+
+def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Makes dispatch choose one kernel on wgmma for all gradients also for few queries and few blocks of keys."""
+  monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
+  row = GRADIENT_KERNELS["_wgmma"]
+  assert row.at_once is not None
+  at_once = replace(row.at_once, tile=lambda p, arch: backward_tiles.wgmma_at_once(replace(p, B=99), arch))
+  monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=at_once))
 
 def chip(arch:str) -> Chip:
   """Returns the chip that the emulator simulates, or the GPU of this machine if `arch` is "CUDA"."""

@@ -2,7 +2,6 @@
 (attn/accuracy.py)."""
 from __future__ import annotations
 import itertools, re
-from dataclasses import replace
 from typing import Any, Callable
 import numpy as np
 import pytest
@@ -15,15 +14,13 @@ from attn.calls import gradient
 from attn.calls.history import made
 from attn.calls.placement import AXES
 from attn.chips import get_chip
-from attn.choose import backward_tiles
-from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.choose.backward import Parts, can_differentiate, choose_backward, choose_parts, memory_of
 from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.problem import Problem
 from attn.reference import arrange, restore, rounded
 from attn.tinygrad_compat import Context, GlobalCounters, Tensor, dtypes
 from api_cases import draw, emulated, extra, floats, int32, whole
-from cases import DTYPES, Inputs, array, expected_gradients, normal, problem, tensor
+from cases import DTYPES, Inputs, array, compute_all_gradients_at_once, expected_gradients, normal, problem, tensor
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -196,12 +193,7 @@ FEW: dict[str, Any] = dict(B=1, H=2, Sq=80, Sk=256, D=128, causal=True)
 
 @pytest.fixture
 def for_few(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Lets dispatch choose one kernel for all gradients for few queries and few blocks, too."""
-  monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
-  row = GRADIENT_KERNELS["_wgmma"]
-  assert row.at_once is not None
-  at_once = replace(row.at_once, tile=lambda p, arch: backward_tiles.wgmma_at_once(replace(p, B=99), arch))
-  monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=at_once))
+  compute_all_gradients_at_once(monkeypatch)
 
 @pytest.mark.usefixtures("for_few")
 @pytest.mark.parametrize("order", ((0, 1, 2), (1, 0, 2), (2, 1, 0)))
@@ -217,6 +209,14 @@ def test_gradients_at_once_in_any_order(order:tuple[int, ...]) -> None:
     got = {i: array(found[i]) for i in order}
   want = expected_gradients(p, x, {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)
   for i, name in enumerate("qkv"): assert (verdict := judge(got[i], want[name])).ok, f"d{name}: {verdict}"
+
+@pytest.mark.usefixtures("for_few")
+def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
+  """`explain` counts the tiles of queries over which the kernel for all gradients loops, and no tiles of the kernels before and after it."""
+  q, k = (Tensor.empty(1, 2, rows, 128, dtype=dtypes.half) for rows in (256, 256))
+  assert attn.explain(q, k, k, causal=True, deterministic=False, arch="sm_90", backward=True).at_once
+  counted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  backward_")]
+  assert counted == ["  backward_all_wgmma: query tiles: 25.0 % skipped, 50.0 % masked, 25.0 % without a mask"]
 
 @pytest.mark.usefixtures("for_few")
 def test_gradients_at_once_in_a_jit() -> None:

@@ -1,8 +1,7 @@
 """Tests of the tiles that `explain` counts: skipped, masked, and without a mask. The expected tiles come from a look at all pairs of a query and a
 key in numpy."""
 from __future__ import annotations
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
@@ -12,7 +11,6 @@ from attn import mods
 from attn.calls import tile_shares
 from attn.calls.tile_shares import WITH_MASK, NO_MASK, SKIPPED, Listed, shares_of, visited_tiles
 from attn.chips import Chip, get_chip
-from attn.choose import tile_lists as rule
 from attn.choose.backward import tiles_of
 from attn.choose.dispatch import choose
 from attn.functions.trace import functions_of
@@ -21,7 +19,7 @@ from attn.kernels.tiles.common import BlockTile, heads_of
 from attn.problem import Problem
 from attn.reference import Array
 from attn.tinygrad_compat import Tensor
-from api_cases import emulated
+from api_cases import emulated, lists
 from cases import problem
 
 # ***** masks *****
@@ -104,14 +102,6 @@ def expected(p:Problem, mask:Mask, d:Array, tile:BlockTile, width:int, over:str,
   return found
 
 # ***** counted *****
-
-@contextmanager
-def lists(wanted:bool) -> Iterator[None]:
-  """Makes every kernel that can get lists get them, or no kernel."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(rule, "LEAST_TILES", 0 if wanted else 2**62)
-    patch.setattr(rule, "LEAST_HEADS", 1)
-    yield
 
 def kernels(p:Problem, chip:Chip) -> list[tuple[str, Problem, BlockTile, str]]:
   choice = choose(p, chip)

@@ -1,7 +1,6 @@
 """Tests of lists of tiles: masks that leave a query more than one interval of keys. The expected lists and masks are computed by numpy."""
 from __future__ import annotations
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import numpy as np
@@ -10,13 +9,12 @@ from tinygrad import TinyJit
 import attn
 from attn.accuracy import judge
 from attn.calls.tile_lists import tile_lists
-from attn.choose import tile_lists as rule
 from attn.functions.symbols import BATCH, QUERY_HEAD, depends
 from attn.functions.trace import functions_of
 from attn.kernels.tile_lists import ListedBlocks
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor
-from api_cases import emulated
+from api_cases import emulated, lists
 from cases import Inputs, array, expected, expected_gradients, floats, normal, problem, tensor
 
 UNITS = ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030")     # the last one has kernels of plain UOps
@@ -82,14 +80,6 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
     assert got[b, h, block].tolist() == expected_list(own, 32, x.tiles), (b, h, block)
 
 # ***** attention over them *****
-
-@contextmanager
-def lists(wanted:bool) -> Iterator[None]:
-  """Context in which every kernel that can loop over lists of tiles does so, or, with `wanted` false, no kernel does."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(rule, "LEAST_TILES", 0 if wanted else 2**62)
-    patch.setattr(rule, "LEAST_HEADS", 1)
-    yield
 
 def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray) -> list[np.ndarray]:
   """Returns o, and the gradients of q, k and v."""

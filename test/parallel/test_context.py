@@ -13,8 +13,6 @@ from attn.accuracy import judge
 from attn.api import checked_call
 from attn.calls import checked_kernel
 from attn.chips import get_chip, other_chip
-from attn.choose import backward_tiles
-from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.emulator.checks import UninitialisedRead
 from attn.kernels.merge import RowRange, merge, part_places
 from attn.kernels.parts.grid.workgroup import rows_of_block
@@ -31,7 +29,7 @@ import tinygrad.schedule
 from tinygrad.engine.jit import MultiGraphRunner
 from tinygrad.renderer.cstyle import ClangRenderer
 from api_cases import draw, emulated, extra, floats, whole
-from cases import DTYPES, arrange, array, expected, expected_gradients, hold, normal, problem, restore, tensor
+from cases import DTYPES, arrange, array, compute_all_gradients_at_once, expected, expected_gradients, hold, normal, problem, restore, tensor
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -608,9 +606,7 @@ def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
 def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch) -> None:
   """The kernel that turns the sums of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to them. tinygrad does not see these
   additions. The stand-in runs a kernel as early as it may, so dq would be 0."""
-  monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
-  at_once = replace((row := GRADIENT_KERNELS["_wgmma"]).at_once, tile=lambda p, arch: backward_tiles.wgmma_at_once(replace(p, B=99), arch))
-  monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=at_once))
+  compute_all_gradients_at_once(monkeypatch)
   with emulated("sm_90"):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
     x = [draw(1, 2, rows, 128, seed=n) for n, rows in enumerate((80, 256, 256))]
