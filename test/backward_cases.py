@@ -61,7 +61,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
     one = tiles(WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True))
     launches = {"delta": (delta_arguments(p, loss.dlse is not None), delta_of(p, on, one, loss.dlse is not None)),
                 only: (all_arguments(p, parts), all_of(p, on, one, parts)),
-                "finish": (finish_arguments(p, parts), finish_of(p, on, one))}
+                "finish": (finish_arguments(p), finish_of(p, on, one))}
   if only == "dbias": launches[only] = dbias_arguments(p, parts), dbias_of(p, on, tiles(choose_bias_tile(p, on)), parts)
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     adapt(device)

@@ -101,7 +101,7 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
   if isinstance(one, WgmmaBackwardTile):
     return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", "delta"),
                     "all": launch(all_arguments(p, parts.dkdv), all_of(p, arch, one, parts.dkdv), "dq_sums", "dk", "dv"),
-                    "finish": launch(finish_arguments(p, parts.dkdv), finish_of(p, arch, one), "dq")}
+                    "finish": launch(finish_arguments(p), finish_of(p, arch, one), "dq")}
   found |= {"dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
             "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
   for n, (x, number) in enumerate(zip(kernel_sums(p, arch), parts.sums)):

@@ -20,14 +20,15 @@ Only the tickets tell which workgroups have started. A workgroup that waits for 
 workgroup that it waits for may start only when another one ends.
 """
 from __future__ import annotations
+import functools
 from typing import Any
 import numpy as np
 from attn.chips import get_chip
 from attn.ops.amd import kept_in_order, nothing, waitcnt
 from attn.ops.common import length
 from attn.ops.language import instruction
-from attn.ops.operation import Array, Body, emit, integer, statement
-from attn.tinygrad_compat import AddrSpace, DType, Ops, UOp, dtypes
+from attn.ops.operation import Array, Body, Call, emit, integer, statement
+from attn.tinygrad_compat import AddrSpace, DType, Ops, Renderer, ToProgram, UOp, dtypes, programs_through, with_accesses
 
 ALL_LANES = UOp.const(True)
 IN_GLOBAL, IN_LDS = (f"__attribute__((address_space({n})))" for n in (1, 3))
@@ -54,6 +55,21 @@ def in_global(at:UOp, dtype:DType, name:str) -> UOp:
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
     raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
   return at
+
+def shared_tensors(u:UOp) -> set[int]:
+  """Returns the numbers of the kernel's tensors that an atomic operation works on. Any other UOp works on none."""
+  if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
+  return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
+
+def _with_shared_tensors(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
+  program = lowered(ast, renderer)
+  return with_accesses(program, set().union(*map(shared_tensors, program.src[1].src)))
+
+@functools.cache
+def show_shared_tensors() -> None:
+  """Makes tinygrad know, for the rest of the process, that a kernel reads and writes the tensors of its atomic operations. tinygrad sees only stores
+  and loads: in a graph under TinyJit a kernel that reads a sum would not wait for the kernel that adds to it."""
+  programs_through(_with_shared_tensors)
 
 # ***** sums *****
 

@@ -1,7 +1,8 @@
 """Construction of UOps (no other module constructs them), values of vector types, buffers and their views, and the parameters of a kernel."""
 from __future__ import annotations
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 from tinygrad.dtype import DType, dtypes, promo_lattice
 from tinygrad.schedule.multi import multi_pm
@@ -108,6 +109,12 @@ def output_params(sink:UOp) -> tuple[UOp, ...]:
 def with_outputs(sink:UOp) -> UOp:
   """Adds a kernel's outputs to the sources of its AST's SINK."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
+
+def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
+  """Adds tensors to those that a PROGRAM reads and to those that it writes. `slots` are the numbers of the tensors' PARAMs. In a graph under TinyJit,
+  kernels wait for each other by these tensors."""
+  info = program.arg
+  return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 
 def begins_at(u:UOp) -> int:
   """Returns the byte at which a kernel's argument begins in the buffer on each of its devices. tinygrad passes a slice without gaps in place, without

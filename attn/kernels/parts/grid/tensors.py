@@ -78,11 +78,10 @@ def all_arguments(p:Problem, parts:int=0) -> Shapes:
   tensors of `dkdv_arguments`."""
   return {"dq_sums": dq_sums(p), **dkdv_arguments(p, parts)}
 
-def finish_arguments(p:Problem, parts:int=0) -> Shapes:
+def finish_arguments(p:Problem) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq. It reads the sums of dQ, and the
-  lengths of sequences. It also takes dk and dv, which `backward_all` writes, and does not read them: a graph under TinyJit lets a kernel wait for
-  what writes its tensors, and tinygrad does not see that `backward_all` writes the sums, because the copy engine adds to them."""
-  return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **{name: dkdv_arguments(p, parts)[name] for name in ("dk", "dv")}, **lengths_of(p)}
+  lengths of sequences."""
+  return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The first one is the kernel's output, the sum
