@@ -1,11 +1,11 @@
 """Tests of sequences whose rows are spread over devices. They compare what each launch sees with the mask by true positions, compare results with
 float64, and check what is copied and what is refused."""
 from __future__ import annotations
-import collections, inspect, itertools, math, random, re, zlib
+import collections, itertools, math, random, re, zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 import numpy as np
 import pytest
 import attn
@@ -26,10 +26,10 @@ from attn.problem import ORDERS, Problem
 from attn.reference import rounded, visible
 from attn.tinygrad_compat import Context, Device, Ops, Target, Tensor, TinyJit, UOp, cuda, dtypes, lower, with_selected_inputs
 import tinygrad.schedule
-from tinygrad.engine.jit import MultiGraphRunner
 from tinygrad.renderer.cstyle import ClangRenderer
 from api_cases import draw, emulated, extra, floats, whole
-from cases import DTYPES, arrange, array, compute_all_gradients_at_once, expected, expected_gradients, hold, normal, problem, restore, tensor
+from cases import DTYPES, arrange, array, expected, expected_gradients, hold, normal, problem, restore, tensor
+from stand_in_graph import StandInGraph
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -496,56 +496,6 @@ def test_under_tinyjit() -> None:
       law, _ = expected(p, replace(x, q=rounded(x.q/2, "float16")*2, v=rounded(x.v/2, "float16")*2), {})
       assert (verdict := judge(got, law)).ok, f"call {seed}: {verdict}"
 
-class StandInGraph(MultiGraphRunner):
-  """Stand-in on the emulator for a graph of tinygrad, such as CUDA's. It records the addresses of a call once, and replaces the addresses of inputs
-  in each later call. It also records which nodes each node waits for. Among nodes that are ready, the last node runs first."""
-  made: ClassVar[list[StandInGraph]] = []
-  def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
-    super().__init__(linear, input_uops)
-    self.made.append(self)
-    self.nodes: list[tuple[Any, ...]] = []
-    self.waits: list[set[int]] = []
-    for _, ast, buffers, _ in self.calls:
-      is_program = ast.op is Ops.PROGRAM
-      bases = [b.base for b in (buffers if is_program else buffers[:2])]
-      written = ast.arg.outs if is_program else [0]
-      here = SimpleNamespace(number=len(self.waits))
-      self.waits.append({node.number for node in self._access_resources(bases, list(written), here)})
-      addresses = [b._buf for b in buffers]
-      if ast.op is Ops.COPY:
-        self.nodes.append((None, SimpleNamespace(dstDevice=addresses[0], srcDevice=addresses[1]), None, True))
-      else: self.nodes.append((None, None, SimpleNamespace(**{f"f{i}": x for i, x in enumerate(addresses)}), False))
-    self.updatable = [j for j, some in enumerate(self.uop_replace) if some]
-  def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None:
-    for j in self.updatable:
-      for i, slot in self.uop_replace[j]:
-        b = input_uops[slot].buffer
-        address = (b.bufs[self.calls[j][0]] if hasattr(b, "bufs") else b)._buf
-        if self.nodes[j][3]: setattr(self.nodes[j][1], "srcDevice" if i == 1 else "dstDevice", address)
-        else: setattr(self.nodes[j][2], f"f{i}", address)
-    for j in self.order():
-      (_, ast, _, _), runtime, (_, copy, arguments, is_copy) = self.calls[j], self.runtimes[j], self.nodes[j]
-      if is_copy: copy.dstDevice.fill(copy.srcDevice.data, copy.srcDevice.written)
-      else:
-        global_size, local_size = ast.arg.launch_dims({})
-        given = [*vars(arguments).values()]
-        if len(given) != len(ast.arg.globals):
-          raise RuntimeError(f"{len(given)} tensors for {len(ast.arg.globals)} parameters: invalid argument")
-        runtime(*given, global_size=global_size, local_size=local_size, vals=())
-    return None
-  def order(self) -> list[int]:
-    found = list[int]()
-    while len(found) < len(self.waits):
-      found.append(max(n for n, waits in enumerate(self.waits) if n not in found and waits <= {*found}))
-    return found
-  def launches_on(self, device:str) -> list[int]:
-    """Returns the nodes of a graph that launch attention on a device."""
-    return [n for n, (_, ast, buffers, _) in enumerate(self.calls)
-            if ast.op is Ops.PROGRAM and buffers[0].device == device and "in_order" not in ast.arg.name]
-  def before(self, node:int) -> set[int]:
-    """Returns the nodes that a node waits for, directly or through other nodes."""
-    return self.waits[node].union(*map(self.before, self.waits[node]))
-
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
   """Each call under TinyJit uses its own inputs, although the launches and copies of a device read only parts of these inputs. tinygrad's own graph
@@ -566,59 +516,6 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     step(*kept[-1])
     # Each device copies k and v of the other device. If inputs have the addresses of the call before, the copies do not change.
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
-
-@pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
-def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.MonkeyPatch, mended:bool) -> None:
-  """When tinygrad has unrolled the loop over a row, a tensor that is only multiplied by 0 is no longer a parameter of the program, and a graph must
-  not pass it. tinygrad's own graphs do pass it; the case `mended=False` shows this."""
-  if not mended: monkeypatch.setattr(MultiGraphRunner, "__init__", inspect.unwrap(MultiGraphRunner.__init__))
-  with emulated("gfx942"), Context(NOOPT=0):
-    monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
-    @TinyJit
-    def step(x:Tensor, unused:Tensor) -> Tensor:
-      distance = Tensor.arange(5).float() - 4
-      return (distance < 0).where(0.0, unused*distance + (x*2).contiguous()).sum(1).realize()
-    def results() -> list[list[float]]:
-      columns = [[Tensor(np.float32([[n], [n + 9]]), device="EMU").realize() for n in (of, of + 3)] for of in range(4)]
-      return [step(*x).numpy().tolist() for x in columns]
-    if mended: assert results() == [[2.0*n, 2.0*n + 18] for n in range(4)]
-    else:
-      with pytest.raises(RuntimeError, match="3 tensors for 2 parameters"): results()
-
-@pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
-def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
-  """When a graph is made, each grid has a block, also a grid whose size is a Variable. tinygrad's own graph makes such a grid without a block, which
-  CUDA refuses; the case `mended=False` shows this."""
-  made = list[tuple[int, ...]]()
-  class Made(StandInGraph):
-    def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()) -> None:
-      super().__init__(linear, input_uops)
-      made.extend(ast.arg.launch_dims({v: 0 for v in self.vars})[0] for _, ast, _, _ in self.calls if ast.op is Ops.PROGRAM)
-    def __call__(self, input_uops:tuple[UOp, ...], var_vals:dict[str, int], wait:bool=False) -> float|None: return None
-  n = UOp.variable("n", 1, 64)
-  with emulated("gfx942"), Context(NOOPT=0), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(Device["EMU"], "graph", with_selected_inputs(Made, lambda *_: None) if mended else Made)
-    whole = Tensor(np.arange(64*32, dtype=np.float32).reshape(64, 32), device="EMU").realize()
-    step = TinyJit(lambda x, i: ((x[:i]*2).contiguous() + 1).contiguous().sum().realize())
-    for rows in (3, 5, 64): step(whole, n.bind(rows))
-  assert made and all(all(blocks) for blocks in made) == mended
-
-def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The kernel that turns the sums of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to them. tinygrad does not see these
-  additions. The stand-in runs a kernel as early as it may, so dq would be 0."""
-  compute_all_gradients_at_once(monkeypatch)
-  with emulated("sm_90"):
-    monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
-    x = [draw(1, 2, rows, 128, seed=n) for n, rows in enumerate((80, 256, 256))]
-    @TinyJit
-    def gradients(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-      found = attn.attention(q, k, v, deterministic=False).float().square().sum().gradient(q, k, v)
-      Tensor.realize(*found)
-      return tuple(found)
-    assert attn.explain(*x, deterministic=False, backward=True).at_once
-    first, *others = [[array(g) for g in gradients(*x)] for _ in range(4)]
-    for other in others:
-      for got, want in zip(other, first): np.testing.assert_allclose(got, want, atol=1e-2*np.abs(want).max())
 
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
   """If the keys of heads need long to copy, several launches of equal size compute the heads, and copies run beside a launch. 32 or 8 heads run in
