@@ -1,6 +1,8 @@
-"""The gradient of a bias (a tensor that is added to the scores), divided over workgroups: the block of the bias that each workgroup owns, and the
-loop in which the workgroup sums the gradient of this block. The same kernels sum the gradients of a caller's tensors (attn/score/sums.py), which are
-divided as the gradient of a bias of the sum's shape. For a sum of equal i - j a workgroup owns a diagonal of tiles."""
+"""Division of the gradient of a bias (a tensor that is added to the scores) over workgroups. Each workgroup owns a block of the bias, and sums the
+gradient of this block in a loop.
+
+The same kernels sum the gradients of the tensors that a caller's score_mod reads (attn/score/sums.py). Such a sum is divided like the gradient of a
+bias of the same shape. If scores with equal i - j are added up, each workgroup owns a diagonal of tiles instead of a block."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -21,8 +23,8 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class BiasShare:
-  """How the gradient of a bias is divided over workgroups: the block of the bias that each workgroup owns, and the batches, heads, queries and keys
-  over which it loops to sum the gradient of this block."""
+  """Division of the gradient of a bias over workgroups. Says which block of the bias each workgroup owns. Says over which batches, heads, queries and
+  keys the workgroup loops, because they share this block."""
   p: Problem
   block_m: int
   block_n: int
@@ -31,11 +33,11 @@ class BiasShare:
   def summed(self) -> Summed: return sum_over_scores(self.p)
   @property
   def shape(self) -> tuple[int, ...]:
-    """Shape of the tensor that the kernel writes, without parts."""
+    """Shape of the sum that the kernel writes. If the sum is divided into parts, shape of one part."""
     return size_of_sum(self.p, self.block_m, self.block_n)
   @functools.cached_property
   def diagonals(self) -> Diagonals|None:
-    """The diagonals of tiles that workgroups own. None if the kernel does not add scores with equal i - j."""
+    """The diagonals of tiles that workgroups own. None if the kernel does not add up scores with equal i - j (query number minus key number)."""
     return Diagonals(self.p.Sq, self.p.Sk, self.block_m, self.block_n) if self.summed.diagonals else None
   @property
   def broadcast(self) -> tuple[bool, ...]:
@@ -47,8 +49,8 @@ class BiasShare:
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Numbers of batches, heads and blocks of queries over which one workgroup loops. A workgroup that owns a diagonal of tiles may loop over fewer
-    blocks."""
+    """Numbers of batches, heads and blocks of queries over which one workgroup loops. For diagonals of tiles, the last number belongs to the longest
+    diagonal: workgroups with shorter diagonals loop over fewer blocks."""
     batches, heads, rows, _ = self.broadcast
     blocks = self.diagonals.most if self.diagonals is not None else self.blocks if rows else 1
     return self.p.B if batches else 1, self.p.H if heads else 1, blocks
@@ -62,7 +64,8 @@ class BiasShare:
     return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property
   def owns_keys(self) -> bool:
-    """Whether an iteration works on one tile of keys. If not, it loops over all tiles of keys."""
+    """Whether a workgroup owns one tile of keys, and works on this tile alone in each iteration. If not, each iteration loops over all tiles of
+    keys."""
     return self.summed.diagonals or (any(self.broadcast[:3]) and not self.broadcast[3])
   @property
   def uneven(self) -> bool:
@@ -73,7 +76,7 @@ class BiasShare:
     return not self.owns_keys and ((blocks > 1 and any(hiding(self.p))) or (batches*blocks > 1 and ends))
   @property
   def key_tiles(self) -> int:
-    """Number of tiles of keys that are divided among the workgroups."""
+    """Number of tiles of keys that are divided among the workgroups. 1 if each workgroup works on all keys, or owns a diagonal."""
     return ceildiv(self.p.Sk, self.block_n) if self.owns_keys and not self.summed.diagonals else 1
   @property
   def stored_at_once(self) -> bool:
@@ -114,7 +117,7 @@ class BiasPart:
 
   @property
   def first_place(self) -> Grid:
-    """Position in the grid (head and block of queries) at which this workgroup's loop begins."""
+    """Head and block of queries with which this workgroup's loop begins, as a position in the grid."""
     return self.grid_of_trip(self.first_trip)
   @property
   def first_trip(self) -> UOp: return self.part if self.one_trip else UOp.const(0)
@@ -159,7 +162,7 @@ class BiasPart:
 
   # ***** the stores *****
   def stored(self, row:Row) -> UOp:
-    """Returns whether a row of sums is stored: on diagonals every row of a tile is stored, and otherwise a row that exists."""
+    """Returns the condition under which a row of sums is stored. A row of a diagonal is always stored; any other row is stored only if it exists."""
     return UOp.const(True) if self.share.diagonals is not None else row.there
 
   def row_start(self, group:Workgroup, row:Row) -> UOp:
@@ -179,7 +182,7 @@ class BiasPart:
     return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)
 
   def outside(self, walked:Blocks, stores:Callable[[UOp], list[UOp]]) -> list[UOp]:
-    """Returns loops over the tiles of keys that no query of the block sees. `stores` makes the stores to one such tile."""
+    """Returns loops that store to the tiles of keys that no query of the block sees. `stores` returns the stores to one of these tiles."""
     tiles, found = ceildiv(self.share.p.Sk, self.share.block_n), []
     for begin, end in ((UOp.const(0), walked.begin), (walked.end, UOp.const(tiles))):
       if (count := trip_count(end - begin)) is None: continue

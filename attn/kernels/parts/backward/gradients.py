@@ -1,5 +1,5 @@
-"""Steps from scores and dP to P and dS. They need three numbers of each query: its lse, its delta, and with wide scores also lse_rest, the part of
-the lse that was lost by rounding to fp32."""
+"""Steps from scores and dP to P and dS. They need three numbers of each query: its lse, its delta, and with wide scores (scores that may be as large
+as fp32 allows) also lse_rest, the part of the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Collection, Sequence
@@ -27,11 +27,11 @@ PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of pass
 @dataclass(frozen=True)
 class Exponent:
   """The numbers of a query that turn its scores into P: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a
-  `high`. The numbers are scalars, or vectors of the same length as the scores. With dropout P is 1/(1 - dropout_p) times the weight, which is the P
-  of forward at a kept score.
+  `high`. The numbers are scalars, or vectors of the same length as the scores. With dropout P is the weight times 1/(1 - dropout_p), like the P of a
+  kept score in forward.
 
-  For scores in natural logarithm `high` is the lse. It is subtracted first, because the difference is exact where score and lse are close. With wide
-  scores `low` then holds the part of the lse that was lost by rounding."""
+  For scores in natural logarithm `high` is the lse. It is subtracted first, because the difference is exact where score and lse are close. If scores
+  may be as large as fp32 allows (wide scores), `low` holds the part of the lse that rounding lost."""
   low: UOp|None
   high: UOp|None = None
 
@@ -45,15 +45,15 @@ class Exponent:
     return Exponent(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
   def joined(parts:Sequence[Exponent], join:Callable[..., UOp]) -> Exponent:
-    """Makes one Exponent for several queries, for example with vectors in place of numbers: `join` makes one value of all their `low` numbers, and
-    one of all their `high` numbers."""
+    """Joins the exponents of several queries into one. `join` makes one value, for example a vector, of all their `low` numbers, and one of all their
+    `high` numbers."""
     return Exponent(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def numbers(self) -> list[UOp]:
     """Lists `high` and `low`, without a number that is None."""
     return [x for x in (self.high, self.low) if x is not None]
   def each(self, change:Callable[[UOp], UOp]) -> Exponent:
-    """Returns the exponent with the function `change` applied to `low` and to `high`."""
+    """Returns a new exponent: the function `change` applied to `low` and to `high`."""
     return Exponent.joined([self], change)
   def where(self, there:UOp) -> Exponent:
     """Returns the exponent, changed so that P is 0 for a query that does not exist (`there` is false)."""
@@ -65,8 +65,8 @@ class Exponent:
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_numbers(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists the numbers of a query that a kernel keeps in shared memory if its workgroups own keys: `low` of the exponent, `scaled_delta`, and `high`
-  of the exponent if it is not None."""
+  """Lists the numbers of a query that a kernel keeps in shared memory if its workgroups own keys. These are `low` of the query's exponent, then
+  `scaled_delta`, then `high` of the exponent unless it is None."""
   exponent = Exponent.of(p, log_sum, *rest)
   return [x for x in (exponent.low, scaled_delta(delta, p), exponent.high) if x is not None]
 
@@ -87,8 +87,9 @@ def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
 
 @dataclass(frozen=True)
 class Weights:
-  """P of a lane's scores. P and dS are multiplied by rows of tensors, which may hold inf or NaN. P and dS must therefore be exactly 0 where a query
-  does not see a key: `visible` sets elements of a vector to 0 there."""
+  """The weights P of a lane's scores, with the derivatives of the terms at these scores. P and dS are multiplied by rows of tensors, which may hold
+  inf or NaN. P and dS must therefore be exactly 0 where a query does not see a key. The function `visible` sets the elements of a vector to 0
+  there."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   visible: Callable[[list[UOp]], list[UOp]]
@@ -98,8 +99,8 @@ def weights_of(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, 
   return weights_of_rows(scores, raw, [exponents], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Computes P from raw scores (Q K^T) whose vectors hold the elements of several rows, one row after another. `exponents` has one list for each
-  row."""
+  """Computes P from the raw scores (Q K^T) of several rows. Each vector of `raw` holds elements of all these rows, one row after another. `exponents`
+  has one list for each row."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)
     return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
@@ -119,20 +120,20 @@ def reference(log_sum:UOp) -> UOp:
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
 def exponent_of(group:Workgroup, row:Row) -> Exponent:
-  """Loads the lse of a query, and lse_rest if the problem has it. Returns the `Exponent` made of them: the numbers that turn the query's scores into
+  """Loads a query's lse, and its lse_rest if the problem has this tensor. Returns the `Exponent` made of them, which turns the query's scores into
   P."""
   return Exponent.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
 def exact_exponent(p:Problem, log_sum:UOp, *rest:UOp) -> Exponent:
-  """Makes the exponent for scores in natural logarithm from an lse and, if it is given, from `rest`, the part of the lse that was lost by
-  rounding."""
+  """Makes the `Exponent` for scores in natural logarithm from a query's lse. `rest`, if given, is the part of the lse that rounding lost."""
   return Exponent.of(p, log_sum, *rest) if rest else Exponent(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P from raw scores (Q K^T). First turns them into natural logarithms, rounded as in forward. Their differences from the lse are therefore
-  rounded as in forward, too: if one key dominates a row, its difference is exactly 0. The maximum with LOWEST changes no value. It keeps compilers
-  from using a multiply-add, which would not round the scores. Wide scores do not need this maximum, because the last step that makes them is the
-  addition of a bias."""
+  """Computes P from raw scores (Q K^T) for float32 inputs. First turns the scores into natural logarithms, with the same roundings as forward. Their
+  differences from the lse then have the same roundings, too. If one key dominates a row, its difference is exactly 0.
+
+  The maximum with LOWEST changes no value. It stops compilers from joining the multiplication and the subtraction into a multiply-add, which would
+  leave out a rounding. Wide scores (scores that may be as large as fp32 allows) do not need it, because their last step is the addition of a bias."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Exponent) -> UOp:
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))
@@ -155,22 +156,22 @@ def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None
   return weights.visible(ds)
 
 def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
-  """Multiplies elements `x` of a row of a gradient by a factor. If the condition `known` is false, returns exactly 0 instead, whatever numbers `x`
-  holds. `known` is None if no row needs this condition."""
+  """Multiplies the elements `x` of a row of a gradient by a factor. If the condition `known` is false, returns exactly 0 instead, even where `x` is
+  inf or NaN. `known` is None if the row is always multiplied."""
   if known is None: return ops.mul(x, factor)
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
 class NumbersOfRows:
-  """The tensors in global memory that have one number for each query, such as lse and delta: the tensors that `numbers_of_queries` names."""
+  """Tensors in global memory with one number for each query, such as lse and delta. `numbers_of_queries` gives their names."""
   each: tuple[GlobalRows, ...]
   in_units = True
   def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class RowNumbers(InLds):
-  """Numbers of each query of a tile in LDS (exponent and delta: `shared_numbers`). The queries have the order in which lanes hold them as elements of
-  C, so the numbers for one lane lie side by side."""
+  """LDS buffer with the numbers of each query of a tile: exponent and delta (`shared_numbers`). The queries are stored in the order in which lanes
+  hold their scores in C, so the numbers for one lane lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
@@ -185,8 +186,8 @@ class RowNumbers(InLds):
   def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
-    """Returns a list with only this object, because each thread copies the numbers of only one query. (A `StagedTile` has the same method, which
-    divides the tile.)"""
+    """Returns a list with only this object. A `StagedTile` has a method of the same name, which cuts the tile into one piece for each copy of a
+    thread. Here each thread copies the numbers of one query only."""
     return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:

@@ -28,14 +28,14 @@ class Share:
     """Number of this wave's part of the keys: the part whose scores the wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
-    """Returns the `Scores` of this wave, given those of the workgroup: the same rows, but only the wave's part of the keys. If the sequence is
-    divided into tiles of this size, the wave's keys in iteration t are tile number `tile_number(t)`."""
+    """Returns the `Scores` of this wave: the rows of the workgroup's scores `of_all`, but only the wave's part of the keys. The wave counts tiles by
+    the size of its own part: in iteration t its keys are the tile with the number `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Numbers that waves exchange through LDS, in fp32. There are several kinds of numbers, and each of the `rows` rows has one of each kind."""
+  """Table of fp32 numbers in LDS, through which waves exchange numbers of rows. The table has one number of each kind for each of the `rows` rows."""
   buffer: UOp       # in units of 16 bytes
   rows: int
   base: UOp|int = 0

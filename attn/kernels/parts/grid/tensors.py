@@ -20,10 +20,12 @@ MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:
   """Returns (shape, dtype) of the tensors that the kernel `forward` takes, by name and in order. If the keys are not split into key ranges
-  (p.num_splits = 1), these are `p.shapes`. With G = p.num_splits > 1 key ranges, the kernel writes float32 tensors with the results of each range
-  instead of o, lse and lse_rest, whatever the layout: o_partial (G, B, H, Sq, Dv), lse_partial (G, B, H, Sq), and if scores may be as large as fp32
-  allows (`Problem.wide_scores`) lse_rest_partial, shaped like lse_partial. For "thd" total_q replaces B and Sq: o_partial is (G, H, total_q, Dv). The
-  kernel then takes no sinks."""
+  (p.num_splits = 1), these are `p.shapes`.
+
+  With G = p.num_splits > 1 key ranges, the kernel writes the results of each range instead of o, lse and lse_rest. These are float32 tensors, and
+  their shapes do not depend on the layout: o_partial (G, B, H, Sq, Dv) and lse_partial (G, B, H, Sq). If scores may be as large as fp32 allows
+  (`Problem.wide_scores`), there is also lse_rest_partial, shaped like lse_partial. For "thd" total_q replaces B and Sq: o_partial is (G, H, total_q,
+  Dv). The kernel then takes no sinks."""
   if p.num_splits == 1: return p.shapes
   rows = (p.num_splits, p.H, p.total_q) if p.varlen else (p.num_splits, p.B, p.H, p.Sq)
   return {"o_partial": ((*rows, p.Dv), "float32"), "lse_partial": (rows, "float32"),
@@ -35,7 +37,8 @@ def extras_of_backward(p:Problem) -> Shapes:
   return {name: x for name, x in p.extras.items() if name != "sinks"}
 
 def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of a gradient as a kernel writes it. With `parts` > 0 the kernel writes `parts` fp32 tensors, which are added up later."""
+  """Returns (shape, dtype) of a gradient as a kernel writes it. If `parts` is 0, this is the gradient itself. Otherwise the kernel writes `parts`
+  partial sums in fp32, which are added up later."""
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 def of_backward(p:Problem) -> Problem:
@@ -43,7 +46,7 @@ def of_backward(p:Problem) -> Problem:
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """Returns the tensors lse and, if it exists, lse_rest, given a mapping of tensors by name."""
+  """Picks lse and, if it exists, lse_rest from a mapping of tensors by name."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
@@ -61,7 +64,8 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of the sums of dQ, to which the workgroups of all keys add: whole tiles of queries of each head."""
+  """Returns (shape, dtype) of the fp32 sums of dQ, to which every workgroup that owns keys adds its share. The sums of a head fill whole tiles of
+  queries."""
   return ((p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS), QUERIES_OF_SUMS*p.D), "float32")
 
 def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
@@ -95,19 +99,20 @@ def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def size_of_sum(p:Problem, block_m:int, block_n:int) -> tuple[int, ...]:
-  """Returns the shape of the sum `sum_over_scores(p)` as a kernel with a tile of this size leaves it."""
+  """Returns the shape in which a kernel with tiles of this size writes the sum `sum_over_scores(p)`. Sums over diagonals are written as tiles, one
+  for each diagonal."""
   found = sum_over_scores(p)
   if not found.diagonals: return found.sizes
   return (*found.sizes[:2], Diagonals(p.Sq, p.Sk, block_m, block_n).count*block_m, block_n)
 
 def too_wide(p:Problem) -> str|None:
-  """Returns the reason if the rows of a problem are too long for a kernel that holds a row of O in registers, otherwise None."""
+  """Returns a sentence if D or Dv is too large for a kernel that holds a row of O in registers, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: this kernel supports at most {MAX_D}" for name, value in widths if value > MAX_D), None)
 
 def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
-  """Raises NotImplementedError where a workgroup would read more of one tensor at a time than a buffer descriptor's range. A descriptor has 64 bits
-  for the beginning of the range and 32 bits for an offset within it."""
+  """Raises NotImplementedError if the rows that a workgroup reads of one tensor do not fit into the range of one buffer descriptor. A descriptor has
+  64 bits for the address at which the range begins, but only 32 bits for an offset within it."""
   heads, most = heads_of(p, tile), max(tile.block_m, tile.block_n)
   queries, keys = min(p.Sq, most if backward else tile.block_m) if heads == 1 else p.Sq, min(p.Sk, most)
   def of_keys(width:int, view:Strided|None) -> int: return strides(p.layout, p.Hkv, p.Sk, width)[2] if view is None else view.row

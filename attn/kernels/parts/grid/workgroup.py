@@ -26,7 +26,8 @@ CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should s
 
 @dataclass(frozen=True)
 class Grid:
-  """How a problem is divided: heads and blocks of rows over the grid, lanes and waves over a workgroup's threads."""
+  """Ranges of a kernel's program: over the workgroups of the grid, and over the threads of a workgroup. The ranges say which head and which block of
+  rows a workgroup computes, and which lane and wave a thread is."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # number of the workgroup's head, or group of heads, among all that are computed
@@ -53,8 +54,8 @@ def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the cache has room for K and V of
-  all heads of the group; without a causal mask a group is a single head. If a device holds two pieces of a sequence, the grid goes over one piece
-  after the other, so that no block with many keys runs last."""
+  all heads of the group; without a causal mask a group is a single head. If a device holds two separate pieces of a sequence, the grid goes over the
+  blocks of one piece before those of the other. Blocks with many keys then do not run last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
   cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
@@ -96,20 +97,20 @@ def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
 @dataclass(frozen=True)
 class BlockRows:
   """The queries that a workgroup owns: the rows from `first` to `last` that lie before `end`. If devices share a sequence, the tensor holds only some
-  of its queries: a row of the tensor lies `further` queries later in the sequence than in the tensor."""
+  of its queries: row r of the tensor is then query r + `further` of the sequence."""
   first: UOp
   last: UOp
   end: int|UOp
   further: int|UOp
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Converts the number of a block of queries to its place in the order in which blocks start, and the reverse. Under a causal mask the blocks with
-  the most keys start first."""
+  """Converts between two numbers of a block of queries: by its position in the sequence, and by the order in which blocks start. The conversion is
+  the same in both directions. Under a causal mask the order is reversed, so that the blocks with the most keys start first."""
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start. With `buffers`, the first row becomes part of
-  the offsets of buffer instructions, which must not be negative."""
+  """Returns the rows of a block of queries. `number` counts blocks in the order in which they start. Set `buffers` if the first row becomes part of
+  the offsets of buffer instructions: the function then makes sure that no offset is negative."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
@@ -131,8 +132,8 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   return TileList(flat(given["tile_list"]), (number*blocks + block)*length, length - list_length(0), tile.block_n)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
-  """Returns whether masks have to look where the interval of a row begins and ends. It is False only if mask_mod alone hides scores: no interval
-  begins or ends inside a tile."""
+  """Returns whether masks have to compare key numbers with the first and last key that a row sees. This is unnecessary only if mask_mod alone hides
+  scores and the limits of every row lie between tiles."""
   return not scattered(walk.p) or cuts_some(walk, tile.block_n)
 
 @dataclass(frozen=True)
@@ -158,8 +159,8 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          names:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Makes the workgroup at the place `grid`, which owns queries. `args` are the kernel's placeholders for the tensors `names` (by default the names
-    of `arguments`). `at` is the thread's place in a matrix. If `parts` is above 1, the keys are divided into this number of parts."""
+    """Makes a workgroup that owns queries, at the position `grid`. `args` are the kernel's placeholders for the tensors `names` (by default the names
+    of `arguments`). `at` is the thread's place in a matrix tile. If `parts` is above 1, the keys are divided into this number of parts."""
     heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -183,8 +184,8 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
               parts:int=0) -> Workgroup:
-    """Makes a workgroup that owns keys. It owns keys of one key/value head and loops over the queries of the heads that share these keys;
-    `first_head` is the first of these heads. The queries of all these heads are divided into `parts` parts: first by heads, then by queries."""
+    """Makes a workgroup that owns keys of one key/value head. It loops over the queries of all query heads that share these keys; `first_head` is the
+    first of these query heads. The queries of all these heads are divided into `parts` parts: first by heads, then by queries."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))
@@ -199,15 +200,15 @@ class Workgroup:
                      part, heads)
 
   def moved(self, grid:Grid) -> Workgroup:
-    """Returns the workgroup that has the head and the block of queries of `grid`, with the problem, tile and tensors of this workgroup. It owns
-    queries and loops over all keys, not over a part of them."""
+    """Returns a copy of this workgroup with another head and block of queries, those of `grid`. The copy owns queries and loops over all keys, not
+    over a part of them."""
     return Workgroup.of(self.p, self.arch, self.tile, tuple(self.given.values()), grid, self.scores.at, dict.fromkeys(self.given, ((), "")))
 
   @property
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property
   def walked_end(self) -> UOp:
-    """Number of the row at which the workgroup's loop over rows (keys or queries) ends: it reads neither this row nor a later one."""
+    """Number of the row (key or query) at which the workgroup's loop ends. The loop reads neither this row nor a later one."""
     count = self.scores.walk.count
     return as_index(count) if self.scores.listed is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property
@@ -218,13 +219,13 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns a row of the block. Its number, counted from the block's first row, is the sum of the arguments `i`."""
+    """Returns a row of the workgroup's block. The row's number, counted from the block's first row, is the sum of the arguments `i`."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
   def rows_of(self, name:str, head:UOp|None=None) -> GlobalRows:
-    """Returns the rows of a tensor that the workgroup reads or writes: the rows of its sequence and its head, or of the query head `head`. For q,
-    returns the rows of all heads of the workgroup."""
+    """Returns the rows of a tensor that the workgroup reads or writes: the rows of its sequence that belong to its head, or to the query head `head`
+    if this is given. For q, returns the rows of all heads of the workgroup."""
     p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
     within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that holds these rows, and the length of its rows
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
@@ -241,7 +242,7 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   def paged_rows(self, name:str, width:int) -> PagedRows:
-    """Returns the first `width` columns of k or v in pages."""
+    """Returns the rows of k or v for keys that lie in pages. Uses the first `width` columns of the rows."""
     view, pages, buffer = self.p.k_view if name == "k" else self.p.v_view, self.p.pages, flat(self.given[name])
     assert view is not None and pages is not None
     size, begin = buffer.dtype.itemsize, self.sequence.k_start
@@ -261,7 +262,7 @@ class Workgroup:
     return GlobalRows(flat(self.given[name]), first, 1, self.sequence.n_q, 1, 4, isinstance(self.sequence.n_q, UOp))
 
   def number(self, name:str, row:Row) -> UOp:
-    """Loads the number of a query from the tensor `name`, such as lse or delta. Reads nothing for a query beyond the last one."""
+    """Loads one query's number, such as its lse or delta, from the tensor `name`. Loads nothing if the query does not exist."""
     rows = self.numbers(name, row.head)
     return rows.buffer[(rows.base + row.index).valid(row.there)].load()
 
@@ -272,8 +273,8 @@ class Workgroup:
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
-    """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the number that the softmax subtracts from the row's scores. The
-    first of the sums `totals` is the sum of P after rounding, the last is the sum of P for the LSE."""
+    """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the number that the softmax subtracts from the row's scores.
+    `totals` are sums of P over the row: the first one sums P after rounding and divides O, the last one makes the LSE."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
@@ -291,13 +292,14 @@ class Workgroup:
     return stores
 
   def cleared(self) -> list[UOp]:
-    """Returns this workgroup's part of the stores to rows that belong to no sequence (`clear_outside`)."""
+    """Returns the stores with which this workgroup clears rows that belong to no sequence (`clear_outside`). Workgroups divide these rows among
+    them."""
     blocks, threads = (self.grid.block, math.prod(blocks_of_queries(self.p, self.tile))), (self.thread, self.tile.threads)
     heads = [self.first_head + i for i in range(self.heads)]
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
 
   def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
-    """Returns the forward kernel that ends in the stores `outputs`."""
+    """Returns the finished forward kernel, given `outputs`, the stores with which it ends."""
     tile, p = self.tile, self.p
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
@@ -311,7 +313,7 @@ class Workgroup:
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index in the gradient `name` at which the part that this workgroup computes begins."""
+    """Returns the flat index at which this workgroup's part begins in the gradient `name`. It is 0 if the gradient is not divided into parts."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:

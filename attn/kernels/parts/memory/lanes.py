@@ -8,8 +8,8 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Lane:
-  """A thread's place on an AMD matrix unit: `n` is its column of the matrix tile, `h` its lane group (the lanes that hold the same rows of the tile),
-  `thread` its number in the workgroup."""
+  """A thread's place in a matrix tile on AMD. `n` is the column of the tile of which the thread holds elements. `h` is its lane group: all lanes of a
+  group hold the same rows. `thread` is its number in the workgroup."""
   lane: UOp
   wave: UOp
   matrix: Matrix
@@ -22,19 +22,20 @@ class Lane:
   # lanes with which this lane exchanges values: their distances, and the way of exchange (`exchange` of the interpreters in attn/ops)
   @property
   def sharing(self) -> tuple[tuple[int, ...], str]:
-    """Distances to the lanes that hold other scores of the same row, and the instruction by which these lanes exchange values."""
+    """Returns how lanes that hold scores of the same row exchange values: the distances between these lanes, and the name of the instruction."""
     return self.matrix.group_steps, self.matrix.exchange
   @property
   def neighbours(self) -> tuple[tuple[int, int, int], str]:
-    """Distances to the lanes that hold the other rows of an octet (eight neighbouring rows), and the instruction by which these lanes exchange
-    values."""
+    """Returns how lanes that hold the rows of one octet (eight neighbouring rows) exchange values: the distances between these lanes, and the name of
+    the instruction."""
     return (1, 2, 4), "neighbours"
   @property
   def in_octet(self) -> UOp: return self.lane % 8
 
 @dataclass(frozen=True)
 class MmaLane:
-  """A thread's place in mma.sync: `h` says which columns of a tile of C the lane holds, `thread` is its number in the workgroup."""
+  """A thread's place in a matrix tile of NVIDIA's instruction mma.sync. `h` says which columns of C the thread holds, `thread` is its number in the
+  workgroup."""
   lane: UOp
   wave: UOp
   matrix: Mma
@@ -51,8 +52,8 @@ class MmaLane:
 
 @dataclass(frozen=True)
 class OwnKeys:
-  """Keys of a tile whose scores one thread computes in the kernel `tiled`, described with the fields of a matrix instruction. Groups of four
-  neighbouring keys (quads) are given to the threads in turn."""
+  """Describes which keys of a tile one thread computes in the kernel `tiled`, which uses no matrix instruction. The fields are named like those of a
+  matrix instruction, so that the same code can read both. Threads take groups of four neighbouring keys (quads) in turn."""
   groups: int     # threads that share the keys of a tile
   keys: int       # keys of each of these threads
   @property
@@ -65,7 +66,8 @@ class OwnKeys:
 
 @dataclass(frozen=True)
 class ThreadPlace:
-  """A thread's place among the threads of the kernel `tiled`: `h` is its number along the keys (down), `x` its number along the queries (across)."""
+  """A thread's place in the kernel `tiled`, whose threads form a rectangle over a tile of scores. `h` is its number along the keys (down), `x` its
+  number along the queries (across)."""
   h: UOp
   x: UOp
   across: int
@@ -97,16 +99,19 @@ def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 
 def operands(matrix:Matrix, units:list[UOp]) -> list[UOp]:
-  """Cuts or joins 16-byte units in registers into the operands of successive matrix instructions."""
+  """Turns 16-byte units in registers into operands of successive matrix instructions. Cuts the units if an operand is shorter than a unit, joins them
+  if it is longer."""
   held, words = UNIT_BYTES//4, matrix.operand_words
   if words < held: return [ops.slice_(u, i, words) for u in units for i in range(0, held, words)]
   if words == held: return units
   return [ops.concat(*parts) for parts in zip(*[iter(units)]*(words//held), strict=True)]
 
 def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp]:
-  """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of a product that sums over the rows of C, in the order of
-  `staging.key_rows`. If lanes 16-31 must repeat the operands of lanes 0-15 (`duplicated`), the condition that a lane is one of lanes 0-15 is needed.
-  With `renewed` the kernel computes this condition here once more (see `amd.low_lanes`)."""
+  """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of the next product. This product sums over the rows of C, in the
+  order of `staging.key_rows`.
+
+  On some chips (`duplicated`) lanes 16-31 must repeat the operands of lanes 0-15. This needs the condition that a lane is one of lanes 0-15. With
+  `renewed` the kernel computes this condition here once more, instead of keeping it (see `amd.low_lanes`)."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

@@ -48,19 +48,20 @@ class PaddedRows(SharedLayout):
     """Returns the number of 16-byte units from the beginning of the tile to a row."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the position of 16-byte unit number `unit` of a row, counted in such units. With `pieces` above 1, each 16-byte unit is divided into
-    `pieces` pieces: then `unit` is the number of a piece, and the position is counted in pieces. If `row` is a sum with a constant, this constant
-    must be a multiple of `together`, or the sum must stay in the same group of `together` rows. Constants are added last, so that tinygrad computes
-    the common part of many positions only once."""
+    """Returns the position in LDS of unit number `unit` of a row. A unit is 16 bytes, and positions count units. With `pieces` above 1 each unit is
+    cut into this number of pieces: `unit` is then the number of a piece, and positions count pieces.
+
+    If `row` is a sum with a constant, this constant must be a multiple of `together`, or must not lead out of the group of `together` rows. Constants
+    are added last, so that tinygrad computes the common part of many positions only once."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout for direct loads to LDS. One direct load of a wave fills a chunk of rows: 64 units of 16 bytes without a gap. There is padding between
-  chunks. In row r of a chunk, unit u of the data lies at unit u ^ r*exchange of the row. This xor takes few different values, so few registers hold
-  addresses. The rest of an address is a constant offset in an instruction."""
+  """Layout for direct loads from global memory to LDS. One direct load of a wave fills a chunk of rows: 64 units of 16 bytes without a gap. There is
+  padding between chunks. Units change places within a row: in row r of a chunk, unit u of the data lies at position u ^ r*exchange. This xor has few
+  different values, so few registers hold addresses. The rest of an address is a constant offset in an instruction."""
   exchange: int = 1
   @property
   def chunk(self) -> int:
@@ -89,11 +90,11 @@ class CopiedLayout(SharedLayout):
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of steps in which the threads copy one row. From step to step they move LINE 16-byte units further along the row."""
+    """Number of steps in which the threads copy one row. Each step copies the next LINE 16-byte units of the row."""
     return 1
   @property
   def pitch(self) -> int:
-    """Average number of 16-byte units from one row to the next, over eight rows."""
+    """Average distance between the beginnings of neighbouring rows, in 16-byte units. The average is over eight rows."""
     raise NotImplementedError
 
 @dataclass(frozen=True)
@@ -111,14 +112,14 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the position of a 16-byte unit as two numbers to be added. The first number takes few different values and is kept in a register. The
-    second number is a constant. The unit lies `rows` rows (a multiple of 8) and `units` units (an even number) beyond unit `unit` (0 or 1) of row
-    `row`."""
+    """Returns the position of a 16-byte unit as a pair of summands: a number that takes few different values and is kept in a register, and a
+    constant. The unit is `rows` rows and `units` units beyond unit `unit` of row `row`. `rows` must be a multiple of 8, `units` even, and `unit` 0 or
+    1."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 @dataclass(frozen=True)
 class LongRows(SwizzledRows):
-  """Layout like `SwizzledRows`, for rows of many 128-byte lines that few threads copy line by line. Everything that one thread copies lies at
+  """Layout like `SwizzledRows`, for long rows, which few threads copy in steps of one 128-byte line. Everything that one thread copies lies at
   constant distances from the first 16 bytes that it copies."""
   @property
   def across(self) -> int: return LINE
@@ -164,6 +165,7 @@ class LdsTile(InLds):
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
-    """Stores 8 bytes to a row, from byte 8*`half` of the row on. In the layout, the 16-byte units of a row must lie side by side."""
+    """Stores 8 bytes to a row, from byte 8*`half` of the row on. Works only in a layout that keeps the 16-byte units of a row side by side and in
+    order."""
     assert isinstance(self.layout, PaddedRows)
     return self.halves[self.layout.place(row, half, 2).valid(gate)].store(value)

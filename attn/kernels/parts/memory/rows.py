@@ -37,7 +37,7 @@ class GlobalRows:
   def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
 
   def after(self, *deps:UOp) -> Self:
-    """Returns these rows. Loads from them wait for the operations `deps`."""
+    """Returns a copy of these rows whose loads wait for the operations `deps`."""
     return replace(self, buffer=self.buffer.after(*deps))
 
   @property
@@ -51,7 +51,7 @@ class GlobalRows:
     """Returns the flat index at which row `first` + `row` begins."""
     return self.origin(first) + row*self.stride
   def up_to(self, count:int|UOp) -> Self:
-    """Returns these rows with another number of rows, `count`."""
+    """Returns a copy of this object that ends after `count` rows. Rows from there on read as zero."""
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
@@ -77,14 +77,15 @@ class GlobalRows:
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Loads the number of row `first` + `row` from a tensor with a single fp32 number in each row. Returns 0 beyond the last row."""
+    """Loads one row's number from a tensor that has a single fp32 number for each row. The row is `first` + `row`. Returns 0 for rows beyond the last
+    one."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Loads the `unit`-th 16 bytes of the row that begins at index `start`. Elements where `gate` is false, and elements beyond the width, read as
-    zero."""
+    """Loads the `unit`-th 16 bytes of the row that begins at index `start`. Elements read as zero beyond the row's width, and all of them if `gate`
+    is false."""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
@@ -102,9 +103,9 @@ class GlobalRows:
 
 @dataclass(frozen=True)
 class Table:
-  """Block table of a sequence whose rows lie in pages. The table's entries begin at index `first`. Each entry is the number of a page of `size` rows.
-  There are `count` pages, and each begins `apart` elements after the page before it. If `whole` is true, a tile whose first row is a multiple of its
-  number of rows never reaches over two pages."""
+  """Block table: the list of the pages in which the rows of one sequence lie. The table begins at index `first` of `entries`. Each entry is the
+  number of a page of `size` rows. There are `count` pages in memory, and each begins `apart` elements after the page before it. If `whole` is true, a
+  tile that begins at a multiple of its own length always lies within one page."""
   entries: UOp
   first: UOp
   size: int
@@ -125,8 +126,8 @@ class Table:
 
 @dataclass(frozen=True)
 class PagedRows(GlobalRows):
-  """Rows that lie in pages. `base` is the index of a page's row 0, counted from the beginning of the page. `begin` is the row of the sequence that
-  counts as row 0 here."""
+  """Rows of a sequence that lie in pages. `base` is the index of row 0 of a page, counted from the page's beginning. `begin` is the number, in the
+  sequence, of the first row of this object."""
   table: Table|None = None
   begin: UOp|int = 0
 
@@ -139,7 +140,8 @@ class PagedRows(GlobalRows):
   def origin(self, first:UOp) -> UOp:
     return self.base + self.pages.start(first, self.stride, first < self.count)
   def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
-    """Returns the flat index at which a row of a tile begins, where the tile may reach over several pages."""
+    """Returns the flat index at which row `first` + `row` begins. Looks up the page of this row itself, because other rows of the tile may lie in
+    other pages."""
     return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
     return super().start(first, row) if self.pages.whole else self.start_in_pages(first, row, first + row < self.count)
@@ -190,8 +192,8 @@ class ConvertedRows:
   def up_to(self, count:int|UOp) -> ConvertedRows: return replace(self, given=self.given.up_to(count))
   def after(self, *deps:UOp) -> ConvertedRows: return replace(self, given=self.given.after(*deps))
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads the `unit`-th 16 bytes of row `first` + `row`, after conversion. Ignores `gate`: the caller does not store the result where the gate is
-    false."""
+    """Loads eight elements of row `first` + `row`, from element 8*`unit` on, and converts them to the dtype `to`, in which they fill 16 bytes.
+    Ignores `gate`: the caller does not store the result where the gate is false."""
     return ops.concat(*[ops.pack(x, self.to) for x in self.given.load_quads(first, rows, row, unit, self.dtype)])
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
     """Loads `n` elements of a row, which begin at element `n`*`part`. Rounds them to the 16-bit dtype `to` and returns the rounded numbers in fp32.

@@ -9,16 +9,16 @@ from attn.tinygrad_compat import AddrSpace, AxisType, DType, UOp, dtypes
 LDS_UNIT = ops.u32(4)
 
 class InLds:
-  """A value that lies in LDS. After a barrier it contains what all threads stored before the barrier."""
+  """Base class of objects that lie in LDS, such as tiles. The method `after` returns the object as it is after given operations."""
   def after(self, *deps:UOp) -> Self: raise NotImplementedError
 
 class Allocator:
-  """Gives each range and each placeholder of one kernel its number (tinygrad's id or slot), in the order of the requests. tinygrad nests ranges by
-  their ids. Where nothing else orders placeholders, tinygrad orders them by their slots."""
+  """Gives out the numbers by which tinygrad tells a kernel's ranges (by id) and placeholders (by slot) apart. Numbers rise with each request.
+  tinygrad nests ranges in the order of their ids, and places placeholders in the order of their slots if nothing else orders them."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType) -> UOp:
-    """Makes a range over 0..n-1. The bound n is simplified here, because tinygrad would otherwise simplify it later, inside the expressions that use
-    the range. tinygrad would take the range with the simplified bound for a different range, and no loop would end it."""
+    """Makes a range over 0..n-1. Simplifies the bound n first. Otherwise tinygrad would simplify n later, but only inside the expressions that use
+    the range. It would take the changed range for another one, which no loop ends."""
     return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
     """Allocates registers for n values per thread."""

@@ -28,8 +28,8 @@ def trip_count(n:UOp) -> UOp|None:
 
 @dataclass(frozen=True)
 class Extent:
-  """The sequence that a workgroup works on: its numbers of queries and keys, the rows of the tensors at which they begin, and the `offset` of the
-  diagonal (query i meets the diagonal at key i + offset)."""
+  """The sequence that a workgroup works on: its numbers of queries and keys, and the rows of the tensors at which they begin. `offset` places the
+  diagonal of causal masks: query i meets it at key i + offset."""
   n_q: int|UOp
   n_k: int|UOp
   q_start: int|UOp
@@ -37,7 +37,7 @@ class Extent:
   offset: int|UOp
 
 def counted(n:Count) -> UOp:
-  """Returns a number as a UOp of a kernel. The number may be given by tinygrad Variables."""
+  """Turns a number of rows into a UOp of a kernel. The number may be a constant plus tinygrad Variables."""
   return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
 
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
@@ -70,15 +70,15 @@ def over_queries(p:Problem, x:Extent) -> Walk: return Walk(p, "queries", -x.offs
 
 @dataclass(frozen=True)
 class Outside:
-  """Rows of a tensor that belong to no sequence, and that the workgroups of one packed sequence write: the rows from the end of this sequence to the
-  next sequence, or to the end of the tensor. For the first sequence, also the rows before it. If cu_seqlens are valid, every row of the tensor
-  belongs either to a sequence or to exactly one `Outside`."""
+  """Rows of a packed tensor that belong to no sequence, and that the workgroups of one neighbouring sequence clear. These are the rows from the end
+  of this sequence to the next sequence or the end of the tensor. The workgroups of the first sequence also clear the rows before it. If cu_seqlens
+  are valid, every row of the tensor belongs either to one sequence or to one `Outside`."""
   count: UOp
   before: UOp
   after: UOp
   total: int      # all rows of the tensor: of all sequences, and between them
   def row(self, i:UOp) -> UOp:
-    """Returns the number, within the tensor, of the i-th of these rows."""
+    """Returns the number, within the tensor, of the i-th row of this object."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
@@ -95,8 +95,8 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """The tiles `begin`..`end` over which a workgroup loops. No mask hides scores of the tiles `full_begin`..`full_end`. `masked_first` says whether a
-  mask may hide scores of the tiles before `full_begin`."""
+  """The tiles over which a workgroup loops: from `begin` up to but not including `end`. No mask hides scores of the tiles from `full_begin` up to
+  `full_end`; a mask may hide scores of the others. `masked_first` is False if no tile lies before `full_begin`."""
   begin: UOp
   full_begin: UOp
   full_end: UOp
@@ -110,8 +110,8 @@ class Blocks:
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Returns the tiles of this object that lie in one range of the sequence. The sequence is divided into ranges of `tiles` tiles, counted from tile
-    0, and `index` is the number of the range."""
+    """Cuts these tiles to one range of the sequence. The sequence is divided into ranges of `tiles` tiles, counted from tile 0. `index` is the number
+    of the range."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -123,8 +123,8 @@ class TileList:
   """A list of the tiles in which a mask leaves scores. A workgroup loops over the list: first over the tiles of which the mask hides some scores,
   then over those of which it hides none. attn/kernels/tile_lists.py makes the list.
 
-    entries: buffer with the lists of all workgroups. A list has the number of tiles of which the mask hides some scores, the number of all its
-      tiles, the tiles, and `tiles` in all remaining places, of which there is at least one
+    entries: buffer with the lists of all workgroups. The entries of a list are: the number of its tiles of which the mask hides some scores;
+      the number of all its tiles; the tiles; and in all remaining entries (at least one) the number `tiles`
     first: index at which the workgroup's list begins
     tiles: number of tiles of the sequence
     size: rows of a tile"""
@@ -134,7 +134,8 @@ class TileList:
   size: int
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), 0, self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Returns a row, given its place in the order of the list. Beyond the list, returns rows beyond the sequence."""
+    """Converts a position to a row of the sequence. Positions count the rows of the listed tiles, in the order of the list. A position beyond the
+    list gives a row beyond the sequence."""
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   @property
   def blocks(self) -> Blocks:
@@ -145,12 +146,12 @@ class TileList:
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int) -> int:
-  """Returns the length of a list of up to `tiles` tiles."""
+  """Returns the number of entries of a list that has room for `tiles` tiles."""
   return OF_A_LIST + tiles + 1
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """Returns the tiles of the columns that the rows `first`..`last` see. They go from the first column that row `first` sees to the last column that
-  row `last` sees, because neither limit decreases from one row to the next."""
+  """Returns the tiles of columns that the rows `first`..`last` see. They go from the first column that row `first` sees to the last column that row
+  `last` sees. This covers the rows between, because from row to row neither the first nor the last seen column moves back."""
   masked_first = first_seen(walk, first) is not None
   def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)

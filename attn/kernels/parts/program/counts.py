@@ -6,17 +6,17 @@ def ceildiv(a:int, b:int) -> int: return -(-a//b)
 def round_up(a:int, b:int) -> int: return ceildiv(a, b)*b
 
 def bounded(x:UOp, low:int, high:int) -> UOp:
-  """Makes an index from a number whose bounds tinygrad does not know, such as a loaded number, and clamps the index to `low`..`high`. tinygrad
-  computes an index in 32 or in 64 bits, depending on the bounds of the numbers in it. If an int32 is added to an index, the sum is an int32, whatever
-  its bounds."""
+  """Clamps a number to `low`..`high`, and makes it an index. Use it for a number whose bounds tinygrad does not know, such as a loaded one. tinygrad
+  chooses between 32 and 64 bits for an index by the bounds of the numbers in it. The number becomes an index first, because the sum of an index and
+  an int32 would be an int32, whatever its bounds."""
   return x.cast(dtypes.weakint).maximum(low).minimum(high)
 
 def below(x:UOp, limit:int|UOp) -> UOp:
-  """Returns the condition x < limit, as the gate of a load or a store."""
+  """Returns the condition x < limit, in the form that gates of loads and stores have (`left_alone`)."""
   return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)
 
 def left_alone(gate:UOp) -> UOp:
-  """Rewrites a gate (the condition of a load or a store) so that tinygrad does not use it to simplify addresses. tinygrad does this in three passes,
-  which take up to a third of the lowering time. The rewritten gate compares a number that is 1 or 0, and tinygrad derives nothing from this
-  number."""
+  """Rewrites a gate (the condition of a load or a store) so that tinygrad does not use it to simplify addresses. This simplification, in three
+  passes, takes up to a third of the lowering time. The rewritten gate first turns the condition into a number, 1 or 0, and then compares this number
+  with 0. tinygrad derives nothing from such a comparison."""
   return gate if gate.op is Ops.CONST else gate.where(UOp.const(1, dtypes.int), UOp.const(0, dtypes.int)).ne(0)

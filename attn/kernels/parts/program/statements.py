@@ -15,10 +15,12 @@ class Carried:
 
 @dataclass(frozen=True)
 class Statements:
-  """Statements that a kernel has executed: operations that are executed for their effect, not for a value. tinygrad keeps only operations whose value
-  is stored. The value of a statement, 0, is therefore stored to a register that has no other use. tinygrad orders statements only by values: a
-  statement comes after all operations that compute its operands, and every value that is `after` the statement's store comes after the statement. The
-  property `done` is a value that depends on all statements so far: a statement that has this value as an operand comes after all of them."""
+  """Statements that a kernel has executed so far. A statement is an operation that is executed for its effect, not for a value. tinygrad keeps only
+  operations whose value is stored. The value of a statement, 0, is therefore stored to a register that has no other use.
+
+  tinygrad orders statements only by their values. A statement comes after all operations that compute its operands, and before every value that is
+  `after` the statement's store. The property `done` is a value that depends on all statements so far: a new statement with this operand comes after
+  all of them."""
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that something must still wait for, at the latest the end of the loop around them
   latest: UOp|None = None        # the register, after what `done` waits for; None before the first statement
@@ -30,15 +32,16 @@ class Statements:
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """Executes a statement that does nothing, and returns the store of its value. The property `done` loads this value if no other statement has been
-    executed before."""
+    """Executes a statement that does nothing, and returns the store of its value. Needed so that `done` has a value to load before any other
+    statement."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
     """Executes a statement that has `done` as an operand. Returns the statements including this one. Later statements wait for it, but other values
     of the kernel do not."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
-    """Adds a statement that is already in the program, given the store that `do` returned for it. Later statements wait for the added statement."""
+    """Adds to this object a statement that the program already contains, so that later statements wait for it. `stored` is the store that `do`
+    returned for the statement."""
     return replace(self, effects=(*self.effects, stored), latest=self.register.after(stored))
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
@@ -63,17 +66,16 @@ class InOrder(Carried):
     """Executes stores. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state in which every value waits for the operations `deps`. If `deps` already wait for everything that a value waits for, then the
-    value waits for `deps` alone. This leaves fewer UOps to lower."""
+    """Returns the state in which every value waits for the operations `deps`. Where `deps` already wait for everything that a value waits for, the
+    value's own waits are removed. This leaves fewer UOps to lower."""
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
     said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Removes the AFTER operations around a carried value, so that the value waits for nothing. Returns anything but a UOp unchanged. This includes
-  `Statements`: if nothing waited directly for the stores to their register, tinygrad would drop this register, and with it the loop that the stores
-  end."""
+  """Removes the AFTER operations around a carried value, so that it waits for nothing. Returns an object that is no UOp unchanged. `Statements` are
+  such objects, and must keep waiting: otherwise tinygrad would drop their register, and with it the loop that the stores to this register end."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
@@ -86,8 +88,8 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Says whether the values `xs` already wait for all of the operations `deps`: whether a UOp from which one of `xs` is computed is `after` all of
-  `deps`. The search through the sources of `xs` stops at each UOp that is `after` another one."""
+  """Says whether the values `xs` already wait for all of the operations `deps`. They do if a UOp from which one of `xs` is computed is `after` all of
+  `deps`. The search goes from `xs` to their sources, and stops at each UOp that is itself an AFTER."""
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue

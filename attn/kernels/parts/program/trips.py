@@ -54,7 +54,7 @@ S = TypeVar("S", bound=TripState)
 TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given the state, the tile's number, and whether masks touch the tile
 
 class StagedTripsTile(Protocol):
-  """Fields of a kernel's tile that say when and how tiles of keys or queries are loaded in the loop over them."""
+  """Fields of a kernel's tile that say when and how the loop loads tiles of keys or queries."""
   @property
   def prefetch(self) -> int:
     """When a tile is loaded. 0: in the iteration that uses it; 1: one iteration earlier; 2: one iteration earlier, and stored to a second LDS
@@ -72,7 +72,7 @@ class StagedTripsTile(Protocol):
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):
-  """The loop of a kernel whose tiles are loaded to registers and stored from there to LDS: where a tile comes from, and when it is loaded."""
+  """Loop over tiles that travel from global memory through registers to LDS. Holds where the tiles come from, and when each of them is loaded."""
   tile: StagedTripsTile
   new: Allocator
   statements: Statements
@@ -90,9 +90,9 @@ class StagedTrips(Generic[S]):
     return UOp.group(*[x for tile, part in zip(tiles, parts, strict=True) for x in tile.store(part)])
 
   def in_turn(self, s:S, t:UOp) -> UOp:
-    """Loads tile t and stores it to LDS, one tensor after another. This takes registers for only the largest tensor, or with `by_item` for only one
-    16-byte item of a thread. If a row is loaded in several pieces, each piece has its own address. With `anew` each iteration computes these
-    addresses again, so that no register holds them during the loop."""
+    """Loads tile t and stores it to LDS, one tensor after another. The registers then hold only one tensor at a time, or with `by_item` only one
+    16-byte item of each thread. With `anew` each iteration computes the addresses of rows that are loaded in several pieces again, so that no
+    register holds them during the loop."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)
@@ -112,14 +112,15 @@ class StagedTrips(Generic[S]):
 
   def arrive(self, s:S, t:UOp) -> tuple[S, list[list[UOp]]]:
     """Waits until tile t is in LDS, and starts to load the next tile to registers. Returns the state, and the loaded values of the next tile. Without
-    prefetch, loads tile t itself and stores it to LDS, and returns no values."""
+    prefetch, loads tile t itself and stores it to LDS, and returns an empty list instead of values."""
     if not self.tile.prefetch: return s.lds_after(self.in_turn(s, t) if self.tile.in_turn else self.to_lds(s, t, self.fetch(t))), []
     parts = self.fetch(t + 1)
     return s.lds_after(self.statements.do(amd.sched_barrier(*itertools.chain(*parts)))), parts     # else the compiler delays the loads
 
   def leave(self, s:S, t:UOp, worked:UOp, parts:list[list[UOp]]) -> UOp:
-    """Stores the next tile, loaded as `parts`, to LDS after `worked`, the work on tile t. With a single buffer, a barrier before the stores waits
-    until all waves have finished this work. With two buffers, the only barrier is the one at the end of the iteration."""
+    """Stores the next tile to LDS after the work on tile t. `worked` is the last operation of this work, `parts` the loaded values of the next tile.
+    With a single buffer, a barrier before the stores waits until all waves have finished the work. With two buffers, the only barrier is the one at
+    the end of the iteration. Without prefetch, stores nothing."""
     if not self.tile.prefetch: return worked
     free = worked if self.tile.prefetch > 1 else workgroup_barrier(worked)
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
@@ -129,16 +130,17 @@ class StagedTrips(Generic[S]):
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
-    """Does `work` on tile t while the next tile is being loaded. Returns the last operation of the iteration."""
+    """Calls `work` on tile t while the next tile is being loaded. Returns the last operation of the iteration."""
     there, parts = self.arrive(s, t)
     return self.leave(s, t, work(there, t, masked), parts)
 
   def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
-    """Yields the loops over tiles. During the work on one tile, the next tile is being loaded."""
+    """Yields the loops over `tiles`, for a kernel that writes the loops' bodies itself. With prefetch, the next tile is loaded during the work on
+    each tile."""
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):
-  """A loop over tiles that are loaded to registers and stored from there to LDS."""
+  """One of the loops of a `StagedTrips`. At the beginning of an iteration its tile arrives in LDS, and at the end the next tile is stored there."""
   def __init__(self, trips:StagedTrips[S], first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     super().__init__(first, count, masked, new)
     self.trips = trips

@@ -1,8 +1,9 @@
 """Dropout of a lane's scores: which scores are kept, and zeros for the scores that are dropped.
 
 attn/ops/dropout.py makes the bits that say which scores are kept. One call makes the bits of an octet (eight neighbouring keys of a query). Lanes
-that share a row of scores divide its octets among them, so that no octet is computed twice in a wave. If a lane owns a key, eight lanes share an
-octet. Each of these lanes computes the octet for different queries, and then the lanes transpose the bits among them."""
+that share a row of scores divide its octets among them, so that no octet is computed twice in a wave. In backward kernels a lane may own a key
+instead of a query. An octet then belongs to eight lanes. Each of them computes the octets of other queries, and the lanes then transpose the bits
+among them."""
 from __future__ import annotations
 import functools, operator
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class Kept:
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Returns a vector of the dwords whose bits say which of some scores dropout keeps, and for each score the (dword, position) of its bit. `at`
-    lists the scores as (row, n)."""
+    """Finds the dropout bits of some scores, which `at` lists as (row, n): the n-th score of a row. Returns a vector of the dwords that hold these
+    bits, and for each score the (dword, position) of its bit."""
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
@@ -62,7 +63,7 @@ class Kept:
     return found
 
 def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
-  """Says whether neighbouring scores of a lane belong to rows of the tile that are two rows apart."""
+  """Says whether the vectors of a lane hold every second row of the tile: neighbouring scores of a vector then belong to rows that are two apart."""
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
@@ -74,15 +75,15 @@ def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
   return Kept(scores.at, tuple(tuple(word(row, first) for first in range(0, count, OCTETS)) for row in rows))
 
 def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
-  """Returns the (seed, batch, head) from which dropout makes the bits of a row."""
+  """Returns the numbers from which dropout makes the bits of a row: the seed, and the batch and head, counted over all devices."""
   seed, first = scores.given["dropout_seed"], scores.given.get("first_batch_and_head")
   seed0, seed1 = (ops.uniform(flat(seed)[i].load()) for i in range(2))
   batch, head = (x if first is None else x.cast(dtypes.uint) + flat(first)[i].load() for i, x in enumerate((row.batch, row.head)))
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword whose bits say which of a lane's scores dropout keeps. The scores belong to the lane's row `row` and to 8*`count` consecutive
-  rows over which the workgroup loops. `first` is the number of the first octet of those rows (eight rows with consecutive numbers)."""
+  """Returns a dword with the dropout bits of a lane's scores: each bit says whether a score is kept. The scores are those of row `row` with `count`
+  octets of the rows over which the workgroup loops. An octet is eight rows with consecutive numbers, and `first` is the number of the first octet."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one
@@ -109,8 +110,9 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps, for each of four neighbouring rows that the thread owns. The scores belong to groups of four neighbouring
-  rows of a tile, which begin at `firsts`. Either the thread's rows or the tile's rows are keys. Four neighbouring keys are half an octet."""
+  """Returns which scores dropout keeps, for four neighbouring rows that the thread owns. Their scores are with groups of four neighbouring rows of a
+  tile; `firsts` are the first rows of these groups. Either the thread's rows or the tile's rows are keys. Four neighbouring keys are half an octet,
+  the unit of attn/ops/dropout.py."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]

@@ -22,9 +22,9 @@ OF_NO_SEQUENCE = (2 - 2.0**-23)*2.0**127   # partial lse of a row of no sequence
 
 @dataclass(frozen=True)
 class LogSum:
-  """LSE of a row, m + ln(total), as two numbers that are added: `rounded` to fp32, and `rest`, the part that the rounding lost. m is the number that
-  the softmax subtracted from the row's scores, `total` the row's sum of P. If m is large, `rest` is all of ln(total). If the total is 0, the LSE is
-  -inf and `rest` is 0."""
+  """LSE of a row, m + ln(total), where m is the number that the softmax subtracted from the row's scores and `total` the row's sum of P. The LSE is
+  held as a sum of two numbers: `rounded` is the LSE rounded to fp32, and `rest` the part that the rounding lost. If m is large, `rest` is all of
+  ln(total). If the total is 0, the LSE is -inf and `rest` is 0."""
   rounded: UOp
   rest: UOp
 
@@ -48,8 +48,8 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (the row's number in lse, the flat index at which the row begins in o). If `split`, the number of a key range, is given, returns the
-  number in lse_partial and the index in o_partial."""
+  """Returns (the row's index in lse, the flat index at which the row begins in o). If `split`, the number of a key range, is given, both belong to
+  lse_partial and o_partial instead."""
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)
@@ -84,8 +84,8 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
                   new:Allocator, *split:UOp) -> list[UOp]:
   """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence (`blocks.outside`), for each of `heads`. Such rows exist
   if sequences are packed or if devices share a sequence. The stores are divided over blocks and threads: `block` is (number of the block, number of
-  blocks), `thread` is (number of the thread, number of threads). In the result of a key range these rows have the lse OF_NO_SEQUENCE instead:
-  `combine` adds a sink to rows that see no key, but not to rows with this lse."""
+  blocks), `thread` is (number of the thread, number of threads). If the keys are split into key ranges, these rows get the lse OF_NO_SEQUENCE instead
+  of -inf. From it `combine` knows that they get no sink, unlike rows that only see no key."""
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
   o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)
@@ -112,7 +112,8 @@ def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread
   return [UOp.group(*stores(row, column, there)).end(trip)]
 
 def estimates(p:Problem) -> Estimates:
-  """Returns what tinygrad's DEBUG=2 line shows: floating-point operations, and bytes moved where every tensor is accessed once."""
+  """Returns the numbers that tinygrad shows for the kernel with DEBUG=2: floating-point operations, and the bytes moved if each tensor were read or
+  written once."""
   size, out = p.itemsize, p.out_itemsize
   memory = p.all_heads*p.Sq*(p.D*size + p.Dv*out) + p.all_heads*p.Hkv//p.H*p.Sk*(p.D + (0 if p.v_in_k else p.Dv))*size
   return Estimates(ops=p.flops, lds=memory, mem=memory)

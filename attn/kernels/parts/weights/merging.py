@@ -22,8 +22,8 @@ from attn.values import LOG2E
 COMBINE_THREADS = 256       # the most threads of a workgroup
 
 def rows_together(p:Problem, arch:Chip, columns:int) -> int:
-  """Returns the number of rows that a workgroup merges, with `columns` threads for each row. If the problem has few rows, each workgroup merges fewer
-  rows, so that every compute unit has work. A workgroup always merges enough rows to fill a wave."""
+  """Returns the number of rows that a workgroup merges, with `columns` threads for each row. If there are few rows in all, each workgroup merges
+  fewer of them, so that every compute unit has work. There are always enough rows to fill a wave with threads."""
   return max(1, min(COMBINE_THREADS//columns, max(ceildiv(p.rows, max(1, arch.cus)), arch.wave//columns)))
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MergedRow:
   def column(self) -> UOp: return self.thread%self.columns*self.vec
   @property
   def length(self) -> int:
-    """Number of rows of one head."""
+    """Number of rows that one head has in the tensors: total_q for packed sequences."""
     return self.p.total_q if self.p.varlen else self.p.Sq
   @property
   def coordinates(self) -> tuple[UOp, UOp, UOp]:

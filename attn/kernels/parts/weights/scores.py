@@ -3,9 +3,9 @@ hide some of them.
 
 Without a term the scores stay raw. One fma then multiplies a raw score by softmax_scale * log2(e) and subtracts the number that the softmax subtracts
 from the row's scores. With a term the scores become base-2 logarithms in fp32, and the softmax multiplies them by 1. For float32 inputs base-2
-logarithms are not exact enough. The scores then become `natural` logarithms, rounded as the textbook rounds them, and forward and backward round them
-in the same way. Wide scores (Problem.wide_scores) become natural logarithms, too: they may include the least number of float32, whose base-2
-logarithm fp32 cannot hold."""
+logarithms are not exact enough. The scores then become natural logarithms (`natural`), with the roundings of the textbook formula, the same in
+forward and backward. Wide scores (Problem.wide_scores: scores as large as fp32 allows) become natural logarithms, too. A caller's bias may be the
+least float32, and this number times log2(e) overflows."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> Unit:
-    """The unit of the scores after all terms are applied: for example logarithms to base 2, or natural logarithms."""
+    """Unit in which the scores are measured after all terms are applied, for example logarithms to base 2."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2
@@ -56,23 +56,25 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Numbers of the tile's rows whose scores each vector holds in lane group 0, counted from the first row of the tile. In lane group h, each number
-    is larger by h*matrix.block."""
+    """For each vector of a lane's scores, the rows of the tile to which its elements belong, counted from the first row of the tile. The numbers are
+    for lanes of lane group 0. In lane group h each number is larger by h*matrix.block."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
     """Returns these scores for another head."""
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Returns the number of a row over which the workgroup loops, given its place in the order of this loop."""
+    """Converts the position of a row in the workgroup's loop to the row's number in the sequence. The two differ if the workgroup loops over a list
+    of tiles."""
     return place if self.listed is None else self.listed.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Returns the number of a tile within the sequence, given its number in the order in which the workgroup loops over tiles."""
+    """Converts the number of an iteration's tile to the number of a tile of the sequence. The two differ if the workgroup loops over a list of
+    tiles."""
     return number if self.listed is None else self.listed.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns the positions (query and key) of a row's scores in a tile, from which the terms compute their values."""
+    """Returns the query and the key of each of a row's scores in a tile, as the `Fragment` from which the terms compute their values."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk, self.tile(tile), self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
                     self.unit_of_terms, self.limits(row, tile))
@@ -82,7 +84,8 @@ class Scores:
     return self.left(self.steps(x, row, tile))
 
   def left(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax uses, before masks are applied. `steps` is the list that the method `steps` returned."""
+    """Returns the scores that the softmax uses, before masks are applied: the last of the `steps` (see the method `steps`), in natural logarithms if
+    `natural` is set."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
@@ -123,13 +126,14 @@ class Scores:
     return [of_beyond(y, first, last, rows) for y, rows in zip(x, self.walked)]
 
   def _seen(self, x:list[UOp], row:Row, tile:UOp, hidden:float) -> list[UOp]:
-    """Replaces numbers by `hidden` where the caller's mask_mod, which may hide any score of a tile, hides the key."""
+    """Replaces elements by `hidden` where the caller's mask_mod hides the score. mask_mod may hide any score of a tile."""
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
     return [ops.select_each(conditions, y, hidden) for conditions, y in zip(seen, x)]
 
   @property
   def in_place(self) -> bool:
-    """Returns whether masks can be applied in the registers that hold the raw scores (see `masks`)."""
+    """Returns whether masks can be applied inside the registers that already hold the raw scores (see `masks`), without a copy. This needs scores
+    that no term changes, and no mask_mod."""
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:

@@ -27,7 +27,7 @@ from attn.tinygrad_compat import UOp
 class Sums:
   """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If an LSE is written, a
   second kind sums P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if
-  the chip needs none for that. `dual` says whether the chip issues two dot products at once."""
+  the chip has a better way. `dual` says whether the chip issues two dot products in one cycle."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
@@ -40,10 +40,13 @@ class Sums:
     return Sums(dtype, (kind, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list for each S^T tile. If the
-    chip issues two dot products at once, they add to two different sums. These are the sums of two query tiles, or, for a single query tile, the sums
-    of its even and of its odd S^T tiles. Two dot products can issue at once only if their operands lie in different register banks. The first dwords
-    of all vectors lie in the same bank, so the second sum begins with another dword of each vector."""
+    """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list with one vector for each
+    S^T tile.
+
+    If the chip issues two dot products at once (`dual`), two chains of dot products run side by side. With two query tiles, each chain makes the sum
+    of one of them. With a single query tile, one chain takes the even S^T tiles and the other the odd ones. Two dot products issue at once only if
+    their operands lie in different register banks. The first dwords of all vectors lie in the same bank, so the second chain begins with another
+    dword of each vector."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
@@ -55,8 +58,9 @@ class Sums:
 @dataclass(frozen=True)
 class Softmax(Carried):
   """State of the online softmax in registers. `acc` holds the accumulators of O^T. Each query tile has the reference `m`, which is subtracted from
-  its scores, and `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the row sum, for each
-  kind of sum. For the current iteration, `p` holds the packed weights, `scores` the scores, and `l_of_trip` the iteration's part of `l`."""
+  its scores, and `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the row sums, one for
+  each kind of sum (`Sums`). Three fields belong to the current iteration: `p` holds its weights, packed to 16 bits, `scores` its scores, and
+  `l_of_trip` what it adds to `l`."""
   acc: UOp
   m: UOp
   addend: UOp
@@ -78,9 +82,11 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Loads the addend of each query tile (see `Softmax`) in the form in which the method `weights` expects it. Returns the state and the addends.
-    With `dual`, for instructions that issue together, the addends of two query tiles are put into neighbouring registers, and the addend of a single
-    query tile becomes a vector of two copies."""
+    """Loads -m*to_log2 of each query tile (the field `addend`), in the form in which the method `weights` takes it. Returns the state and the loaded
+    addends.
+
+    With `dual` the chip issues two instructions at once if their operands are in neighbouring registers. The addends of two query tiles are then put
+    into neighbouring registers. The addend of a single query tile becomes a vector of two copies."""
     found = [self.addend[i].load() for i in range(self.addend.max_numel())]
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
@@ -99,9 +105,9 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
-    """Adds the weights P of each query tile to the state. If a sum of P is too large (`above`: see attn/ops/softmax.py), the number m that is
-    subtracted from the scores of a row is too low: then raises m, and corrects the weights and the whole state accordingly. `do` executes a
-    statement. The correction comes after the operations `before`."""
+    """Adds the weights P of this iteration to the state. If a sum of P is above the limit `above` (see attn/ops/softmax.py), the reference m of a row
+    is too low: raises m, and corrects the weights and the whole state for the new m. `do` executes a statement. The correction comes after the
+    operations `before`."""
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
     parts = sums.rounded(packed)
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
@@ -118,13 +124,13 @@ class Softmax(Carried):
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns the weights of a query tile as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. `renewed` is explained at
-    `fragment_operands`."""
+    """Returns the weights of a query tile as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. With `renewed` the kernel computes a
+    condition on lanes here once more (`fragment_operands`)."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
-  """Sums all elements of a list of vectors as a tree: first adds whole vectors, then the elements of the resulting vector. With `pairs` (the chip
-  adds two numbers at a time) the elements are first added two by two."""
+  """Sums all elements of a list of vectors as a tree: first adds whole vectors, then the elements of the resulting vector. Set `pairs` if the chip
+  adds two numbers with one instruction: the elements are then first added as vectors of two."""
   def tree(x:list[UOp]) -> UOp:
     while len(x) > 1: x = [ops.add(a, b) for a, b in zip(x[0::2], x[1::2])] + x[len(x)//2*2:]
     return x[0]
