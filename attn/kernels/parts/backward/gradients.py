@@ -186,8 +186,8 @@ class RowNumbers(InLds):
   def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
   def single(self) -> list[RowNumbers]:
-    """Returns a list with only this object. A `StagedTile` has a method of the same name, which cuts the tile into one piece for each copy of a
-    thread. Here each thread copies the numbers of one query only."""
+    """Returns a list with only this object. A `StagedTile` has a method of the same name, which makes one smaller tile for each 16-byte item that a
+    thread copies. Here each thread copies the numbers of only one query."""
     return [self]
 
   def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:

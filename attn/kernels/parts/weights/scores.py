@@ -56,8 +56,8 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """For each vector of a lane's scores, the rows of the tile to which its elements belong, counted from the first row of the tile. The numbers are
-    for lanes of lane group 0. In lane group h each number is larger by h*matrix.block."""
+    """Rows of the tile to which the elements of a lane's scores belong, one tuple for each vector, counted from the first row of the tile. The
+    numbers are for lanes of lane group 0. In lane group h each number is larger by h*matrix.block."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
