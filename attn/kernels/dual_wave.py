@@ -138,8 +138,8 @@ class DualWave:
 
   def started(self) -> DualWaveState:
     """Returns the state before the first key. Also decides whether fp32 instructions are packed (two numbers in one instruction). Packed instructions
-    would stop the matrix unit, which the other group of waves uses. So they are used only if a mask is applied: the unpacked ones would take the
-    registers that the mask needs."""
+    stop the matrix unit while the other group of waves uses it. They are therefore used only if a mask is applied, because they need fewer registers
+    and the mask needs some."""
     s = self.state if hides_some(self.group.scores.walk, TRIP_KEYS) else self.state.begin(amd.fp32_apart())
     start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
@@ -158,8 +158,8 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. `masked` is the number of the query whose mask is applied, or
-    None if no mask is applied."""
+    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. If masks are applied, `masked` is the number of this lane's
+    query, otherwise None."""
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
     inside = replace(s, statements=replace(s.statements, effects=())).after(r)

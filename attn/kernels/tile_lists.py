@@ -134,7 +134,7 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
   def kernel(tile_list:UOp, in_blocks:UOp) -> UOp:
     items, there, (number, block, tile) = Items.of(x.lists, x.blocks, x.tiles)
     def group(t:UOp) -> UOp:
-      """Returns 0 for a tile of which some scores are hidden, 1 for a tile that is seen whole, 2 for a hidden tile."""
+      """Returns 0 for a tile of which the mask hides some scores, 1 for a tile of which it hides none, and 2 for a tile of which it hides all."""
       bits = flat(in_blocks)[(number*x.tiles + t)*x.blocks + block].load()
       return bits.eq(SEEN | HIDDEN).where(UOp.const(0, dtypes.int), bits.eq(SEEN).where(UOp.const(1, dtypes.int), UOp.const(2, dtypes.int)))
     mine, one = group(tile), UOp.const(1, dtypes.int)

@@ -37,7 +37,8 @@ from attn.tinygrad_compat import AxisType, UOp
 
 @dataclass(frozen=True)
 class TripStores:
-  """The stores at the end of an iteration of the loop over tiles. No other statement of the iteration waits for these stores."""
+  """The stores at the end of an iteration of the loop over tiles. The loop ends with these stores; no statement inside the iteration waits for
+  them."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
@@ -92,7 +93,7 @@ class AmdBackward:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
-    """Makes the passes of a workgroup that owns keys: one pass for dK and dV together, or one for each. The passes use the same tiles in LDS."""
+    """Makes the passes of a workgroup that owns keys: one pass for dK and dV together, or one for each. The passes share the tiles in LDS."""
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
@@ -162,7 +163,8 @@ class AmdBackward:
     return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Wraps `work`, the work on one tile. The returned function does this work and returns the stores at the end of the loop's iteration."""
+    """Returns the body of the loop over tiles, made from `work`, which computes one tile. The body calls `work` and returns the stores with which the
+    iteration ends."""
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
   # ***** gradients, and the kernel *****
@@ -196,7 +198,8 @@ class AmdTrip:
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
   def numbers(self, s:Any) -> tuple[list[Exponent], list[UOp]]:
-    """Returns two numbers of each query in this lane's C fragments: the exponent that turns scores into P (computed from lse), and -delta."""
+    """Returns two lists for the queries of this lane's C fragments: their exponents, which turn scores into P (computed from lse), and their
+    -delta."""
     if self.of.known is None: return self.lds(s, "numbers").load(self.of.at)
     (exponent, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [exponent.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
@@ -235,8 +238,8 @@ def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements,
   return first, second
 
 def columns_in_turn(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
-  """Reserves a tile in LDS for each of `layouts`. If there are several passes, the tiles of all passes use one place in LDS, one pass after
-  another."""
+  """Reserves LDS for one tile of each layout, in the order of `layouts`. If the kernel makes several passes over its tiles, all these tiles share one
+  piece of LDS: each pass uses only one of them."""
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

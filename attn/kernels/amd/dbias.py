@@ -99,8 +99,9 @@ class AmdBias:
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
   def sums(self, s:Any) -> list[UOp]:
-    """Returns the stores of the sums. If keys or rows share numbers of the bias, first sums over keys in registers and over rows in LDS. If nothing
-    is summed, each iteration has stored its tile of dS itself: then only returns the stores of 0 to tiles of keys that no query sees."""
+    """Returns the stores of the sums. If all keys share the numbers of the bias, first adds up the keys in registers. If all queries share them, adds
+    up the rows in LDS. If each score has a number of its own, each iteration has already stored its tile of dS: then only returns the stores of 0 to
+    the tiles of keys that no query sees."""
     of, share = self.of, self.bias.share
     if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]
@@ -110,8 +111,8 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Sums `ds` over all rows through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers: of four keys, or, if `ds` is
-    already summed over keys, of four rows."""
+    """Sums `ds` over all rows through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers. These belong to four keys,
+    or to four rows if `ds` is already summed over keys."""
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)
     one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # vectors of four that a lane holds

@@ -147,7 +147,7 @@ class AmdLatent:
 
   # ***** parts of the steps *****
   def k_tile(self, s:LatentState, t:UOp) -> LdsTile:
-    """Returns tile t of K in LDS, whose rows are not transposed."""
+    """Returns the LDS tile that holds tile t of K, row by row (not transposed)."""
     return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
@@ -182,8 +182,8 @@ class AmdLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores to LDS, for each row, the number that the softmax subtracts from its scores and the sums of P that this wave has computed. Returns the
-    state after these stores."""
+    """Stores two kinds of numbers of each row to LDS, from where all waves read them: the number that the softmax subtracts from the row's scores,
+    and the sums of P that this wave has computed. Returns the state after these stores."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]

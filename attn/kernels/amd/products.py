@@ -1,5 +1,5 @@
-"""The two kinds of matrix product in an iteration of the loop over tiles: the rows of a tile in LDS times the rows that the workgroup owns, and the
-columns of a tile in LDS times the weights (P or dS) of these rows."""
+"""The two kinds of matrix product in an iteration of the loop over tiles: the rows of a tile in LDS times the rows that the workgroup owns (scores),
+and the columns of a tile in LDS times the weights P or dS of the own rows (O and gradients)."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -46,13 +46,13 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def held(self, row:UOp) -> UOp:
-    """Clamps `row` to the numbers of the block's rows. tinygrad does not know the bounds of `row`, because `row` depends on a value that is hidden
-    from the compiler."""
+    """Clamps `row`, the number of a row of the block, to the block's rows. tinygrad cannot see that the number lies within these bounds, because it
+    depends on a value that is hidden from the compiler."""
     return bounded(row, 0, self.block_m - 1)
 
   @property
   def together(self) -> list[list[UOp]]:
-    """The 16-byte units of this lane's rows, in groups. The units of one group may be loaded at the same time."""
+    """The 16-byte units of this lane's rows, in groups. All units of a group are loaded at the same time."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
@@ -71,8 +71,8 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B for each matrix tile of own rows, at iteration t of the loop. `steps` chooses steps of the product's sum over the elements of
-    a row."""
+    """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps; `steps` selects the steps whose
+    operands are returned. `t` is the number of the iteration: operands that registers do not keep are read again in each iteration."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
@@ -82,8 +82,8 @@ class OwnRows:
 @dataclass(frozen=True)
 class LdsColumns:
   """The columns, from column `first` on, of a tile that lies in LDS row by row. A product can read these columns directly, so LDS needs no transposed
-  copy of the tile (`LdsTile`). The product reads the rows in the order of `staging.key_rows`. Where a column lies beyond the last one, the last one
-  is read instead."""
+  copy of the tile (`LdsTile`). The product reads the rows in the order of `staging.key_rows`. A column beyond the tile's last column reads the last
+  column."""
   tile: LdsTile
   matrix: Matrix
   first: UOp
@@ -120,8 +120,8 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
-    """Reads operand A from a tile of `block_n` rows that lies transposed in LDS: the `dt`-th group of columns of the tile, as many as a matrix
-    instruction takes."""
+    """Reads operand A from a tile of `block_n` rows that lies transposed in LDS. A matrix instruction takes a group of M columns of the tile; `dt` is
+    the number of the group."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 

@@ -39,8 +39,8 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns the j-th item that the thread copies: (row or quad of four rows, which 16 bytes of the row, whether the item exists). Neighbouring
-    threads first take different quads, up to FAST_QUADS quads, and then different 16 bytes."""
+    """Returns the j-th item that the thread copies: (row or quad of four rows, which 16 bytes of the row, whether the item exists). If the tile is
+    transposed, up to FAST_QUADS neighbouring threads take the same 16 bytes of different quads. The next threads take the next 16 bytes."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -62,8 +62,8 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns which four keys lie side by side in a row of V^T in LDS, at the `quad`-th group of four elements. Two such groups form a 16-byte unit.
-  Unit u is read by lane group u % groups."""
+  """Returns which four keys lie side by side in a row of V^T in LDS. The four are number `quad` of the groups of four elements in this row. Two
+  groups form a 16-byte unit, and lane group u % groups reads unit u."""
   unit, half = quad//QUADS_OF_UNIT, quad%QUADS_OF_UNIT
   n = unit//matrix.groups*matrix.unit + half*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
@@ -71,7 +71,8 @@ def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class StagedTile(InLds):
-  """A tile of `block_n` rows that is copied to LDS: row by row (`lies`), transposed (`turned`), or in both forms from one load."""
+  """A tile of `block_n` rows that is copied to LDS. `lies` is the tile in LDS row by row, `turned` the transposed tile; each is None if LDS does not
+  hold this form. One load serves both forms."""
   matrix: Matrix
   block_n: int
   carried: Staging
@@ -81,7 +82,7 @@ class StagedTile(InLds):
 
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
-    """Makes a tile that `threads` threads copy to one or two LDS tiles. If `across` is not 0, this number of threads copies each row together."""
+    """Makes a tile that `threads` threads copy to one or two LDS tiles. `across` is the number of threads that copy a row together; 0: any number."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
     units = max(units, turned.layout.rows//mat.unit)

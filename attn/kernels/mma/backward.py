@@ -32,8 +32,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """The state between iterations of the loop over tiles: the accumulators, for each tile of rows that the block owns; `numbers`, lse and delta of
-  queries that are loaded but not yet stored to shared memory; shared memory; and the statements so far."""
+  """The state between iterations of the loop over tiles: the accumulators of each tile of own rows, shared memory, and the statements so far.
+  `numbers` holds lse and delta of queries that are loaded to registers but not yet stored to shared memory."""
   shared: UOp
   acc: UOp
   numbers: UOp
@@ -117,7 +117,7 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def worked(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Calls `work` on each of the parts into which tile t is divided, one after another."""
+    """Calls `work` once for each part of tile t, one after another. A tile is divided into parts to save registers."""
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
     return s

@@ -117,8 +117,8 @@ class MmaBias:
     return [x for row, (total,) in rows for x in self.bias.stores(self.group, row, UOp.const(0), total, row.there & first)]
 
   def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
-    """Sums `rows` over all rows: over the lane's rows, then over the lanes that hold the other rows of the warp, then over the warps. Returns the
-    stores of the sums. In the sum over warps each thread adds one pair of numbers."""
+    """Sums `rows` over all rows: first over the rows of a lane, then over the lanes of a warp, then over the warps of the block. Returns the stores
+    of the sums. In the last step, through shared memory, each thread adds up one pair of columns."""
     at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]
     columns, n = [functools.reduce(ops.add, column) for column in zip(*rows)], mat.block
     numbers = columns if one else [ops.extract(x, i) for x in columns for i in range(n)]

@@ -83,8 +83,8 @@ class MmaForward:
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """Steps of O += P V over the keys of a tile, grouped by parts of the tile. For each part, P is computed and multiplied by V before the next part
-    begins."""
+    """Steps in which O += P V sums over the keys of a tile, as a list for each part of the tile. P of a part is computed and multiplied by V before P
+    of the next part."""
     steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
@@ -94,7 +94,7 @@ class MmaForward:
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """Number of this warp among the warps that compute the same queries. These warps divide the keys of each tile."""
+    """Number of this warp among the warps that compute the same queries. These warps divide the keys of each tile among them."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
@@ -173,8 +173,8 @@ class MmaForward:
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns where a lane's i-th 16 bytes of results lie in shared memory. The lane has the same number in its warp as this thread. Its warp
-    computes part number `share` of the keys."""
+    """Returns where a lane's i-th 16 bytes of results lie in shared memory. The lane belongs to the warp that computes part number `share` of the
+    keys, and has the same number in that warp as this thread has in its own."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane

@@ -147,12 +147,12 @@ class MmaLatent:
   def told(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns the statements that store two numbers to shared memory, where all warps can read them. `values` holds one number for each of the two
-    rows that this lane owns. `i` says which kind of number it is."""
+    """Returns the statements that store a number for each of this lane's two rows to shared memory, where all warps can read them. `values` holds the
+    two numbers; `i` says what they are, such as a maximum or a sum."""
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Loads numbers of kind `i` from shared memory, for the lane's two rows among the 16 rows from row `first` of the block on."""
+    """Loads the numbers that `tell` stored as kind `i`, for the lane's two rows among the 16 rows from row `first` of the block on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
   def met(self, s:LatentMmaState) -> LatentMmaState:
     """Waits at a barrier until all warps have done the statements so far."""

@@ -1,8 +1,8 @@
-"""The sums of dQ in memory, to which the blocks of all keys add, and the two kernels around the one that adds. The first of them computes delta and
-begins the sums with 0. The second turns the sums into dq.
+"""The sums of dQ in memory, to which all blocks that own keys add, and two small kernels. One runs before the blocks add: it computes delta and sets
+the sums to 0. The other runs after them: it turns the sums into dq.
 
-The sums lie in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. In a fragment the four numbers of a lane lie side
-by side, then those of the next lane. So a warp adds its fragments of a tile to neighbouring numbers."""
+The sums lie in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. The four numbers that a lane holds of a fragment
+lie side by side, and the numbers of the next lane follow. So a warp adds its fragments to consecutive numbers."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,8 @@ class QueriesOfSums:
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   def sums(self) -> list[UOp]:
-    """Returns INDEXes of this lane's elements of the sums, four in a vector: one for each 8 columns."""
+    """Returns INDEXes (tinygrad's references to elements) of the sums that belong to this lane. Each refers to a vector of four sums; there is one
+    vector for every 8 columns."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
     return [flat(group.given["dq_sums"]).bitcast(nv.F4)[first + i*(mat.M*mat.N//4)] for i in range(fragments(group.p.D, mat))]

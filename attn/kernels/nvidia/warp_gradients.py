@@ -43,8 +43,8 @@ Lse = list[Exponents]                # one for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnNumbers:
-  """Exponent and delta of the queries that this lane owns, in a list for each tile of rows. The exponent is computed from lse, and turns scores into
-  P."""
+  """Numbers of the queries that this lane owns: their exponent and their delta. Each is a list with an entry for each tile of rows. The exponent is
+  computed from lse, and turns scores into P."""
   exponents: list[list[Exponent]]
   deltas: list[list[UOp]]
 
@@ -69,7 +69,7 @@ class WarpRows(Generic[L]):
   def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
 
   def of_head(self, head:UOp) -> WarpRows[L]:
-    """Returns the same own rows, for a loop over the rows of another head."""
+    """Returns a copy that owns the same rows, but loops over the rows of another head."""
     return replace(self, head=head)
 
   @functools.cached_property
@@ -113,7 +113,7 @@ class WarpRows(Generic[L]):
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
-    """Returns the first `there` rows of the tensor `name` in this head, over which the block loops."""
+    """Returns rows of the tensor `name` over which the block loops, in the head of this object. Only the first `there` rows exist."""
     return self.warps.group.operand_rows(name, head).up_to(there)
 
   # ***** the numbers of own queries *****

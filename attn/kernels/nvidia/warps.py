@@ -46,7 +46,7 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns this block, for a kernel in which each warp computes `keys` of the keys of a tile."""
+    """Returns a copy of this block for a kernel whose warps divide the keys of a tile: each warp computes `keys` of them."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
@@ -97,7 +97,8 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """Returns the stores of the first values of m, addend and l (the registers of the online softmax). `nv.clear` sets O to 0."""
+    """Returns the stores with which m, addend and l, the registers of the online softmax, get their values before the first key. `nv.clear` sets O to
+    0."""
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]

@@ -182,8 +182,8 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps of backward on one part of the rows over which the workgroup loops. `t` is the number of this part, counted over all tiles. Accesses to
-  local memory come after `ready`."""
+  """The steps of backward on one part of a tile. `t` is the number of this part, counted over all tiles. Accesses to local memory come after
+  `ready`."""
   of: PlainBackward
   t: UOp
   ready: list[UOp]
@@ -200,7 +200,8 @@ class PlainTrip:
     """Returns the number that the registers `x` hold for the i-th query of this thread, repeated in a vector of QUAD elements."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """Loads lse or delta (`name`) of the queries in this part of a tile, in a list of vectors of four neighbouring queries."""
+    """Loads lse or delta (`name`) of the queries in this part of a tile. Returns a list with four numbers for each group of four neighbouring
+    queries."""
     rows = self.of.group.numbers(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:

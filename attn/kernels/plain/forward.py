@@ -30,7 +30,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """The statements that must be done before any access to local memory."""
+  """A list of statements, `deps`. Every access to local memory must come after them."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 

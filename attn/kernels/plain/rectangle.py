@@ -64,9 +64,9 @@ class Section:
 
 @dataclass(frozen=True)
 class WhereItLies:
-  """The left operand of a product on a device where a workgroup is a single thread. The thread reads it directly from global memory: the rows of a
-  tensor, transposed if `turned`. A row beyond the last row reads the last row: masks hide the scores of such a row, and in a sum over rows its
-  weights are 0."""
+  """Left operand of a product that is read directly from global memory, without a copy in local memory. Used on devices where a workgroup is a single
+  thread. The operand is rows of a tensor, transposed if `turned`. A row that does not exist is replaced by the last row: masks hide the scores of
+  such a row, and in a sum over rows its weights are 0."""
   source: GlobalRows
   first: UOp
   turned: bool
@@ -80,8 +80,8 @@ class WhereItLies:
 
 @dataclass(frozen=True)
 class Portion:
-  """The data that is copied to a section of local memory in one step: n rows of a tensor from row `first` on, with the elements of these rows from
-  element `column` on."""
+  """The piece of a tensor that one step copies to a section of local memory: n rows from row `first` on, and of each row the elements from `column`
+  on."""
   section: str
   tensor: str
   first: UOp
@@ -92,8 +92,9 @@ class Portion:
 
 def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
   """Divides the work on a device without workgroups into parts. The work is `blocks` blocks of rows of each of `heads` heads (counted over batches).
-  Returns the number of parts, which the device computes one after another, and the number of heads in each part. A part loops over its heads. All
-  heads of a part must have equally many keys, because the number of iterations of the inner loop must not depend on the loop over heads."""
+  Returns the number of parts, which the device computes one after another, and the number of heads in each part. A part loops over its heads. If
+  batches have different numbers of keys, each batch has parts of its own, because the length of the loop over keys must not depend on the loop over
+  heads."""
   parts = p.B if p.kv_lengths or p.varlen else 1
   return parts*blocks, heads//parts
 
@@ -165,14 +166,15 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the registers of numbers that belong to own rows, one register for each group of four rows. `x` holds one number for each own row."""
+    """Returns the elements of `x`, which holds one number for each own row. An element of `x` is a group of four rows (a quad)."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
     """Returns the number of columns of the sum `acc` that one thread computes."""
     return acc.max_numel()//len(self.quads)
   def blocks(self, acc:UOp) -> int:
-    """Returns the number of blocks into which a thread divides its columns of the sum `acc`."""
+    """Returns the number of blocks into which a thread divides its columns of the sum `acc`. The thread computes one block of columns after
+    another."""
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
     """Returns the registers of one block of columns of the sum `acc`."""
@@ -244,8 +246,8 @@ class Rectangle:
     return self.outer_products(begun.after(*loop), left, own, right, step*tile.values, tile.values).end(*loop)
 
   def outer_products(self, acc:UOp, left:Section|WhereItLies, columns:list[UOp], right:Section, first:UOp, n:int) -> UOp:
-    """Adds n outer products to `acc`: of each of n rows of the left operand with the row of the right operand that has the same number. In the right
-    operand, these rows begin at row `first`. `columns` are the columns of the left operand that this thread computes."""
+    """Adds n outer products to `acc`: the outer products of row i of the left operand and row `first` + i of the right operand, for i from 0 to n -
+    1. `columns` are the columns of the left operand that this thread computes."""
     together = math.gcd(n, self.tile.steps_at_once)
     k = self.new.range(n//together, AxisType.LOOP)
     places = [acc.after(k)[i] for i in range(len(columns)*len(self.quads))]
@@ -262,12 +264,12 @@ class Rectangle:
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def units(self, portion:Portion) -> int:
-    """Returns the number of four-element groups in a row of the data `portion` that is copied."""
+    """Returns the number of groups of four elements in one row of the data `portion`."""
     shape = self.sections.shapes[portion.section]
     return (shape.rows if shape.turned else self.tile.width(self.rows_of(portion.tensor).width))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
-    """Returns the number of four-element groups of the data `portion` that each thread copies."""
+    """Returns the number of groups of four elements that each thread copies, of the data `portion`."""
     return ceildiv(portion.n*self.units(portion), self.tile.threads)
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
@@ -310,8 +312,9 @@ class Rectangle:
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Combines numbers over all threads that share a row, with the function `join`. `parts` has one number for each row that this thread owns. The
-    exchange comes after the statement `done`. Returns the results, and the statements after which local memory may be used for something else."""
+    """Combines the numbers of all threads that share a row into one number, by the function `join` (such as a sum or maximum). `parts` has this
+    thread's number for each of its own rows. The threads exchange the numbers through local memory, after the statements `done`. Returns the results,
+    and the statements after which local memory may be used for something else."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

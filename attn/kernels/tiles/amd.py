@@ -102,8 +102,8 @@ class BackwardTile(BackwardShape):
   def anew(self) -> bool: return True
   @property
   def torn(self) -> bool:
-    """Whether a fence would lie between two parts of one operand of a matrix instruction. (The compiler moves no read across a fence; there is one
-    after every `fenced` 16-byte units.) Such a tile is invalid, because no operand would be complete between two fences."""
+    """Whether a fence would separate two 16-byte units of one operand of a matrix instruction. The compiler moves no read from LDS across a fence,
+    and a fence comes after every `fenced` units. Such a tile is invalid: the instruction would not have its whole operand between two fences."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]

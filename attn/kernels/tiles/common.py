@@ -23,7 +23,8 @@ class BlockTile(Protocol):
   def lds_bytes(self, p:Problem) -> int: """Bytes of LDS that a workgroup uses."""
 
 def heads_of(p:Problem, tile:BlockTile) -> int:
-  """Returns the number of query heads of a workgroup. Row r of the workgroup's block is query r//heads of head r%heads."""
+  """Returns the number of query heads that a workgroup computes. If there are several, they take turns in the workgroup's rows: row r belongs to
+  query r//heads of head r%heads."""
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
@@ -44,9 +45,10 @@ def units_of_numbers(p:Problem, queries:int) -> int:
 
 @dataclass(frozen=True)
 class Told:
-  """Order in LDS of the numbers that waves exchange about a query row. In each iteration these are the factor that rescales O, and the row's largest
-  score in each of the `parts` parts of the tile's keys. After the last iteration they are the number that the softmax subtracts from the row's scores
-  and, for each part, `kinds` sums of P (P rounded to 16 bits, and P before rounding). Each field is the index of a number."""
+  """Numbering of the fp32 numbers that waves tell each other about a query row through LDS. Each field and method is the index of a number. In each
+  iteration waves exchange the factor that rescales O, and the row's largest score in each of the `parts` parts of the tile's keys. After the last
+  iteration they exchange the number that the softmax subtracts from the row's scores. For each part they then also exchange `kinds` sums of P: of P
+  rounded to 16 bits, and of P before rounding."""
   parts: int
   kinds: int
   factor: int = 0

@@ -10,7 +10,7 @@ from attn.kernels.tiles.common import SharingTile, units_of_numbers
 from attn.problem import Problem
 
 def fragments(width:int, mat:Mma) -> int:
-  """Returns the number of C fragments that a lane holds of one tile of rows with `width` elements."""
+  """Returns the number of C fragments that a lane holds if C is a tile of rows with `width` elements."""
   return round_up(width, mat.K)//mat.N
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MmaBackwardTile(MmaBackwardShape):
     return units_of_numbers(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:
-    """Number of queries in a tile whose lse and delta one thread copies to shared memory."""
+    """Number of queries for which one thread copies lse and delta to shared memory. The threads divide the queries of a tile."""
     return ceildiv(self.block_n, self.threads)
   def stage(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for one tile of the rows that the block loops over, with lse and delta of the tile's queries."""

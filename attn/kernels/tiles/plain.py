@@ -12,8 +12,8 @@ LONG_SUM = 128       # a score with more products than this is summed in parts: 
 SHORTEST_PART = 16   # least products of such a part: with shorter parts the kernel would be slower
 
 def summed_together(width:int) -> int:
-  """Returns how many elements of a row a thread multiplies and sums before it adds the sum to a score. This is the whole row of `width` elements if
-  the row is short, or a divisor of `width` if it is long."""
+  """Returns how many products of elements a thread adds up before it adds the sum to a score: all of a short row, or a divisor of the length `width`
+  of a long one. Sums of sums have smaller rounding errors."""
   part = max(n for n in range(1, LONG_SUM + 1) if width % n == 0)
   return width if width <= LONG_SUM or part < SHORTEST_PART else part
 
@@ -91,21 +91,22 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Number of columns that all threads together compute of a sum over rows of `of` elements."""
+    """Number of columns that all threads together compute of a sum over rows. The rows have `of` elements; the number is rounded up to whole
+    groups."""
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:
     """Number of steps in which rows of `width` elements are copied to local memory. Each step copies some elements of every row."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Shape of the section of local memory for the workgroup's own rows, of `width` elements each. Empty if these rows do not stay in local memory as
-    a whole."""
+    """Shape of the section of local memory for the workgroup's own rows, of `width` elements each. The section stays for the whole kernel. Its shape
+    is empty if the rows do not stay in local memory."""
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """The sections (matrices) that lie in one place of local memory, as two groups that use the place one after the other. The first group holds
-    parts of the rows that the workgroup owns, and of the rows that it loops over (the walked rows), transposed. The second group holds walked rows of
-    at most `width` elements, not transposed."""
+    """Two groups of sections (matrices) that use the same piece of local memory one after the other. The first group holds parts of the own rows (the
+    rows that the workgroup owns) and of the walked rows (the rows that it loops over), both transposed. The second group holds walked rows of at most
+    `width` elements, not transposed."""
     shared = 0 if self.alone else 1
     own = SectionShape(self.depth*(not self.keeps_own), self.block_m + TURNED_PADDING, turned=True)
     walked = SectionShape(self.depth*shared, self.block_n + TURNED_PADDING, turned=True)

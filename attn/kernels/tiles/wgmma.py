@@ -79,7 +79,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     return SwizzledPanels(self.block_m, self.block_n//self.matrix.unit)
   @property
   def ds_size(self) -> int:
-    """Number of 16-byte units of shared memory for dS of two tiles."""
+    """Number of 16-byte units of shared memory for dS of two tiles: while dS of one tile is still read, dS of the next is stored."""
     return 2*self.ds.size
   def dq_columns(self, p:Problem) -> int:
     """Number of columns of dQ that each warpgroup computes."""
@@ -88,7 +88,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     """Number of 16-byte units of shared memory for one warp's part of a tile's dQ, on its way to memory."""
     return self.matrix.M*self.dq_columns(p)*4//UNIT_BYTES
   def shared_dq(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for dS and dQ, if the block adds to dQ."""
+    """Number of 16-byte units of shared memory that dS and dQ take if the block adds to dQ, otherwise 0."""
     return self.ds_size + self.waves*self.sent(p) if self.adds_dq else 0
   def lds_bytes(self, p:Problem) -> int:
     own = sum(x.size for x in self.layouts(p, self.block_m))

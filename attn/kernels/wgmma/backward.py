@@ -181,7 +181,7 @@ class WgmmaBackward:
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]:
-    """Returns the stores of a gradient to memory. There are none for dQ, to which each iteration has added its part."""
+    """Returns the stores of a gradient to memory. Returns none for dQ, because each iteration has already added its part to the sums in memory."""
     return [] if name == "dq" and self.tile.keys else self.warp_rows.gradient(s.acc, name)
   def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
@@ -260,7 +260,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s.do(wgmma.sums(s.dq, s.shared[ds.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
 
   def of_keys_there(self, weights:list[UOp]) -> list[UOp]:
-    """Returns dS with 0 for keys that do not exist. Their P = exp(0 - lse) may be inf, which no key that exists would see, but dQ would."""
+    """Returns dS with 0 for keys that do not exist. P = exp(0 - lse) of such a key may be inf. It would not change the gradients of other keys, but
+    it would change dQ, which sums over the keys."""
     there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
     if all(x.op is Ops.CONST and x.arg for x in there): return weights
     return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in weights]

@@ -31,8 +31,8 @@ from attn.tinygrad_compat import UOp
 
 def sums_of(p:Problem) -> tuple[str, ...]:
   """Returns which row sums of P the kernel computes for a problem. The sum of rounded P costs 4 to 15 % of the speed on an H200 if mma.sync computes
-  it, and 2 to 8 % if vector additions do. The kernel computes this sum only if O is stored in a finer type than P. Otherwise the rounding of O hides
-  the error that this sum avoids. The kernels for all other matrix units always compute this sum."""
+  it, and 2 to 8 % if vector additions do. Dividing O by it avoids an error of the size of P's rounding. The kernel computes this sum only if O is
+  stored in a finer type than P: otherwise the rounding of O hides this error. The kernels for all other matrix units always compute this sum."""
   stored = "float32" if p.num_splits > 1 else p.out_dtype
   if ROUNDOFF[stored] >= ROUNDOFF[p.dtype]: return (LANE,)
   return (ONES, LANE) if p.writes_lse else (ONES,)
@@ -152,7 +152,7 @@ class WgmmaForward:
     return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. A tile beyond the last tile becomes
-    zeros. If the ring buffer has fewer than STAGES places, there is a place for each tile but none for such a tile, so it is not copied."""
+    zeros. If the ring buffer has fewer than STAGES places, it holds just the tiles that exist, and a tile beyond them is not copied."""
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
