@@ -7,8 +7,10 @@ import numpy as np
 import cases
 from attn.accuracy import Law, judge
 from attn.chips.matrix import MMA
+from attn.chips.shapes import BackwardShape
 from attn.choose.backward import all_of, choose_bias_tile, dbias_of, delta_of, dkdv_of, dq_of, finish_of, tiles_of
 from attn.kernels.parts.grid.tensors import all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, finish_arguments
+from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops.renderers import adapt
 from attn.problem import Problem
@@ -48,6 +50,9 @@ def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarr
   """Returns the accuracy laws of dq, dk and dv, and of dbias if the problem has a bias. Rows that belong to no sequence have gradient 0."""
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
+# shapes of CDNA's kernel that computes dq, dk and dv at once, by head dimension, wherever dispatch chooses it
+AT_ONCE_ON_AMD = {64: BackwardShape(4, 64, fenced=2), 128: BackwardShape(4, 32, fenced=4)}
+
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
   """Runs the backward kernels on the textbook's o and lse, and returns dq, dk and dv in the shapes of q, k and v. `only` selects one kernel: "dq", or
@@ -58,7 +63,9 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
               "dkdv": (dkdv_arguments(p, parts), dkdv_of(p, on, dkdv_tile, parts))}
   if only == "all":
-    one = tiles(WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True))
+    if isinstance(dq_tile, BackwardTile):
+      one = tiles(BackwardTile(**vars(AT_ONCE_ON_AMD[p.D]), matrix=on.matrix[p.dtype][0], keys=True, adds_dq=True))
+    else: one = tiles(WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True))
     launches = {"delta": (delta_arguments(p, loss.dlse is not None), delta_of(p, on, one, loss.dlse is not None)),
                 only: (all_arguments(p, parts), all_of(p, on, one, parts)),
                 "finish": (finish_arguments(p), finish_of(p, on, one))}

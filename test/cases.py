@@ -131,13 +131,15 @@ def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> Non
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
-def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Makes dispatch choose one kernel on wgmma for all gradients also for few queries and few blocks of keys."""
+def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_wgmma") -> None:
+  """Makes dispatch choose one kernel on wgmma (or on another unit, by the ending of its kernels' names) for all gradients also for few queries and
+  few blocks of keys."""
   monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
-  row = GRADIENT_KERNELS["_wgmma"]
+  row = GRADIENT_KERNELS[suffix]
   assert row.at_once is not None
-  at_once = replace(row.at_once, tile=lambda p, arch: backward_tiles.wgmma_at_once(replace(p, B=99), arch))
-  monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=at_once))
+  tile = row.at_once.tile
+  at_once = replace(row.at_once, tile=lambda p, arch: tile(replace(p, B=99), arch))
+  monkeypatch.setitem(GRADIENT_KERNELS, suffix, replace(row, at_once=at_once))
 
 def chip(arch:str) -> Chip:
   """Returns the chip that the emulator simulates, or the GPU of this machine if `arch` is "CUDA"."""

@@ -19,13 +19,12 @@ from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
 from attn.choose.backward import (KernelSum, Parts, all_of, at_once, can_differentiate, choose_parts, dbias_of, delta_of, dkdv_of, dq_of, finish_of,
                                   kernel_sums, tensors_by_tinygrad, tiles_of)
-from attn.choose.backward_tiles import AnyBackwardTile
+from attn.choose.backward_tiles import AnyBackwardTile, AtOnceTile
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, finish_arguments,
                                              log_sums, of_backward)
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.problem import EXTRAS, Problem
 from attn.score.sums import sum_over_scores
 from attn.score.terms import TERM_TENSORS, check_differentiable
@@ -90,7 +89,7 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(
 
 @cache_of_kernels
 def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
-                      dkdv:AnyBackwardTile, one:WgmmaBackwardTile|str|None) -> dict[str, BackwardLaunch]:
+                      dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       check_means(sink := program(*placeholders), arch)
@@ -98,7 +97,7 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
     return BackwardLaunch(kernel, shapes, outputs)
   for_q, for_kv = (with_lists(p, x) for x in lists)
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs)}
-  if isinstance(one, WgmmaBackwardTile):
+  if isinstance(one, AtOnceTile):
     return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", "delta"),
                     "all": launch(all_arguments(p, parts.dkdv), all_of(p, arch, one, parts.dkdv), "dq_sums", "dk", "dv"),
                     "finish": launch(finish_arguments(p), finish_of(p, arch, one), "dq")}

@@ -32,6 +32,11 @@ FORWARD_ON_CDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(256, ForwardShape(4, 1, 32), llvm=21),                                 # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
 )
 
+# Tiles of the kernel that computes all gradients at once, by head dimension. Such a tile must be predicted to be at least 1.2 times as fast as two
+# kernels, because the prediction leaves out what atomic additions cost in L2. MI300X, (4, 16, 4096, D), bf16, full, ms with the kernels before and
+# after it: D = 128 2.45 (two kernels 3.17), D = 64 1.54 (1.67). MI355X: 1.48 (1.62) and 0.75 (0.81).
+AT_ONCE_ON_CDNA3 = {128: BackwardShape(4, 32, fenced=4)}
+
 # the last two shapes in `pipes` of CDNA3 and of CDNA4 are for 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
@@ -39,7 +44,7 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}),
   apart=("float16",), forward=FORWARD_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
-  plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128), latent=LATENT_ON_CDNA,
+  plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128), latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA3,
   counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
 
 CHIPS_OF_CDNA3 = (

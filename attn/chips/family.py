@@ -86,6 +86,7 @@ class Family:
   dkdv: tuple[UpTo[BackwardShape], ...] = ()
   plain_dq: tuple[UpTo[BackwardShape], ...] = ()      # for plain problems, tried before `dq`: see attn/choose/backward_tiles.py
   plain_dkdv: tuple[UpTo[BackwardShape], ...] = ()    # for plain problems, tried before `dkdv`
+  at_once: Mapping[int, BackwardShape] = field(default_factory=dict)     # head dimension -> shape of the kernel of all gradients
   latent: tuple[UpTo[MlaShape], ...] = ()             # tiles of mla
   # data for reports on machine code and for predictions from it; None: there are no reports
   pipes: Pipes|None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 from attn.chips import Chip
 from attn.choose import splits
-from attn.choose.backward_tiles import AnyBackwardTile
+from attn.choose.backward_tiles import AnyBackwardTile, AtOnceTile
 from attn.choose.dispatch import asked_for
 from attn.choose.forced import BY_TINYGRAD, UNITS, WAYS
 from attn.choose.gradient_kernels import AT_ONCE_KERNELS, AtOnce, BACKWARD_KERNELS, BIAS_KERNEL, GRADIENT_KERNELS, Tiles
@@ -17,7 +17,6 @@ from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
-from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.problem import BYTES, MAX_SPLITS, Problem
 from attn.score.own import float_elements
 from attn.score.sums import problems_of_sums, sum_over_scores, why_not_summed
@@ -48,7 +47,7 @@ def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   `all_of` with the tile `tile`, which adds to these sums."""
   return kernels_at_once(tile).finish(p, arch)
 
-def at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str|None:
+def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
   """Returns the tile of the kernel that computes dq, dk and dv at once, or the reason why two kernels compute them, or None if the matrix unit has no
   such kernel. Requires that the backward kernels can compute the gradient of `p`."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
@@ -245,7 +244,7 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   if isinstance(found, str) or arch is None: return BackwardChoice((), arch, str(found))
   suffix = found[0].suffix
   parts, others, one = choose_parts(p, arch), others_of(p, arch, suffix), at_once(p, arch)
-  if isinstance(one, WgmmaBackwardTile):
+  if isinstance(one, AtOnceTile):
     delta, whole, finish = (name + suffix for name in AT_ONCE_KERNELS)
     chosen = ChosenKernel(delta), ChosenKernel(whole, one, "queries", parts.dkdv), ChosenKernel(finish)
     return BackwardChoice(chosen, arch, None, memory_of(p, arch, replace(parts, dq=0)) + nbytes(dq_sums(p)), others)

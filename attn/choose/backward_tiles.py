@@ -29,6 +29,7 @@ PLAIN_LLVM = 22
 FEWEST_WAVES = 2     # fewest waves of a workgroup in the tables: such a tile is for small grids as well
 
 AnyBackwardTile = BackwardTile|MmaBackwardTile|WgmmaBackwardTile|TiledBackwardTile
+AtOnceTile = BackwardTile|WgmmaBackwardTile      # of a kernel that computes dq, dk and dv at once
 
 # ***** tiles of the kernel of dq, which owns queries, and with `keys` of the kernel of dk and dv, which owns keys *****
 
@@ -66,22 +67,42 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
 # One kernel for all gradients compiles without spills for these options, with and without causal=True. It does not for a window, softcap, dropout and
 # packed sequences.
 OPTIONS_AT_ONCE = ("sinks", "kv_lengths", "alibi")
+REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
 LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   """Returns the tile of the kernel on wgmma that computes dq, dk and dv at once, or the reason why two kernels compute them."""
-  if p.deterministic: return "deterministic=True: its blocks add to dq in no order"
   if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
     return f"D={p.D}, Dv={p.Dv}: measured to be faster only with D {', '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
   if (options := [x for x in p.options if x not in OPTIONS_AT_ONCE]): return f"{options[0]}: its registers would spill"
   if p.window not in ((-1, -1), (-1, 0)): return f"window={p.window}: its registers would spill; only causal=True is supported"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   if p.Sk % tile.block_m: return f"Sk={p.Sk}: its registers would spill where Sk is no multiple of {tile.block_m}"
-  blocks = p.B*p.Hkv*(p.Sk//tile.block_m)
-  if blocks < arch.cus: return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} multiprocessors of {arch.name}"
+  return unordered(p) or too_small_at_once(p, arch, tile) or tile
+
+def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
+  """Returns the tile of the kernel on MFMA that computes dq, dk and dv at once, or the reason why two kernels compute them."""
+  if arch.vgprs < REGISTERS_AT_ONCE: return f"a wave of {arch.name} has {arch.vgprs} registers: too few for it"
+  if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
+  if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
+    return f"D={p.D}, Dv={p.Dv}: predicted to be much faster only with D {', '.join(map(str, shapes))}, and Dv as large"
+  if (options := [x for x in p.options if x not in OPTIONS_AT_ONCE]): return f"{options[0]}: two kernels compute the gradients with this option"
+  if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
+  tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
+  return unordered(p) or too_small_at_once(p, arch, tile) or tile
+
+def unordered(p:Problem) -> str|None:
+  """Returns the reason why a kernel whose workgroups add to dq in no order does not compute the gradient of `p`, or None if it may."""
+  return "deterministic=True: its workgroups add to dq in no order" if p.deterministic else None
+
+def too_small_at_once(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
+  """Returns the reason why one kernel for all gradients would not be faster than two with so few rows, or None if it is. Also checks that its tile
+  fits into LDS."""
+  blocks = p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
+  if blocks < arch.cus: return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
   if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"
-  if (need := tile.lds_bytes(p)) > arch.lds: return f"{need} bytes of shared memory: a block of {arch.name} has {arch.lds}"
-  return tile
+  if (need := tile.lds_bytes(p)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
+  return None
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardShape], ...], rows:int, keys:bool) -> MmaBackwardTile:
   mat = MMA[p.dtype]

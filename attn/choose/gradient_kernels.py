@@ -4,12 +4,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 from attn.chips import Chip
-from attn.choose.backward_tiles import (AnyBackwardTile, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile, wgmma_at_once,
-                                        wgmma_backward_refuses, wgmma_backward_tile)
+from attn.choose.backward_tiles import (AnyBackwardTile, AtOnceTile, amd_at_once, amd_backward_tile, amd_bias_tile, mma_backward_tile, mma_bias_tile,
+                                        wgmma_at_once, wgmma_backward_refuses, wgmma_backward_tile)
 from attn.choose.refusals import amd_refuses, lacks_nothing, mma_refuses, no_mma, no_tiles, no_wgmma, too_many_parts
 from attn.choose.tiled_tiles import tiled_backward_tile
 from attn.kernels.amd.backward import AmdBackward
 from attn.kernels.amd.dbias import AmdBias
+from attn.kernels.amd.gradient_sums import amd_delta_kernel, amd_finish_kernel
 from attn.kernels.backward import backward_all, backward_dbias, backward_dkdv, backward_dq
 from attn.kernels.mma.backward import MmaBackward
 from attn.kernels.mma.dbias import MmaBias
@@ -55,7 +56,7 @@ class BiasKernel:
 class AtOnce:
   """The kernels that compute dq, dk and dv at once, in place of two kernels: the first begins the sums of dQ, the second adds to them and computes dk
   and dv, the third makes dq of the sums."""
-  tile: Callable[[Problem, Chip], WgmmaBackwardTile|str]            # the tile of the second one, or the reason why two kernels compute the gradients
+  tile: Callable[[Problem, Chip], AtOnceTile|str]            # the tile of the second one, or the reason why two kernels compute the gradients
   delta: Callable[..., Callable[..., UOp]]
   all: Callable[..., Callable[..., UOp]]
   finish: Callable[..., Callable[..., UOp]]
@@ -91,8 +92,8 @@ BIAS_BY_MMA = BiasKernel(MmaBackwardTile.suffix, mma_bias_tile, backward_dbias(M
 GRADIENT_KERNELS: dict[str, GradientKernels] = {
   BackwardTile.suffix: GradientKernels(
     lambda p, arch: amd_refuses(p, arch) or beyond_float16(p), amd_backward_tile, backward_dq(AmdBackward.of_queries),
-    backward_dkdv(AmdBackward.of_keys), BiasKernel(BackwardTile.suffix, amd_bias_tile, backward_dbias(AmdBias.of_block)), lacks=no_tiles,
-    general=True),
+    backward_dkdv(AmdBackward.of_keys), BiasKernel(BackwardTile.suffix, amd_bias_tile, backward_dbias(AmdBias.of_block)),
+    AtOnce(amd_at_once, amd_delta_kernel, backward_all(AmdBackward.of_keys), amd_finish_kernel), no_tiles, True),
   WgmmaBackwardTile.suffix: GradientKernels(
     lambda p, arch: wgmma_backward_refuses(p, arch) or beyond_float16(p), wgmma_backward_tile, backward_dq(WgmmaBackward.of_queries),
     backward_dkdv(WgmmaBackward.of_keys), BIAS_BY_MMA,

@@ -81,7 +81,7 @@ KERNEL_OPTIONS = [
   click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
   click.option("--decode", is_flag=True, help="The forward kernel of one query for each sequence, against a long cache."),
-  click.option("--gradient", type=click.Choice(source.BACKWARD), help="The backward kernel that computes it. [default: forward]"),
+  click.option("--gradient", type=click.Choice((*source.BACKWARD, source.ALL)), help="The backward kernel that computes it. [default: forward]"),
 ]
 FILE_OPTIONS = [
   click.option("--dv", type=int, help="Head dimension of V in a file, if it is not --d."),

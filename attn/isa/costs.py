@@ -8,7 +8,7 @@ import os, re
 from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from attn.chips import MODELLED
+from attn.chips import MODELLED, get_chip
 from attn.compilers.clang import Toolchain, assembly, toolchain
 from attn.compilers.found import oldest_for
 from attn.isa import source
@@ -16,12 +16,13 @@ from attn.isa.instruction import Instruction
 from attn.isa.parse import Kernel
 from attn.isa.report import Report, analyse
 from attn.choose.refusals import MATRIX_DTYPES
-from attn.isa.source import BACKWARD, FORWARD, LATENT, MASKS, Source, Spec, chosen
+from attn.isa.source import ALL, BACKWARD, FORWARD, LATENT, MASKS, Source, Spec, chosen
 from attn.isa.table import BRIEF, brief_cells
 
 HEAD_DIMENSIONS = (64, 128, 256)
 SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_DIMENSIONS for dtype in MATRIX_DTYPES for mask in MASKS
-         for kernel in (FORWARD, *BACKWARD)] + [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
+         for kernel in (FORWARD, *BACKWARD, *[ALL]*(d in get_chip(arch).unit.at_once))]
+SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
   """Reports on one of our kernels by itself, from its machine code `text`. The report covers the loop with the `rank`-th most matrix work: 0, the hot

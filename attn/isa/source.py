@@ -8,7 +8,7 @@ from pathlib import Path
 from attn.cache.user_cache import kept
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
 from attn.chips.matrix import contraction
-from attn.choose.backward import can_differentiate, dkdv_of, dq_of
+from attn.choose.backward import all_of, at_once, can_differentiate, dkdv_of, dq_of
 from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import KERNELS, choose
 from attn.choose.mla_tiles import UP_TO
@@ -19,7 +19,7 @@ from attn.compilers.found import NoCompiler
 from attn.emulator.listing import Listing
 from attn.isa.report import PRODUCTS, LoopProducts
 from attn.kernels.parts.backward.gradients import PASSES
-from attn.kernels.parts.grid.tensors import MAX_D, arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import MAX_D, all_arguments, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
 from attn.kernels.tiles.common import heads_of
@@ -29,8 +29,8 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
 from attn.values import FLOATS
 
 MASKS = ("full", "causal")
-# kernels of a problem; decode: one query per sequence; mla: latent attention, where V is part of K
-FORWARD, DECODE, BACKWARD, LATENT = "forward", "decode", ("dq", "dkdv"), "mla"
+# kernels of a problem; decode: one query per sequence; all: gradients of q, k and v at once; mla: latent attention, where V is part of K
+FORWARD, DECODE, BACKWARD, ALL, LATENT = "forward", "decode", ("dq", "dkdv"), "all", "mla"
 KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   # NVIDIA's chips have a source, but no report
 
 @dataclass(frozen=True, order=True)
@@ -44,7 +44,7 @@ class Spec:
 
   def __post_init__(self) -> None:
     for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS),
-                               ("kernel", self.kernel, (FORWARD, DECODE, *BACKWARD, LATENT))):
+                               ("kernel", self.kernel, (FORWARD, DECODE, *BACKWARD, ALL, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
     if self.kernel != LATENT and not 1 <= self.d <= MAX_D:
       raise ValueError(f"D={self.d}: must be within D=1 to {MAX_D}, or for kernel {LATENT} within D={MAX_D + 1} to {UP_TO['D']}")
@@ -111,7 +111,7 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
                    offset=x.n - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
   queries, splits = (1, 0) if spec.kernel == DECODE else (x.queries or x.n, 1)
   return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
-                 offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits)
+                 offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits, deterministic=spec.kernel != ALL)
 
 def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
@@ -127,6 +127,7 @@ def _ast(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> UOp:
   arch = get_chip(spec.arch)
   if not isinstance(tile, AnyTile):
     if spec.kernel == "dq": return dq_of(p, arch, tile)(*_placeholders(dq_arguments(p)))
+    if spec.kernel == ALL: return all_of(p, arch, tile)(*_placeholders(all_arguments(p)))
     return dkdv_of(p, arch, tile)(*_placeholders(dkdv_arguments(p)))
   program = KERNELS[kernel].program
   assert program is not None
@@ -153,8 +154,12 @@ def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) 
 def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
   """Returns the kernel that dispatch chooses, its tile, and the number of key ranges."""
   arch = _chip(spec, llvm)
-  if spec.kernel in BACKWARD:
+  if spec.kernel in (*BACKWARD, ALL):
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
+    if spec.kernel == ALL:
+      one = at_once(p, arch)
+      if one is None or isinstance(one, str): raise NotImplementedError(f"{spec}: {one or 'two kernels compute the gradients'}")
+      return f"backward_{spec.kernel}", one, 1
     return f"backward_{spec.kernel}", found[BACKWARD.index(spec.kernel)], 1
   choice = choose(p, arch)
   assert choice.work.tile is not None
@@ -183,7 +188,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   if isinstance(used, MlaTile): return Source(text, d, dv, used.matrix.N, used.block_m, python=python)
   if isinstance(used, Tile):
     return Source(text, d, dv, used.q_tiles*used.matrix.N, used.block_m, heads=heads_of(p, used), splits=splits, python=python)
-  loops = [("dq",)] if spec.kernel == "dq" else PASSES[used.passes]
+  loops = [("dq",)] if spec.kernel == "dq" else [("dv", "dk", "dq")] if used.adds_dq else PASSES[used.passes]
   products = tuple(products_of(wanted) for wanted in loops)
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 

@@ -245,6 +245,33 @@ def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
   assert found.kernels == ("backward_dq_wgmma", "backward_dkdv_wgmma")
   assert re.match(reason, found.why_not("backward_all_wgmma") or ""), found
 
+REFUSED_ON_AMD = {
+  "deterministic": ("gfx942", {}, dict(deterministic=True), "deterministic=True: "), "D": ("gfx942", dict(D=64), {}, "D=64, Dv=64: "),
+  "softcap": ("gfx942", {}, dict(softcap=3.0), "softcap: "), "blocks": ("gfx942", dict(B=2), {}, "8 blocks of 128 keys: "),
+  "registers": ("gfx1100", {}, {}, "a wave of gfx1100 has 256 registers: "), "chip": ("gfx950", {}, {}, "gfx950: "),
+}
+@pytest.mark.parametrize("case", REFUSED_ON_AMD)
+def test_two_kernels_where_one_is_not_chosen_on_amd(case:str) -> None:
+  arch, sizes, options, reason = REFUSED_ON_AMD[case]
+  B, H, Sq, Sk, D = {**dict(B=99, H=2, Sq=1024, Sk=256, D=128), **sizes}.values()
+  q, k = (Tensor.empty(B, H, rows, D, dtype="half") for rows in (Sq, Sk))
+  found = attn.explain(q, k, k, arch=arch, backward=True, **{"causal": True, "deterministic": False, **options})
+  assert found.kernels == ("backward_dq", "backward_dkdv")
+  assert (found.why_not("backward_all") or "").startswith(reason), found
+
+def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Dispatch chooses the kernel for all gradients, and each gradient is right, also if it is realized by itself."""
+  compute_all_gradients_at_once(monkeypatch, "")
+  p = problem(**FEW)
+  x = normal(p)
+  with emulated("gfx942"):
+    q, k, v = (tensor(a, p.dtype, "EMU").realize() for a in (x.q, x.k, x.v))
+    assert attn.explain(q, k, v, causal=True, deterministic=False, backward=True).kernels == ("backward_delta", "backward_all", "backward_finish")
+    found = attn.attention(q, k, v, causal=True, deterministic=False).float().sum().gradient(q, k, v)
+    got = [array(g) for g in found]
+  want = expected_gradients(p, x, {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)
+  for name, g in zip("qkv", got): assert (verdict := judge(g, want[name])).ok, f"d{name}: {verdict}"
+
 def test_memory_at_once() -> None:
   """The sums of dq take 4 bytes for each element of whole tiles of 64 queries, however many keys there are."""
   for Sk in (1024, 8192):

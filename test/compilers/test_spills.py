@@ -10,15 +10,15 @@ import pytest
 from attn import mods
 from attn.cache.tuned import CLASSES
 from attn.chips import get_chip
-from attn.choose.backward import can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
+from attn.choose.backward import all_of, at_once, can_differentiate, choose_bias_tile, dbias_of, dkdv_of, dq_of
 from attn.choose.dispatch import choose, program_of
 from attn.choose.tile_lists import listing, with_lists
 from attn.compilers.clang import assembly, toolchain
 from attn.functions.trace import functions_of
 from attn.isa.check import findings
 from attn.isa.report import HotLoop, analyse
-from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
-from attn.kernels.tiles.amd import Tile
+from attn.kernels.parts.grid.tensors import all_arguments, arguments, dbias_arguments, dkdv_arguments, dq_arguments
+from attn.kernels.tiles.amd import BackwardTile, Tile
 from attn.ops.renderers import render
 from attn.problem import Problem, Shapes
 from attn.search.forward import FILLS, LARGEST_TILE
@@ -50,6 +50,21 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
   p = with_lists(p, listing(p, chip, *[(tiles[0], "keys"), (tiles[1], "queries")][kernel == "dkdv"]))
   if kernel == "dq": return found_in_code(dq_of(p, chip, tiles[0]), dq_arguments(p), arch)
   return found_in_code(dkdv_of(p, chip, tiles[1]), dkdv_arguments(p), arch)
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("case", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes"))
+def test_all_gradients_at_once(case:str, dtype:str) -> None:
+  """The kernel that dispatch chooses for all gradients spills no vector register, and its loops spill and load nothing lane by lane."""
+  given = {"full": {}, "causal": {"causal": True}, "uneven rows": {"Sq": 4000, "Sk": 4133, "causal": True}, "kv_lengths": option("kv_lengths", 2),
+           "alibi_slopes": option("alibi_slopes", 32) | {"causal": True}}[case]
+  chip = replace(get_chip("gfx942"), llvm=toolchain().llvm)
+  p = problem(**{"B": 2, "H": 32, "Hkv": 8, "Sq": 4096, "Sk": 4096, "D": 128, "dtype": dtype, "lse": True, "deterministic": False, **given})
+  tile = at_once(p, chip)
+  assert isinstance(tile, BackwardTile), tile
+  tensors = [UOp.placeholder(shape, TYPES[of], slot) for slot, (shape, of) in enumerate(all_arguments(p).values())]
+  code = assembly(render(all_of(p, chip, tile)(*tensors), chip.name), chip.name)
+  assert [x for x in findings(code, chip.name) if x.startswith(OF_LOOPS)] == []
+  assert analyse(code, chip.name).resources.vgpr_spills == 0
 
 def option(name:str, *shape:int) -> dict[str, Any]: return {"extras": {name: np.empty(shape, np.int32 if name == "kv_lengths" else np.float32)}}
 

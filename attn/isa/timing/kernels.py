@@ -45,7 +45,7 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape if spec.kernel == source.DECODE else None, lines=lines)
-  problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel == "dkdv"
+  problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel in ("dkdv", source.ALL)
   timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
                      grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))
   walked = walked_in_a_trip(timing, kernel.block_m)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from attn.chips import Card
-from attn.isa.report import PRODUCTS, LoopProducts
+from attn.isa.report import GRADIENTS, PRODUCTS, LoopProducts
 from attn.isa.roofline import makespan
 from attn.isa.timing.trips import Timing
-from attn.kernels.parts.grid.tensors import arguments, dkdv_arguments, dq_arguments
+from attn.kernels.parts.grid.tensors import all_arguments, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import ceildiv
 from attn.problem import BYTES, Problem, Shapes
 
@@ -34,6 +34,7 @@ class Division:
   def tensors(self, p:Problem) -> Shapes:
     """Tensors that the kernel reads and writes."""
     if self.products == PRODUCTS: return arguments(p)
+    if self.products == (GRADIENTS,): return all_arguments(p)
     return dkdv_arguments(p) if self.keys else dq_arguments(p)
 
 @dataclass(frozen=True)

@@ -12,14 +12,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Self
 from attn.chips import Chip
+from attn.chips.matrix import Matrix
+from attn.kernels.amd.gradient_sums import delta_of_row, place_of_tile
 from attn.kernels.amd.products import OwnRows, Products, zeros
 from attn.kernels.amd.staging import StagedTile
 from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, PASSES, WEIGHTED, Exponent, NumbersOfRows, RowNumbers, Weights, dp_start,
                                                    exponent_of, gradients_of, less_delta, scaled_delta, weights_of, where_known)
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest, kv_head_fastest
-from attn.kernels.parts.memory.lanes import Lane, element_sum, fragment_operands, sum_over_groups
+from attn.kernels.parts.memory.lanes import Lane, fragment_operands, operands, units_of
 from attn.kernels.parts.memory.layouts import LdsTile, SharedLayout
+from attn.kernels.parts.memory.rows import columns_of_rows
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.counts import below, round_up
 from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
@@ -30,10 +33,11 @@ from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
 from attn.kernels.tiles.common import numbers_of_queries
 from attn.ops import amd, common as ops
+from attn.ops.atomics import atomic_add
 from attn.ops.common import flat
 from attn.problem import Problem
 from attn.score.term import Row
-from attn.tinygrad_compat import AxisType, UOp
+from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class TripStores:
@@ -62,6 +66,11 @@ class QueriesState(TripState):
   stores: TripStores
 
 @dataclass(frozen=True)
+class AllState(QueriesState):
+  """The state between iterations of a loop over queries that also adds up dQ: as `QueriesState`, and the place of dS in LDS."""
+  ds: LdsTile
+
+@dataclass(frozen=True)
 class AmdBackward:
   """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that stay equal while the workgroup loops over the
   rows of `head`, and the steps of the algorithm. `own` holds the rows that the workgroup owns: rows of q and dO, or rows of k and v."""
@@ -76,6 +85,7 @@ class AmdBackward:
   head: UOp
   known: tuple[Exponent, UOp]|None = None      # exponent and delta of the lane's query, if queries are owned
   outer_trip: UOp|None = None      # number of the outer iteration, if all outer iterations read the same tile of keys
+  sharing: DqOfTile|None = None    # what the workgroup needs to add its part of dQ to memory, if it owns keys and does so
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:
@@ -101,12 +111,15 @@ class AmdBackward:
     numbers, statements = RowNumbers.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
     group = Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts)
     own = own_rows(group, tile, at, statements, tile.own_in_lds)
+    sharing = DqOfTile.of(group, tile, at) if tile.adds_dq else None
     def one(wanted:tuple[str, ...]) -> AmdBackward:
       q = StagedTile.of(mat, n, tile.threads, at.thread, q_rows, q_columns if "dk" in wanted else None)
       do = StagedTile.of(mat, n, tile.threads, at.thread, do_rows if "dk" in wanted else None, do_columns if "dv" in wanted else None)
-      acc = new.registers(sum(round_up(group.rows_of(name).width, mat.M)//mat.M for name in wanted), ops.f32(mat.accumulator))
-      return AmdBackward(tile, new, statements, QueriesState(q, do, numbers, acc, TripStores()), group, at, own, wanted, group.first_head)
-    return [one(wanted) for wanted in PASSES[tile.passes]]
+      acc = new.registers(sum(round_up(group.rows_of(name).width, mat.M)//mat.M for name in wanted if name != "dq"), ops.f32(mat.accumulator))
+      state = QueriesState(q, do, numbers, acc, TripStores())
+      if sharing is not None: state = AllState(q, do, numbers, acc, TripStores(), LdsTile.of(new, tile.ds))
+      return AmdBackward(tile, new, statements, state, group, at, own, wanted, group.first_head, sharing=sharing)
+    return [one(wanted) for wanted in (PASSES[tile.passes] if not tile.adds_dq else (("dv", "dk", "dq"),))]
 
   # ***** rows and registers *****
   @property
@@ -124,24 +137,16 @@ class AmdBackward:
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
   def accumulators(self, name:str) -> range:
     """Indices of the accumulators of the gradient `name`."""
-    tiles = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in self.wanted]
-    first = sum(tiles[:self.wanted.index(name)])
-    return range(first, first + tiles[self.wanted.index(name)])
+    names = self.wanted[:self.wanted.index(name) + 1]
+    *before, own = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in names]
+    return range(sum(before), sum(before) + own)
   @functools.cached_property
   def delta(self) -> UOp:
     """Computes delta = rowsum(dO * O) - dLSE of the lane's query, summed over the lanes that share the query. Rounds dO to the inputs' dtype, because
     the product dP = dO V^T uses rounded dO."""
-    group, mat, of_do = self.group, self.tile.matrix, self.own[1]
-    rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
-    kept = [x.kept.buffer for x in self.own if x.lds is not None]
-    for some in of_do.together:
-      fence = [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
-      for u in some:
-        o, do = (x.after(*fence).load_floats(group.first_row, self.tile.block_m, of_do.in_block[0], u, mat.unit, dtype) for x, dtype in rows)
-        total = ops.add(total, ops.mul(o, do))
-    total = element_sum(total)
-    if not mat.duplicated: total = sum_over_groups(total, mat)
-    return ops.sub(total, group.number("dlse", self.row)) if "dlse" in group.given else total
+    kept, of_do = [x.kept.buffer for x in self.own if x.lds is not None], self.own[1]
+    def fence(total:UOp) -> list[UOp]: return [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
+    return delta_of_row(self.group, self.tile, of_do.in_block[0], self.row, of_do.together, fence)
 
   # ***** the loop over tiles *****
   def begin(self, s:Any=None, stores:list[UOp]|None=None) -> Any:
@@ -169,7 +174,9 @@ class AmdBackward:
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:Any, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0."""
+    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0. There are none for dQ
+    of a workgroup that owns keys, because each iteration has added its part."""
+    if name == "dq" and self.tile.keys: return []
     mat, p = self.tile.matrix, self.group.p
     known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None
     factor = 1.0 if name == "dv" else p.softmax_scale
@@ -229,6 +236,78 @@ class AmdTrip:
     found = of.products.with_columns(columns, of.tile.block_n, [operands], [[s.acc[i].load() for i in places]])[0]
     stores = [of.statements.do(amd.made_here(*found)), *[s.acc[i].store(x) for i, x in zip(places, found)]]
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
+
+  # ***** dQ of a workgroup that owns keys *****
+  @property
+  def sharing(self) -> DqOfTile:
+    assert self.of.sharing is not None
+    return self.of.sharing
+
+  def start_dq(self, s:Any, weights:list[UOp]) -> Any:
+    """Stores dS of the lane's key to LDS, for all queries of the tile."""
+    return replace(s, stores=TripStores((*s.stores.found, *self.sharing.store(s.ds, self.of_key_there(weights)))))
+
+  def of_key_there(self, weights:list[UOp]) -> list[UOp]:
+    """Returns dS with 0 for a key that does not exist. Its P = exp(0 - lse) may be inf, which no key that exists would see, but dQ would."""
+    there = below(self.of.row.index, self.of.group.sequence.n_k)
+    if there.op is Ops.CONST and there.arg: return weights
+    return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in weights]
+
+  def add_dq(self, s:Any) -> Any:
+    """Waits until all waves have stored dS, and adds this wave's part of the tile's dQ to the sums in memory."""
+    of = self.of
+    found = self.sharing.product(s.ds.after(workgroup_barrier(UOp.group(*s.stores.found))), of.tile, of.statements)
+    stores = [of.statements.do(addition) for addition in self.sharing.added(of.group, of.head, self.t*of.tile.block_n, found)]
+    return replace(s, stores=TripStores((*s.stores.found, *stores)))
+
+@dataclass(frozen=True)
+class DqOfTile:
+  """The part of dQ that one wave of a workgroup computes in each iteration, if the workgroup owns keys: some matrix tiles of dQ = dS K, all in the
+  same columns, summed over all keys of the workgroup. The wave keeps its columns of K in registers."""
+  at: Lane
+  columns: list[UOp]      # operand B: the lane's column of K, all keys of the workgroup
+  column: UOp             # number of the matrix tile in a row of dQ
+  rows: list[UOp]         # numbers of the matrix tiles in a column of the tile's dQ
+  stride: int             # 16-byte units from a row of dS in LDS to the next
+
+  @staticmethod
+  def of(group:Workgroup, tile:BackwardTile, at:Lane) -> DqOfTile:
+    mat, across = tile.matrix, tile.dq_columns(group.p)
+    column, units = at.wave%across, units_of(mat, tile.block_m, at.h)
+    k = columns_of_rows(group.rows_of("k"), group.first_row, tile.block_m, column*mat.N + at.n, units)
+    rows = [at.wave//across + i*(tile.waves//across) for i in range(tile.dq_tiles(group.p))]
+    return DqOfTile(at, operands(mat, k), column, rows, tile.ds.stride)
+
+  @property
+  def matrix(self) -> Matrix: return self.at.matrix
+
+  def store(self, lds:LdsTile, weights:list[UOp]) -> list[UOp]:
+    """Returns the stores of dS of the lane's key to LDS, 16 bits each. `weights` are the C fragments, rounded and packed."""
+    mat, key, stores = self.matrix, self.at.wave*self.matrix.N + self.at.n, list[UOp]()
+    to, stride = lds.buffer.bitcast(dtypes.ushort), self.stride*mat.unit
+    begin = self.at.h*mat.block*stride + key
+    for j, words in enumerate(weights):
+      for i in range(ops.length(words)):
+        word, row = ops.extract(words, i), j*mat.M + mat.c_row(0, 2*i)
+        stores += [to[begin + (row + k)*stride].store((word >> 16*k).cast(dtypes.ushort)) for k in range(2)]
+    return stores
+
+  def product(self, lds:LdsTile, tile:BackwardTile, statements:Statements) -> list[UOp]:
+    """Computes this wave's C fragments of dQ. dS is in `lds`."""
+    mat, found = self.matrix, list[UOp]()
+    for row in self.rows:
+      acc = zeros(mat, 1, 1)[0][0]
+      if tile.fenced and found: lds = lds.after(statements.do(amd.sched_barrier(found[-1])))
+      a_operands = operands(mat, [lds.load(row*mat.M + self.at.n, u) for u in units_of(mat, tile.block_m, self.at.h)])
+      for a, b in zip(a_operands, self.columns, strict=True): acc = amd.shaped_wmma(mat, a, b, acc)
+      found.append(acc)
+    return found
+
+  def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp]) -> list[UOp]:
+    """Returns statements that add C fragments to the sums of dQ. `first` is the first query of the tile."""
+    mat, sums = self.matrix, flat(group.given["dq_sums"])
+    return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
+                       steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
   """Returns the rows that the lane owns of two tensors: of q and dO, or of k and v."""

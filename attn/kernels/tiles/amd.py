@@ -83,6 +83,7 @@ class BackwardTile(BackwardShape):
   _: KW_ONLY
   matrix: Matrix
   keys: bool = False       # the own rows are keys
+  adds_dq: bool = False    # the own rows are keys, and the workgroup also adds their part of dQ to memory
 
   suffix: ClassVar[str] = ""
 
@@ -105,11 +106,22 @@ class BackwardTile(BackwardShape):
     """Whether a fence would separate two 16-byte units of one operand of a matrix instruction. The compiler moves no read from LDS across a fence,
     and a fence comes after every `fenced` units. Such a tile is invalid: the instruction would not have its whole operand between two fences."""
     return bool(self.fenced and self.fenced % max(1, self.matrix.operand//self.matrix.unit))
+  @property
+  def ds(self) -> PaddedRows:
+    """Layout of dS of a tile in LDS: a row for each query of the tile, a column for each key of the workgroup."""
+    return PaddedRows(self.block_n, self.block_m//self.matrix.unit)
+  def dq_columns(self, p:Problem) -> int:
+    """Number of matrix tiles side by side in a row of dQ. It divides the number of waves."""
+    return p.D//self.matrix.N
+  def dq_tiles(self, p:Problem) -> int:
+    """Number of matrix tiles of a tile's dQ that each wave computes."""
+    return self.block_n//self.matrix.M*self.dq_columns(p)//self.waves
   def lds_bytes(self, p:Problem) -> int:
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
     columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
     own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
     numbers = units_of_numbers(p, self.block_n) if self.keys else 0
+    own += [self.ds.size]*self.adds_dq
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property
   def options(self) -> str:

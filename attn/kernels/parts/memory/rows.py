@@ -7,6 +7,8 @@ from attn.kernels.parts.program.counts import below, bounded, left_alone
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
+LOW_HALVES = 0x05040100      # byte_perm: the low halves of two dwords side by side
+
 def strides(layout:str, heads:int, length:int, width:int) -> tuple[int, int, int]:
   """Returns the strides, in elements, of batches, heads and rows of a contiguous tensor in `layout`. For packed sequences ("thd") the stride of
   batches is 0, because each sequence begins at a row of its own."""
@@ -100,6 +102,15 @@ class GlobalRows:
     for size, selector in ((1, 0x01010400), (2, 0x05040100)):   # two elements side by side, until they fill dwords
       if size >= self.size: parts = [amd.byte_perm(hi, lo, selector) for lo, hi in zip(parts[0::2], parts[1::2])]
     return ops.build(*parts)
+
+def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
+  """Loads 16-bit elements of one column of the rows from `first` on. Returns 16-byte units: each has the elements of neighbouring rows, from row
+  8*unit on, for each of `units`. Rows beyond the last one read as zero."""
+  records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
+  def one(unit:UOp, i:int) -> UOp:
+    return ops.buffer_load(x.buffer[x.origin(first)], records, ((unit*x.unit + i)*x.stride + column)*x.size, x.size)
+  def pair(unit:UOp, i:int) -> UOp: return amd.byte_perm(one(unit, i + 1), one(unit, i), LOW_HALVES)
+  return [ops.build(*[pair(unit, i) for i in range(0, x.unit, 2)]) for unit in units]
 
 @dataclass(frozen=True)
 class Table:

@@ -1,0 +1,86 @@
+"""The sums of dQ in memory on AMD, to which the workgroups of all keys add, and the two kernels around the one that adds. The first of them computes
+delta and begins the sums with 0. The second turns the sums into dq.
+
+The sums lie in matrix tiles, row by row of tiles. In a tile the numbers of one accumulator register of all lanes lie side by side, then those of the
+next register. So a wave adds each register of its fragments to neighbouring numbers."""
+from __future__ import annotations
+from collections.abc import Callable
+from attn.chips import Chip
+from attn.chips.matrix import Int, Matrix, contraction
+from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, dq_sums, finish_arguments
+from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
+from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups, units_of
+from attn.kernels.parts.weights.epilogue import place_of_row
+from attn.kernels.tiles.amd import BackwardTile
+from attn.ops import common as ops
+from attn.ops.common import flat
+from attn.problem import Problem
+from attn.score.term import Row
+from attn.tinygrad_compat import UOp
+
+NUMBERS_OF_PIECE = 4      # neighbouring numbers of a row of dQ that a thread reads or writes
+
+def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
+  """Returns the index, in the sums of dQ, of the first number of a matrix tile. `first_query` is the first query of the tile, a multiple of mat.M.
+  `column` is the number of the tile in its row of tiles."""
+  rows = (group.batch*group.p.H + head)*(dq_sums(group.p)[0][1]*QUERIES_OF_SUMS) + first_query
+  return rows*group.p.D + column*(mat.M*mat.N)
+
+def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
+  """Computes delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `together` lists the lane's 16-byte units
+  of dO, in groups that may be loaded at the same time. `fence` returns what the loads of a group wait for, given the sum so far."""
+  mat = tile.matrix
+  rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
+  for some in together:
+    before = fence(total)
+    for u in some:
+      o, do = (x.after(*before).load_floats(group.first_row, tile.block_m, in_block, u, mat.unit, dtype) for x, dtype in rows)
+      total = ops.add(total, ops.mul(o, do))
+  total = element_sum(total)
+  if not mat.duplicated: total = sum_over_groups(total, mat)
+  return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
+
+def of_queries(p:Problem, arch:Chip, names:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
+  """Makes the workgroup that owns the queries of one tile of the sums, its tile, and the thread's place."""
+  mat = arch.matrix[p.dtype][0]
+  tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
+  grid = head_fastest(p, tile, mat)
+  at = Lane(grid.lane, grid.wave, mat)
+  return Workgroup.of(p, arch, tile, args, grid, at, names), tile, at
+
+def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
+  """Lists this thread's pieces of dQ of the workgroup's queries: (row, first column)."""
+  across = group.p.D//NUMBERS_OF_PIECE
+  numbers = [group.thread + i*tile.threads for i in range(QUERIES_OF_SUMS*across//tile.threads)]
+  return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]
+
+def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
+  """Returns the INDEX of a piece of the sums, a vector. `row` is counted from the workgroup's first query."""
+  tile = place_of_tile(group, mat, group.first_head, group.first_row + row//mat.M*mat.M, column//mat.N)
+  in_lane = mat.column_of(row%mat.M)
+  element, h = in_lane%mat.accumulator, in_lane//mat.accumulator
+  return flat(group.given["dq_sums"]).bitcast(ops.f32(NUMBERS_OF_PIECE))[(tile + element*mat.wave + h*mat.N + column%mat.N)//NUMBERS_OF_PIECE]
+
+def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
+  """Returns the kernel that computes delta and begins the sums of dQ with 0. Its placeholders have the order of `tensors.delta_arguments(p,
+  dlse)`."""
+  def kernel(*args:UOp) -> UOp:
+    group, tile, at = of_queries(p, arch, delta_arguments(p, dlse), args)
+    in_block = at.wave*tile.matrix.N + at.n
+    row = group.row(in_block)
+    delta = delta_of_row(group, tile, in_block, row, [units_of(tile.matrix, contraction(tile.matrix, p.Dv), at.h)], lambda _: [])
+    number = place_of_row(p, group.sequence, row)[0]
+    stores = [flat(group.given["delta"])[number.valid(row.there & at.h.eq(0))].store(delta)]
+    stores += [sums_at(group, tile.matrix, *piece).store(ops.splat(0.0, NUMBERS_OF_PIECE)) for piece in pieces(group, tile)]
+    return group.gradient_kernel("backward_delta", ("delta",), stores, 2*p.rows*p.Dv)
+  return kernel
+
+def amd_finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
+  """Returns the kernel that turns the sums into dq: multiplies them by softmax_scale and rounds them. Its placeholders have the order of
+  `tensors.finish_arguments(p)`."""
+  def kernel(*args:UOp) -> UOp:
+    group, tile, _ = of_queries(p, arch, finish_arguments(p), args)
+    sums = [(row, column, sums_at(group, tile.matrix, row, column).load()) for row, column in pieces(group, tile)]
+    stores = [x for row, column, values in sums for x in group.gradient("dq", group.row(row), [(column, ops.mul(values, p.softmax_scale))])]
+    return group.gradient_kernel("backward_finish", ("dq",), stores, p.rows*p.D)
+  return kernel

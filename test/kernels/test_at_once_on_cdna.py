@@ -1,0 +1,89 @@
+"""Tests of CDNA's kernel that computes dq, dk and dv at once, and of the two kernels around it: each element of the gradients agrees with float64 by
+the accuracy law (attn/accuracy.py), and planted faults are found."""
+from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+import pytest
+from attn.chips.shapes import BackwardShape
+from attn.emulator.checks import EmulatorError
+from attn.kernels.amd import gradient_sums
+from attn.kernels.amd.backward import AmdTrip, DqOfTile
+from attn.kernels.parts.memory.layouts import LdsTile
+from attn.ops import common as ops
+from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+from backward_cases import check_backward_kernels
+from cases import Inputs, floats, ints
+from test_backward import ADVERSARIAL, LONG, deep, level, peaked, wrong
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+  "full": ("gfx942", dict(D=128, dtype="bfloat16", dlse=True)),
+  "rows that do not fill tiles": ("gfx950", dict(Sq=100, Sk=70, D=64, dtype="bfloat16")),
+  "causal": ("gfx950", dict(H=2, Hkv=1, Sq=150, Sk=170, D=128, causal=True)),
+  "more queries, causal": ("gfx942", dict(Sq=230, Sk=70, causal=True)),
+  "top-left, bshd": ("gfx942", dict(B=2, causal="top-left", layout="bshd", dtype="bfloat16")),
+  "window, grouped heads": ("gfx950", dict(H=6, Hkv=2, Sq=100, window=(40, 20), layout="nsd")),
+  "kv_lengths": ("gfx942", dict(B=3, H=2, Hkv=1, D=128, extras=dict(kv_lengths=ints(40, 0, 133)))),
+  "alibi": ("gfx950", dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2))),
+  "sinks": ("gfx942", dict(H=2, extras=dict(sinks=floats(2)))),
+  "float32 o": ("gfx942", dict(out_dtype="float32", dlse=True)),
+  "in parts": ("gfx942", dict(H=6, Hkv=2, causal=True, parts=6)),
+}
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.thorough) if x in ("sinks", "alibi", "top-left, bshd") else x
+                                  for x in CASES])
+def test_at_once_on_cdna(case:str) -> None:
+  arch, parameters = CASES[case]
+  check_backward_kernels(arch, **{**LONG, "D": 64, **parameters}, only="all")
+
+@pytest.mark.parametrize("D, shape", ((128, BackwardShape(4, 64, fenced=8)), (64, BackwardShape(2, 32, fenced=2, prefetch=2))))
+def test_tiles_at_once(D:int, shape:BackwardShape) -> None:
+  """A wave computes two matrix tiles of a tile's dQ, or a workgroup has as many waves as dQ has columns of tiles."""
+  check_backward_kernels("gfx950", H=1, Sq=100, Sk=150, D=D, causal=True, only="all",
+                         tiles=lambda t: replace(t, **vars(shape)) if t.adds_dq else t)
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
+@pytest.mark.parametrize("make", ADVERSARIAL)
+def test_at_once_adversarial_on_cdna(arch:str, make:Callable[[Problem], Inputs]) -> None:
+  size = 1000.0 if make is level else 1.0
+  check_backward_kernels(arch, make, H=1, Sq=70, Sk=150, D=64, causal=make in (peaked, level), size=size, only="all")
+
+@pytest.mark.parametrize("resident, order", ((1, 1), (3, 2)))
+def test_at_once_in_any_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, resident:int, order:int) -> None:
+  monkeypatch.setenv("ATTN_EMU_RESIDENT", str(resident))
+  monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
+  check_backward_kernels("gfx942", H=2, Sq=100, Sk=400, D=64, causal=True, only="all")
+
+def keys_beyond_the_last(m:pytest.MonkeyPatch) -> None: m.setattr(AmdTrip, "of_key_there", lambda self, weights: weights)
+def test_keys_beyond_the_last_reach_no_query(monkeypatch:pytest.MonkeyPatch) -> None:
+  """P of a key that does not exist may be inf, if all scores are deep below 0."""
+  case: dict[str, Any] = dict(B=3, H=1, Sq=70, Sk=150, D=64, extras=dict(kv_lengths=ints(130, 0, 64)), only="all")
+  check_backward_kernels("gfx942", deep, **case)
+  keys_beyond_the_last(monkeypatch)
+  with pytest.raises(AssertionError, match="dq: "): check_backward_kernels("gfx942", deep, **case)
+
+def no_barrier_before_dq(m:pytest.MonkeyPatch) -> None:
+  wrong(m, AmdTrip, "add_dq", lambda add: lambda self, s: add(self, replace(s, ds=Bare(s.ds))))
+def begins_with_1(m:pytest.MonkeyPatch) -> None:
+  def splat(x:float, n:int) -> UOp: return ops.splat(1.0 if n == gradient_sums.NUMBERS_OF_PIECE else x, n)
+  m.setattr(gradient_sums, "ops", SimpleNamespace(**{**vars(ops), "splat": splat}))
+def columns_of_first_wave(m:pytest.MonkeyPatch) -> None:
+  wrong(m, DqOfTile, "of", lambda of: lambda *args: replace(of(*args), column=UOp.const(0)))
+def scale_of_dq(m:pytest.MonkeyPatch) -> None:
+  m.setattr(gradient_sums, "ops", SimpleNamespace(**{**vars(ops), "mul": lambda x, y: x if isinstance(y, float) else ops.mul(x, y)}))
+
+@dataclass(frozen=True)
+class Bare:
+  """A tile in LDS that waits for nothing."""
+  lds: LdsTile
+  def after(self, *deps:UOp) -> LdsTile: return self.lds
+
+@pytest.mark.parametrize("plant, error, text", ((no_barrier_before_dq, EmulatorError, "no barrier between|nobody has written"), *(
+  (plant, AssertionError, "dq: ") for plant in (begins_with_1, columns_of_first_wave, scale_of_dq))))
+@pytest.mark.usefixtures("without_places")
+def test_planted_fault_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception],
+                                       text:str) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error, match=text): check_backward_kernels("gfx942", H=1, Sq=150, Sk=140, D=64, only="all")
