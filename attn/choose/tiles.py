@@ -9,6 +9,7 @@ from attn.chips.matrix import MMA, Matrix, row_registers
 from attn.chips.nvidia import FEW_QUERIES, FORWARD_MMA, FORWARD_WGMMA
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
+from attn.functions.symbols import elements_of
 from attn.kernels import dual_wave, staggered
 from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import Tile
@@ -156,6 +157,10 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
 CROWDED_KEYS = 64    # most keys of a tile if a term takes as many registers as the scores
 OF_DROPOUT = 16   # keys by which a tile is smaller if three warpgroups share the registers with the bits of dropout
 
+# head dimension of rows of the table -> most warpgroups if mask_mod reads tensors. A smaller block of queries meets fewer documents at once, and more
+# of its tiles need no mask. 16 documents in 16384 rows, D = 128, took 0.80 of the time of 3 warpgroups if they were equally long, 0.97 if not.
+OF_DOCUMENTS = {LONG: 2}
+
 BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as a share of the time of all blocks that fit there together
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
@@ -165,11 +170,13 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   lengths share the multiprocessors, but the estimate is at least the time of the longest block."""
   up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
+  reads = p.mask_mod is not None and bool(elements_of(p.mask_mod.value))
   def tile(row:RatedUpTo) -> WgmmaTile:
     crowded = bool(p.dropout_p) and row.shape.groups == 3 and row.up_to > SHORT
     return WgmmaTile(row.shape.groups, min(row.shape.block_n - OF_DROPOUT*crowded, round_up(p.Sk, MMA[p.dtype].K)))
   def fits(row:RatedUpTo) -> bool:
     if row.up_to != up_to or (row.few_keys and p.Sk > row.shape.block_n): return False
+    if reads and row.shape.groups > OF_DOCUMENTS.get(up_to, row.shape.groups): return False
     return misfit(p, arch, row, tile(row)) is None and (not crowded(p) or tile(row).block_n <= CROWDED_KEYS)
   def time(row:RatedUpTo) -> float:
     t, splits = tile(row), max(1, p.num_splits)

@@ -1,28 +1,37 @@
 """Lists of the tiles in which a mask leaves scores, for masks that leave a query more than one interval of keys.
 
-A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). Three small kernels make the list
-of each block: `seen_in_rows` says what a mask leaves of each row in each tile, `seen_in_blocks` says the same of each block, and `tiles_in_order`
-puts the tiles of each block in order. Tiles of which the mask hides some scores come first, and then the tiles of which it hides none.
-If the mask hides all scores of a tile, the tile is not in the list. The kernels evaluate masks for each score, as the kernels of attention do."""
+A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). Small kernels make the list of each
+block. `limits_of_parts` finds the lowest and the highest value that each part of the mask (attn/functions/spans.py) has in each block and in each
+tile. From these limits, `seen_in_tiles` knows at once of most tiles that the mask hides all scores, or none. It evaluates the mask for each score of
+the other tiles, as the kernels of attention do. `tiles_in_order` puts the tiles of each block in order. Tiles of which the mask hides some scores
+come first, and then the tiles of which it hides none. If the mask hides all scores of a tile, the tile is not in the list."""
 from __future__ import annotations
 import functools, math, operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_parts, span_of
+from attn.functions.symbols import KEY, QUERY, depends
 from attn.kernels.parts.grid.workgroup import by_name
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import OF_A_LIST, extent, list_length, over_keys, over_queries
-from attn.kernels.parts.program.counts import ceildiv, left_alone
+from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
+from attn.kernels.parts.weights.epilogue import OPTIMISED
+from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.ops.plain import plain
 from attn.problem import MOD_TENSORS, Problem, Shapes
+from attn.score.lifted import Lifted
 from attn.score.masks import first_seen, last_seen, seen_each
+from attn.score.places import Walk
 from attn.score.term import NATURAL, Fragment, Row
-from attn.tinygrad_compat import AxisType, KernelInfo, UOp, dtypes
+from attn.tinygrad_compat import AxisType, DType, Estimates, KernelInfo, UOp, dtypes
 from attn.values import cache_of_kernels
 
 THREADS_OF_A_LIST = 64
-OF_A_STEP = 4              # columns, or rows, of one iteration
-SEEN, HIDDEN = 1, 2       # bits of what a mask leaves of a row in a tile: some scores are seen, some are hidden. No bit: the row does not exist
+OF_A_STEP = 4              # columns of a row, or tiles, of one iteration
+OF_A_SIDE = 16             # rows of a block, or columns of a tile, of one iteration that looks for limits. 32 take as long, and 0.4 s more to compile
+SEEN, HIDDEN = 1, 2        # bits of what a mask leaves of a tile: some scores are seen, some are hidden
+NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class ListedBlocks:
@@ -56,98 +65,216 @@ class ListedBlocks:
 
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
   """Returns the kernels that make lists, in order, each with the (shape, dtype) of its tensors by name. A kernel writes its first tensor."""
-  in_rows, in_blocks = ((x.lists, x.tiles, x.rows), "uint8"), ((x.lists, x.tiles, x.blocks), "uint8")
+  in_tiles = (x.lists, x.blocks, x.tiles), "uint8"
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
-  return [(seen_in_rows(x), {"in_rows": in_rows, **read}), (seen_in_blocks(x), {"in_blocks": in_blocks, "in_rows": in_rows}),
-          (tiles_in_order(x), {"tile_list": (x.shape, "int32"), "in_blocks": in_blocks})]
+  found: list[tuple[Callable[..., UOp], Shapes]] = []
+  if (sides := Sides.of(x)).length:
+    limits = {"limits": ((x.lists, sides.length), "int32")}
+    found.append((limits_of_parts(x), {**limits, **read}))
+    read = {**limits, **read}
+  return [*found, (seen_in_tiles(x), {"in_tiles": in_tiles, **read}),
+          (tiles_in_order(x), {"tile_list": (x.shape, "int32"), "in_tiles": in_tiles})]
+
+# ***** items of work *****
 
 @dataclass(frozen=True)
 class Items:
-  """The items of work of a kernel that makes lists, such as one row of one tile. Each thread does one item."""
+  """The items of work of a kernel that makes lists. A thread does one item, such as a tile, or all threads of a workgroup do one together."""
   new: Allocator
   ranges: tuple[UOp, ...]
+  @property
+  def thread(self) -> UOp: return self.ranges[-1]
   @staticmethod
-  def of(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
-    """Makes the items: there are as many as the product of `sizes`. The last of the sizes is divided among threads. Returns the items, whether this
-    thread's item exists, and the item's numbers."""
-    new, last = Allocator(), sizes[-1]
-    outer = [new.range(n, AxisType.GLOBAL) for n in (*sizes[:-1], ceildiv(last, THREADS_OF_A_LIST))]
-    thread = new.range(THREADS_OF_A_LIST, AxisType.LOCAL)
-    index = outer[-1]*THREADS_OF_A_LIST + thread
-    return Items(new, (*outer, thread)), left_alone(index < last), [*outer[:-1], index.minimum(last - 1)]
-  def total(self, count:int, work:Callable[[UOp, UOp], UOp]) -> UOp:
-    """Returns the result of a loop of `count` iterations. `work` gets the result so far, first 0, and the number of the iteration. It returns a new
-    result."""
-    register = self.new.registers(1, dtypes.int)
-    begun = register.after(*self.ranges)[0].store(UOp.const(0, dtypes.int))
+  def of_workgroups(*sizes:int) -> tuple[Items, tuple[UOp, ...]]:
+    """Makes items that a workgroup does together: there are as many as the product of `sizes`. Returns the items, and the item's numbers."""
+    new = Allocator()
+    outer = tuple(new.range(n, AxisType.GLOBAL) for n in sizes)
+    return Items(new, (*outer, new.range(THREADS_OF_A_LIST, AxisType.LOCAL))), outer
+  @staticmethod
+  def of_threads(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
+    """Makes items that a thread does: there are as many as the product of `sizes`. The last of the sizes is divided among threads. Returns the items,
+    whether this thread's item exists, and the item's numbers."""
+    items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
+    index = outer[-1]*THREADS_OF_A_LIST + items.thread
+    return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
+  def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *after:UOp) -> list[UOp]:
+    """Returns the results of a loop of `count` iterations. `work` gets the results so far, first `begin`, and the number of the iteration. It returns
+    new results. The loop runs after the stores `after`."""
+    registers = [self.new.registers(1, x.dtype) for x in begin]
+    begun = [r.after(*self.ranges, *after)[0].store(x) for r, x in zip(registers, begin)]
     i = self.new.range(count, AxisType.LOOP)
-    now = register.after(begun, i)
-    return register.after(now[0].store(work(now[0].load(), i)).end(i))[0].load()
-  def kernel(self, name:str, stores:list[UOp]) -> UOp:
-    return UOp.group(*stores).end(*self.ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
+    now = [r.after(*begun, i) for r in registers]
+    end = UOp.group(*[r[0].store(x) for r, x in zip(now, work([r[0].load() for r in now], i))]).end(i)
+    return [r.after(end)[0].load() for r in registers]
+  def kernel(self, name:str, stores:list[UOp], operations:int) -> UOp:
+    """Returns the kernel. `operations` is about how many it has, at most: tinygrad cannot estimate loops whose length a kernel loads."""
+    info = KernelInfo(name, opts_to_apply=(), estimates=Estimates(ops=operations, lds=operations, mem=operations))
+    return UOp.group(*stores).end(*self.ranges).sink(arg=info, tag=OPTIMISED)
+
+def int32(n:int) -> UOp: return UOp.const(n, dtypes.int)
+
+# ***** limits of the parts of a mask *****
+
+LOW_END, HIGH_END = 0, 1
+
+@dataclass(frozen=True)
+class Side:
+  """The parts of a mask that depend on the rows of blocks, or those that depend on the columns of tiles.
+
+  begin: index of the first limit of this side among the limits of a list
+  count: number of blocks, or of tiles
+  size: rows of a block, or columns of a tile"""
+  parts: tuple[UOp, ...]
+  over: str
+  begin: int
+  count: int
+  size: int
+  def index(self, part:int, which:int, n:UOp) -> UOp:
+    """Returns the index of a limit of block or tile `n`, among the limits of a list. `which` is LOW_END or HIGH_END."""
+    return self.begin + (2*part + which)*self.count + n
+
+@dataclass(frozen=True)
+class Sides:
+  rows: Side
+  columns: Side
+  @staticmethod
+  def of(x:ListedBlocks) -> Sides:
+    mask = x.p.mask_mod
+    assert mask is not None
+    walked, other = (KEY, "queries") if x.over == "keys" else (QUERY, "keys")
+    parts = one_sided_parts(mask.value)
+    of_columns = tuple(u for u in parts if depends(u, walked))
+    rows = Side(tuple(u for u in parts if u not in of_columns), other, 0, x.blocks, x.block_m)
+    return Sides(rows, Side(of_columns, x.over, 2*len(rows.parts)*x.blocks, x.tiles, x.block_n))
+  @property
+  def length(self) -> int:
+    """Number of limits of a list."""
+    return self.columns.begin + 2*len(self.columns.parts)*self.columns.count
+
+def limit_of_all(dtype:DType, which:int) -> UOp:
+  """Returns the number that no value of a part is above (if `which` is HIGH_END) or below."""
+  if dtype == dtypes.float: return UOp.const(math.inf if which == HIGH_END else -math.inf, dtype)
+  return UOp.const(MOST_INT if which == HIGH_END else LEAST_INT, dtype)
+
+def widened(limits:list[UOp], value:UOp, there:UOp) -> list[UOp]:
+  """Returns the limits of values that include a further one. A NaN is included as -inf and inf."""
+  low, high = value, value
+  if value.dtype == dtypes.float: low, high = (value.ne(value).where(limit_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
+  return [(there & (low < limits[LOW_END])).where(low, limits[LOW_END]), (there & (limits[HIGH_END] < high)).where(high, limits[HIGH_END])]
+
+def walk_over(x:ListedBlocks, over:str, batch:UOp, given:Mapping[str, UOp]) -> Walk:
+  return (over_keys if over == "keys" else over_queries)(x.p, extent(x.p, batch, given))
 
 @cache_of_kernels
-def seen_in_rows(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that says for each row and tile whether some scores are seen and some are hidden. If several heads share a list, the kernel
-  says this of the scores of all these heads together."""
+def limits_of_parts(x:ListedBlocks) -> Callable[..., UOp]:
+  """Returns the kernel that finds the limits of the parts of a mask, in blocks of rows and in tiles of columns. If several heads share a list, the
+  limits are those of all these heads together."""
   def kernel(*args:UOp) -> UOp:
-    given = by_name(list_kernels(x)[0][1], args)
-    items, there, (number, tile, row) = Items.of(x.lists, x.tiles, x.rows)
-    batch, first_head = number//x.heads[0], number%x.heads[0]*x.heads[1]
-    sequence, width = extent(x.p, batch, given), math.gcd(x.block_n, OF_A_STEP)
-    walk = (over_keys if x.over == "keys" else over_queries)(x.p, sequence)
-    parts = x.block_n//width
-    def work(found:UOp, i:UOp) -> UOp:
-      part, of = tile*parts + i%parts, Row(batch, first_head + i//parts, row, there)
-      begin = part*width
-      first, last = first_seen(walk, row), last_seen(walk, row) - begin
-      first = None if first is None else first - begin
-      at = Fragment(x.p, given, of, of, walk, part, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, (first, last))
-      each = (seen_each(at) or [[UOp.const(True)]*width])[0]
-      seen = [c & (last >= n) & (UOp.const(True) if first is None else first <= n) for n, c in enumerate(each)]
-      bits = [c.where(UOp.const(SEEN, dtypes.int), UOp.const(HIDDEN, dtypes.int)) for c in seen]
-      return functools.reduce(operator.or_, bits, found)
-    found = items.total(parts*x.heads[1], work)
-    to = flat(given["in_rows"])[((number*x.tiles + tile)*x.rows + row).valid(there)]
-    return plain(items.kernel(f"attn_tiles_seen_{x.over}_{x.block_m}x{x.block_n}", [to.store(found.cast(dtypes.uchar))]), x.checked)
+    given, sides = by_name(list_kernels(x)[0][1], args), Sides.of(x)
+    items, _, (of_list, n) = Items.of_threads(x.lists, max(x.blocks, x.tiles))
+    batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
+    def stores(side:Side) -> list[UOp]:
+      walk, width, there = walk_over(x, side.over, batch, given), math.gcd(side.size, OF_A_SIDE), left_alone(n < side.count)
+      pieces, which = side.size//width, n.minimum(side.count - 1)
+      def work(now:list[UOp], i:UOp) -> list[UOp]:
+        piece, of = which*pieces + i%pieces, Row(batch, first_head + i//pieces, UOp.const(0), UOp.const(True))
+        at = Fragment(x.p, given, of, of, walk, piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, NOTHING_SEEN)
+        lifted = Lifted(at, "mask_mod")
+        for part, u in enumerate(side.parts):
+          pair = now[2*part:2*part + 2]
+          for column, value in enumerate(lifted.each(u)[0]):
+            pair = widened(pair, value.cast(ORDERED.get(u.dtype, dtypes.int)), piece*width + column < walk.count)
+          now[2*part:2*part + 2] = pair
+        return now
+      begin = [limit_of_all(ORDERED.get(u.dtype, dtypes.int), 1 - which) for u in side.parts for which in (LOW_END, HIGH_END)]
+      found = items.totals(pieces*x.heads[1], begin, work) if begin else []
+      at = [of_list*sides.length + side.index(part, which, n) for part in range(len(side.parts)) for which in (LOW_END, HIGH_END)]
+      return [flat(given["limits"])[place.valid(there)].store(limit.bitcast(dtypes.int)) for place, limit in zip(at, found)]
+    name, both = f"attn_tiles_limits_{x.over}_{x.block_m}x{x.block_n}", stores(sides.rows) + stores(sides.columns)
+    return plain(items.kernel(name, both, x.lists*x.heads[1]*(x.rows + x.columns)))
   return kernel
+
+# ***** what a mask leaves of a tile *****
 
 @cache_of_kernels
-def seen_in_blocks(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that joins what `seen_in_rows` says about the rows of each block."""
-  def kernel(in_blocks:UOp, in_rows:UOp) -> UOp:
-    items, there, (number, tile, block) = Items.of(x.lists, x.tiles, x.blocks)
-    width, line = math.gcd(x.block_m, OF_A_STEP), number*x.tiles + tile
-    def work(found:UOp, i:UOp) -> UOp:
-      rows = [(block*x.block_m + i*width + n).minimum(x.rows - 1) for n in range(width)]
-      return functools.reduce(operator.or_, [flat(in_rows)[line*x.rows + row].load().cast(dtypes.int) for row in rows], found)
-    found = items.total(x.block_m//width, work)
-    return items.kernel(f"attn_tiles_blocks_{x.block_m}", [flat(in_blocks)[(line*x.blocks + block).valid(there)].store(found.cast(dtypes.uchar))])
+def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
+  """Returns the kernel that says for each block and tile whether some scores are seen and some are hidden. If several heads share a list, the kernel
+  says this of the scores of all these heads together."""
+  mask, width = x.p.mask_mod, math.gcd(x.block_n, OF_A_STEP)
+  assert mask is not None
+  pieces = x.block_n//width
+  def kernel(*args:UOp) -> UOp:
+    given, sides = by_name(list_kernels(x)[-2][1], args), Sides.of(x)
+    items, (of_list, block, tile) = Items.of_workgroups(x.lists, x.blocks, x.tiles)
+    batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
+    walk = walk_over(x, x.over, batch, given)
+    def limits(u:UOp) -> Extremes:
+      """Returns the limits of a part of the mask, which `limits_of_parts` has found."""
+      side, n = (sides.rows, block) if u in sides.rows.parts else (sides.columns, tile)
+      to = ORDERED.get(u.dtype, dtypes.bool)
+      found = [flat(given["limits"])[of_list*sides.length + side.index(side.parts.index(u), which, n)].load() for which in (LOW_END, HIGH_END)]
+      return Extremes(*[y.ne(0) if to == dtypes.bool else y.bitcast(to) for y in found])
+    def interval(row:UOp) -> tuple[UOp, UOp]:
+      """Returns the first and the last column of the interval that a row sees, counted from the first column of the tile."""
+      first = first_seen(walk, row)
+      return (UOp.const(0) if first is None else first - tile*x.block_n), last_seen(walk, row) - tile*x.block_n
+    first_row, last_row = block*x.block_m, (block*x.block_m + x.block_m - 1).minimum(x.rows - 1)
+    (begin, first_end), (last_begin, end) = interval(first_row), interval(last_row)      # neither end decreases from one row to the next
+    always, possibly = span_of(mask.value, limits)
+    hidden = (begin >= x.block_n) | (end < 0) | possibly.logical_not()
+    seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
+    unsure = ops.uniform((hidden | seen).where(int32(0), int32(1)))
+    def work(now:list[UOp], i:UOp) -> list[UOp]:
+      """Looks at a few scores of a row."""
+      index = i*THREADS_OF_A_LIST + items.thread
+      row, piece, head = first_row + index%x.block_m, index//x.block_m%pieces, (first_head + index//x.block_m//pieces)
+      of = Row(batch, head.minimum(first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)
+      first, last = (n - piece*width for n in interval(of.index))
+      at = Fragment(x.p, given, of, of, walk, tile*pieces + piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, (first, last))
+      each = [c & (last >= n) & (first <= n) for n, c in enumerate((seen_each(at) or [[UOp.const(True)]*width])[0])]
+      bits = functools.reduce(operator.or_, [c.where(int32(SEEN), int32(HIDDEN)) for c in each])
+      return [now[0] | of.there.where(bits, int32(0))]
+    mine = items.totals(bounded(unsure, 0, 1)*ceildiv(x.block_m*pieces*x.heads[1], THREADS_OF_A_LIST), [int32(0)], work)[0]
+    shared = items.new.lds(THREADS_OF_A_LIST, dtypes.int)
+    stored = shared[items.thread].store(mine)
+    def joined(now:list[UOp], i:UOp) -> list[UOp]:
+      others = [shared.after(stored)[i*OF_A_STEP + n].load() for n in range(OF_A_STEP)]
+      return [functools.reduce(operator.or_, others, now[0])]
+    looked = items.totals(bounded(unsure, 0, 1)*(THREADS_OF_A_LIST//OF_A_STEP), [int32(0)], joined, stored)[0]
+    found = hidden.where(int32(HIDDEN), seen.where(int32(SEEN), looked))
+    to = flat(given["in_tiles"])[((of_list*x.blocks + block)*x.tiles + tile).valid(left_alone(items.thread.eq(0)))]
+    name, pairs = f"attn_tiles_seen_{x.over}_{x.block_m}x{x.block_n}", x.lists*x.heads[1]*x.rows*x.columns
+    return plain(items.kernel(name, [to.store(found.cast(dtypes.uchar))], pairs), x.checked)
   return kernel
 
-def below_group(n:int, group:UOp, tile:UOp) -> UOp: return group < n
+# ***** the order of tiles *****
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
   """Returns the kernel that puts the tiles of each block in order. The place of a tile is the number of tiles that come before it; one thread for
   each tile counts them. Tiles that are not in the list come last, and their places hold the number of all tiles."""
-  def kernel(tile_list:UOp, in_blocks:UOp) -> UOp:
-    items, there, (number, block, tile) = Items.of(x.lists, x.blocks, x.tiles)
+  def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
+    items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
+    line = (of_list*x.blocks + block)*x.tiles
     def group(t:UOp) -> UOp:
       """Returns 0 for a tile of which the mask hides some scores, 1 for a tile of which it hides none, and 2 for a tile of which it hides all."""
-      bits = flat(in_blocks)[(number*x.tiles + t)*x.blocks + block].load()
-      return bits.eq(SEEN | HIDDEN).where(UOp.const(0, dtypes.int), bits.eq(SEEN).where(UOp.const(1, dtypes.int), UOp.const(2, dtypes.int)))
-    mine, one = group(tile), UOp.const(1, dtypes.int)
-    def count(condition:Callable[[UOp, UOp], UOp]) -> UOp:
-      """Returns the number of tiles for which `condition`, a function of the tile's group and number, is true."""
-      return items.total(x.tiles, lambda n, t: n + condition(group(t), t).where(one, one*0))
-    before = count(lambda other, t: (other < mine) | (other.eq(mine) & (t < tile)))
-    partly, seen = (count(functools.partial(below_group, n)) for n in (1, 2))
-    to, begin, once = flat(tile_list), (number*x.blocks + block)*list_length(x.tiles), there & tile.eq(0)
+      bits = flat(in_tiles)[line + t].load()
+      return bits.eq(SEEN | HIDDEN).where(int32(0), bits.eq(SEEN).where(int32(1), int32(2)))
+    mine = group(tile)
+    def work(now:list[UOp], i:UOp) -> list[UOp]:
+      """Counts the tiles that come before this tile, those of which some scores are hidden, and those that are in the list."""
+      for n in range(OF_A_STEP):
+        t = i*OF_A_STEP + n
+        other = (t < x.tiles).where(group(t.minimum(x.tiles - 1)), int32(3))
+        conditions = (other < mine) | (other.eq(mine) & (t < tile)), other < 1, other < 2
+        now = [count + c.where(int32(1), int32(0)) for count, c in zip(now, conditions)]
+      return now
+    before, partly, seen = items.totals(ceildiv(x.tiles, OF_A_STEP), [int32(0)]*3, work)
+    to, begin, once = flat(tile_list), (of_list*x.blocks + block)*list_length(x.tiles), there & tile.eq(0)
     place = before.cast(dtypes.weakint).maximum(0).minimum(x.tiles - 1)
-    last = UOp.const(x.tiles, dtypes.int)
+    last = int32(x.tiles)
     stores = [to[(begin + OF_A_LIST + place).valid(there)].store((mine < 2).where(tile.cast(dtypes.int), last)),
               to[(begin + OF_A_LIST + x.tiles).valid(once)].store(last),
               *[to[(begin + i).valid(once)].store(n) for i, n in enumerate((partly, seen))]]
-    return items.kernel(f"attn_tiles_listed_{x.over}_{x.tiles}", stores)
+    return items.kernel(f"attn_tiles_listed_{x.over}_{x.tiles}", stores, x.lists*x.blocks*x.tiles*x.tiles)
   return kernel

@@ -1,12 +1,13 @@
 """Compares score_mod and mask_mod with PyTorch's compiled flex_attention on the same NVIDIA GPU, in one process and on the same inputs, forward and
 backward. Where attn has a built-in option that computes the same, it takes part as well.
 
-  DEV=CUDA python -m attn.measure.functions [WORD ...]     prints the rows whose name is one of the words
+  DEV=CUDA [CSV=functions.csv] python -m attn.measure.functions [NAME ...]     prints all rows, or the rows with these names, and writes them to a CSV
 
 Times are device times measured by events. Each is a median over rounds; in a round every peer runs in turn. Backward is dq, dk and dv from the
-outputs of forward. PyTorch's block mask is made before; its time, and the seconds of first calls, are in columns of their own."""
+outputs of forward. PyTorch's block mask is made before; its time, and the seconds of first calls, are in columns of their own. attn makes its lists
+of tiles in each call if the mask reads a tensor, and these times include it."""
 from __future__ import annotations
-import sys, time
+import csv, os, sys, time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ Tensors = dict[str, Any]     # PyTorch's tensors that functions read, by name
 @dataclass(frozen=True)
 class FunctionRow:
   """One row of the table of measurements: the score_mod and mask_mod, written for attn and for PyTorch, the tensors that they read, and the options
-  of attn that compute the same without functions."""
+  of attn that compute the same without functions. `packed`: they are packed sequences, with q, k and v of the layout thd."""
   name: str
   mask_mod: Callable[..., UOp]
   torch_mask: Callable[[Tensors], Callable[..., Any]]
@@ -37,6 +38,7 @@ class FunctionRow:
   torch_score: Callable[[Tensors], Callable[..., Any]]|None = None
   tensors: tuple[str, ...] = ()
   built_in: dict[str, Any] = field(default_factory=dict)
+  packed: bool = False
 
 def not_after(b:Any, h:Any, i:Any, j:Any, *tensors:Any) -> Any: return i >= j
 def of_causal(t:Tensors) -> Callable[..., Any]: return not_after
@@ -58,7 +60,8 @@ FUNCTION_ROWS = (
   FunctionRow("causal", not_after, of_causal, built_in={"causal": True}),
   FunctionRow("window", near, lambda t: near, built_in={"window": (NEAR - 1, 0)}),
   FunctionRow("prefix", prefix_or_before, lambda t: prefix_or_before),
-  FunctionRow("documents", lambda b, h, i, j, n: n[i] == n[j], torch_documents, tensors=("documents",)),
+  FunctionRow("documents", lambda b, h, i, j, n: n[i] == n[j], torch_documents, tensors=("documents",),
+              built_in={"cu_seqlens_q": "starts", "cu_seqlens_k": "starts", "max_seqlen_q": DOCUMENT, "max_seqlen_k": DOCUMENT}, packed=True),
   FunctionRow("dilated", dilated, lambda t: dilated),
   FunctionRow("neighbours", neighbours, lambda t: neighbours),
   FunctionRow("sinks and window", first_or_near, lambda t: first_or_near),
@@ -71,7 +74,9 @@ def tensors_of_functions() -> Tensors:
   import torch
   generator = torch.Generator("cuda").manual_seed(1)
   return {"table": torch.randn(HEADS, 2*ROWS_OF_ALL, device="cuda", generator=generator),
-          "documents": (torch.arange(ROWS_OF_ALL, device="cuda")//DOCUMENT).int(), "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
+          "documents": (torch.arange(ROWS_OF_ALL, device="cuda")//DOCUMENT).int(),
+          "starts": torch.arange(0, ROWS_OF_ALL + 1, DOCUMENT, device="cuda").int(),
+          "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
 
 def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
   """Returns the seconds of one call of `run`, with everything that it starts on the device. `wait` waits for the device in the CUDA context of
@@ -96,6 +101,10 @@ def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[
     first["backward"] = seconds_of(lambda: Tensor.realize(*o.gradient(q, k, v, gradient=do)), wait)
     timers = {"forward": graph_timer(attention(q, k, v, **options)), "backward": graph_timer(*o.gradient(q, k, v, gradient=do))}
   return timers, o, first
+
+def in_thd(x:Tensor) -> Tensor:
+  """Returns a tensor (1, H, S, D) in the layout thd."""
+  return x[0].permute(1, 0, 2).contiguous().realize()
 
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
   """Measures one row of the table. Returns its figures: milliseconds of attn and of PyTorch, and how far their outputs differ."""
@@ -126,7 +135,10 @@ def compare_functions(row:FunctionRow) -> dict[str, Any]:
     timers = {f"{OURS} {way}": timer for way, timer in ours.items()} | {f"{FLEX} {way}": theirs(timer) for way, timer in theirs_timers.items()}
     if row.built_in:
       same = {name: tensors[x] if isinstance(x, str) else x for name, x in row.built_in.items()}
-      timers |= {f"{BUILT_IN} {way}": timer for way, timer in our_timers(ours_inputs, **same)[0].items()}
+      if row.packed: same["layout"], ours_inputs = "thd", [in_thd(x) for x in ours_inputs]
+      built_in, _, first_built_in = our_timers(ours_inputs, **same)
+      timers |= {f"{BUILT_IN} {way}": timer for way, timer in built_in.items()}
+      our_first |= {f"{BUILT_IN} {way}": seconds for way, seconds in first_built_in.items()}
     times = in_turn(timers)
     apart = float(np.abs(out.float().numpy() - expected).max())
   found: dict[str, Any] = {"row": row.name} | {f"ms {name}": 1e3*seconds for name, seconds in times.items()}
@@ -134,12 +146,18 @@ def compare_functions(row:FunctionRow) -> dict[str, Any]:
   found |= {f"first s {way}": seconds for way, seconds in our_first.items()} | {f"first s {FLEX} {way}": seconds for way, seconds in first.items()}
   return found | {"ms block mask": 1e3*of_mask, "apart": apart}
 
-def main(words:list[str]) -> None:
+def main(names:list[str], path:str) -> None:
+  rows: list[dict[str, Any]] = []
   for row in FUNCTION_ROWS:
-    if words and row.name not in words: continue
-    found = compare_functions(row)
-    print("  ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in found.items()), flush=True)
+    if names and row.name not in names: continue
+    rows.append({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in compare_functions(row).items()})
+    print("  ".join(f"{name} {x}" for name, x in rows[-1].items()), flush=True)
+    if not path: continue
+    with open(path, "w", newline="") as file:
+      writer = csv.DictWriter(file, list(dict.fromkeys(name for x in rows for name in x)))
+      writer.writeheader()
+      writer.writerows(rows)
 
 if __name__ == "__main__":
   need("python -m attn.measure.functions", "torch", device="CUDA")
-  main(sys.argv[1:])
+  main(sys.argv[1:], os.environ.get("CSV", ""))

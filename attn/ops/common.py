@@ -75,7 +75,7 @@ def _absolute(c:Any, x:Value) -> Value: return c.abs(x)
 @compound("as_float", inline=True)
 def _as_float(c:Any, x:Value) -> Value: return c.as_float(x)
 
-def fma(x:UOp, y:float, z:UOp) -> UOp: return emit("fma", z.dtype, x, UOp.const(y, dtypes.float), z)
+def fma(x:UOp, y:UOp|float, z:UOp) -> UOp: return emit("fma", z.dtype, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float), z)
 def exp2(x:UOp) -> UOp: return emit("exp2", x.dtype, x)
 def log2(x:UOp) -> UOp: return emit("log2", x.dtype, x)
 def rcp(x:UOp) -> UOp: return emit("rcp", x.dtype, x)

@@ -12,9 +12,10 @@ A constant that multiplies the result, such as log2(e) for scores in base 2, is 
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from attn.functions.indices import linear_in
 from attn.functions.symbols import BATCH, FAR, QUERY_HEAD, KEY, QUERY, SCORE, elements_of, indices_of, is_element, number_of_tensor, tensor_of
+from attn.functions.trace import MODERATE
 from attn.ops import common as ops
 from attn.ops.operation import integer
 from attn.score.term import Fragment
@@ -30,6 +31,12 @@ class Evaluated:
   same: UOp|None = None
   each: Elementwise|None = None
   vectors: list[UOp]|None = None
+
+class Line(NamedTuple):
+  """Numbers that grow evenly from column to column: (start + step*column)*weight, with columns counted from the lane's first column."""
+  start: UOp
+  step: int
+  weight: UOp
 
 IN_DWORDS = ("float16", "bfloat16", "float32", "int32", "uint32")     # dtypes whose elements a buffer load returns as dwords
 EXACT = 2**24     # whole numbers up to this are exact in fp32
@@ -73,8 +80,7 @@ class Lifted:
     if all(x.same is not None for x in parts): return Evaluated(same=u.replace(src=tuple(x.same for x in parts if x.same is not None)))
     if u.op is Ops.CAST and u.dtype == dtypes.float and is_element(u.src[0]) and parts[0].each is not None:      # 16-bit floats are loaded as fp32
       return Evaluated(vectors=[ops.build(*map(as_fp32, x)) for x in parts[0].each])
-    if u.op is Ops.CAST and u.dtype == dtypes.float and (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step):
-      return Evaluated(vectors=self.numbers_from(self.at_first(u.src[0]), step))
+    if (step := self.step(u)) is not None: return Evaluated(vectors=self.numbers_from(self.at_first(u.src[0]), step))
     if u.op is Ops.MUL and u.dtype == dtypes.float and (found := constant_factor(u)) is not None: return Evaluated(vectors=self.scaled(*found))
     if is_magnitude(u): return Evaluated(vectors=[ops.absolute(x) for x in self.vectors(u.src[0])])
     if u.dtype == dtypes.float and u.op in OF_VECTORS: return Evaluated(vectors=OF_VECTORS[u.op](*[self.vectors(s) for s in u.src]))
@@ -100,6 +106,11 @@ class Lifted:
   def column(self, vector:int, i:int) -> int:
     """Returns the column of element `i` of a vector, counted from the first column of which the lane holds scores."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
+  def step(self, u:UOp) -> int|None:
+    """Returns by how much a UOp grows from column to column if it is a whole number, converted to fp32, that grows evenly and that fp32 holds
+    exactly."""
+    if u.op is not Ops.CAST or u.dtype != dtypes.float or not dtypes.is_int(u.src[0].dtype): return None
+    return step if (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step) else None
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
     """Returns first + step*column for each element, as fp32 vectors. All vectors use the same few constants."""
     steps = [UOp.const(float(step*self.column(0, i)), dtypes.float) for i in range(self.lengths[0])]
@@ -109,6 +120,31 @@ class Lifted:
       if size <= 2: return ops.build(*[moved(self.column(n, i)) for i in range(size)])
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
+  def line(self, u:UOp, k:float) -> Line|None:
+    """Returns k times a UOp as numbers on a line, or None unless the UOp is a product of such numbers and of factors that are equal for all
+    columns. Elements of tensors are assumed to be moderate, as in `may_be_huge`."""
+    if not abs(k) <= MODERATE: return None
+    if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
+    if u.op is not Ops.MUL: return None
+    if (found := constant_factor(u)) is not None: return self.line(found[0], found[1]*k)
+    for x, y in (u.src, u.src[::-1]):
+      if (same := self.part(x).same) is not None and (line := self.line(y, k)) is not None:
+        return line._replace(weight=ops.mul(as_fp32(same), line.weight))
+    return None
+  def plus_line(self, x:UOp, line:Line, k:float) -> list[UOp]:
+    """Returns k times a UOp of a float dtype, plus numbers on a line. Each element takes an operation for its column and an operation for the
+    others, which the factor k of a score shares."""
+    def at(n:int) -> UOp:
+      """Returns the number on the line at the first column of a vector."""
+      start = ops.add(line.start, UOp.const(float(line.step*n*self.at.apart), dtypes.float)) if max(self.lengths) > 2 else line.start
+      return ops.mul(start, line.weight)
+    firsts = [ops.splat(at(n), size) for n, size in enumerate(self.lengths)]
+    if x is SCORE and self.raw is not None: begun = [ops.fma(raw, self.factor*k, first) for raw, first in zip(self.raw, firsts)]
+    else: begun = [ops.add(y, first) for y, first in zip(self.scaled(x, k), firsts)]
+    def steps(n:int, size:int) -> UOp:
+      of = 0 if max(self.lengths) > 2 else n
+      return ops.build(*[UOp.const(float(line.step*self.column(of, i)), dtypes.float) for i in range(size)])
+    return [ops.fma(steps(n, size), line.weight, y) for (n, size), y in zip(enumerate(self.lengths), begun)]
   def at_first(self, u:UOp) -> UOp:
     """Returns the value that an int expression has at the first column of which the lane holds scores."""
     return u.substitute({**self.symbols, self.walked: self.first})
@@ -170,6 +206,8 @@ class Lifted:
         if (same := self.parts[x].same) is not None: return [ops.mul(v, ops.mul(as_fp32(same), k)) for v in self.vectors(y)]
     if u.op is Ops.WHERE: return [ops.select_each(*of) for of in zip(self.each(u.src[0]), *[self.scaled(s, k) for s in u.src[1:]])]
     if u.op is Ops.ADD:
+      for x, y in (u.src, u.src[::-1]):
+        if (line := self.line(y, k)) is not None: return self.plus_line(x, line, k)
       x, y = u.src if takes_factor(u.src[1]) else u.src[::-1]
       if takes_factor(x): return [ops.add(a, b) for a, b in zip(self.scaled(x, k), self.scaled(y, k))]
       return [ops.fma(a, k, b) for a, b in zip(self.vectors(x), self.scaled(y, k))]

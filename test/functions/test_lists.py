@@ -79,6 +79,57 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
     own = left[b:b + 1 if batches > 1 else None, h*heads[1]:(h + 1)*heads[1] if heads[0] > 1 else None, block*64:(block + 1)*64]
     assert got[b, h, block].tolist() == expected_list(own, 32, x.tiles), (b, h, block)
 
+@dataclass(frozen=True)
+class TensorCase:
+  """A mask that reads tensors, as UOps and as numpy computes it. `tensors` makes them for (query rows, keys)."""
+  mask: Callable[..., Any]
+  of_numbers: Callable[..., Any]
+  tensors: Callable[[int, int], tuple[np.ndarray, ...]]
+
+def ids(n:int, least:int=-4, most:int=5, seed:int=3) -> np.ndarray: return np.random.default_rng(seed).integers(least, most, n).astype(np.int32)
+def with_nan(n:int) -> np.ndarray: return np.where(np.arange(n) % 70 == 69, np.nan, np.arange(n)//64).astype(np.float32)
+def by_rows(mask:Callable[..., Any], rows:int, keys:int) -> Callable[..., Any]:
+  """Returns a mask that gets the number of a query's row in place of its place."""
+  return lambda b, h, i, j, *t: mask(b, h, i + (rows - keys), j, *t)
+
+TENSOR_CASES = {
+  "sorted": TensorCase(lambda b, h, i, j, q, k: q[i].eq(k[j]), lambda b, h, i, j, q, k: q[i] == k[j],
+                       lambda rows, keys: (np.sort(ids(rows)), np.sort(ids(keys, seed=4)))),
+  "random": TensorCase(lambda b, h, i, j, q, k: q[i].eq(k[j]), lambda b, h, i, j, q, k: q[i] == k[j],
+                       lambda rows, keys: (ids(rows, 0, 1000), ids(keys, 0, 1000, 4))),
+  "aligned": TensorCase(lambda b, h, i, j, q, k: q[i].eq(k[j]) & (i + 40 >= j), lambda b, h, i, j, q, k: (q[i] == k[j]) & (i + 40 >= j),
+                        lambda rows, keys: ((np.arange(rows)//64).astype(np.int32) - 2, (np.arange(keys)//64).astype(np.int32) - 2)),
+  "NaN": TensorCase(lambda b, h, i, j, q, k: (q[i] < k[j]).logical_not() & (i - j < 98),
+                    lambda b, h, i, j, q, k: ~(q[i] < k[j]) & (i - j < 98),
+                    lambda rows, keys: (with_nan(rows), with_nan(keys))),
+  "extremes": TensorCase(lambda b, h, i, j, q, k: q[i] < k[j], lambda b, h, i, j, q, k: q[i] < k[j],
+                         lambda rows, keys: (np.where(np.arange(rows) < 100, 2**31 - 1, -2**31).astype(np.int32),
+                                             np.where(np.arange(keys) < 100, 2**31 - 1, -2**31 + np.arange(keys)//150).astype(np.int32))),
+  "flags of heads": TensorCase(lambda b, h, i, j, f, k: f[h, j] & ((i//64).eq(k[j]) | f[h, 0]),
+                               lambda b, h, i, j, f, k: f[h, j] & ((i//64 == k[j]) | f[h, 0]),
+                               lambda rows, keys: (ids(4*keys, 0, 9).reshape(4, keys) > 0, (np.arange(keys)//64).astype(np.uint8)))}
+
+@pytest.mark.parametrize("over", ["keys", "queries"])
+@pytest.mark.parametrize("rows, keys", [(170, 300), (300, 170)])
+@pytest.mark.parametrize("name", TENSOR_CASES)
+def test_lists_of_masks_that_read_tensors(name:str, rows:int, keys:int, over:str) -> None:
+  """Checks lists of masks that read tensors by the row of the query and by the key, whatever the tensors hold."""
+  case = TENSOR_CASES[name]
+  arrays = case.tensors(rows, keys)
+  extras = {f"mod_tensor{n}": x for n, x in enumerate(arrays)}
+  traced = functions_of(None, by_rows(case.mask, rows, keys), tuple((x.shape, x.dtype.name) for x in arrays))
+  p = problem(B=1, H=4, Hkv=2, Sq=rows, Sk=keys, extras=extras, **traced)
+  of_heads = ((4, 1) if over == "keys" else (2, 2)) if depends(p.mask_mod.value, QUERY_HEAD) else (1, 1)
+  x = ListedBlocks(p, over, 64, 32, 1, of_heads, True)
+  with emulated("gfx942"):
+    got = tile_lists(x, "EMU::gfx942", {name: Tensor(t, device="EMU::gfx942") for name, t in extras.items()}).numpy()
+  with np.errstate(over="ignore"): left = case.of_numbers(0, *np.ogrid[:4, :rows, :keys], *arrays)
+  left = np.broadcast_to(left, (4, rows, keys))
+  if over == "queries": left = left.swapaxes(-1, -2)
+  for h, block in np.ndindex(*got.shape[1:3]):
+    own = left[h*of_heads[1]:(h + 1)*of_heads[1] if of_heads[0] > 1 else None, block*64:(block + 1)*64]
+    assert got[0, h, block].tolist() == expected_list(own, 32, x.tiles), (h, block)
+
 # ***** attention over them *****
 
 def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray) -> list[np.ndarray]:

@@ -1,0 +1,147 @@
+"""Spans: what values a traced mask can take on a tile of queries and keys, from the lowest and the highest value of its parts.
+
+A part of a mask is an expression that depends on the query or on the key, but not on both, such as the number of a query's document. A kernel
+computes a part once for each row and each column of a tile, and takes the lowest and the highest of the values. From the spans of the parts follow
+the spans of the comparisons that join a query and a key. If a mask's span has one value, the mask is the same on the whole tile: it hides all
+scores, or it hides none."""
+from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+from attn.functions.symbols import KEY, QUERY, depends
+from attn.tinygrad_compat import Ops, UOp, dtypes
+
+FALSE, TRUE = UOp.const(False, dtypes.bool), UOp.const(True, dtypes.bool)
+LEAST_INT, MOST_INT = -2**31, 2**31 - 1
+ORDERED = {dtypes.int: dtypes.int, dtypes.short: dtypes.int, dtypes.ushort: dtypes.int, dtypes.char: dtypes.int, dtypes.uchar: dtypes.int,
+           dtypes.float: dtypes.float, dtypes.half: dtypes.float, dtypes.bfloat16: dtypes.float}   # dtypes of parts -> dtypes that hold their values
+FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # these round nothing
+
+class Extremes(NamedTuple):
+  """Lowest and highest value on a tile, as UOps. A condition is never true if its highest value is false, and always true if its lowest value is
+  true."""
+  low: UOp
+  high: UOp
+
+@dataclass(frozen=True)
+class MaskSpan:
+  """Extremes of the values of an expression. `least` and `most` are limits that hold in every problem, as Python integers; a condition or a float has
+  none."""
+  limits: Extremes
+  least: int = 0
+  most: int = 0
+  @property
+  def low(self) -> UOp: return self.limits.low
+  @property
+  def high(self) -> UOp: return self.limits.high
+
+EITHER_VALUE = MaskSpan(Extremes(FALSE, TRUE))      # a condition that may have either value
+
+def smaller_of(x:UOp, y:UOp) -> UOp: return (x < y).where(x, y)
+def larger_of(x:UOp, y:UOp) -> UOp: return (x < y).where(y, x)
+
+def is_part(u:UOp) -> bool:
+  """Returns whether an expression depends on the query alone, on the key alone, or on neither."""
+  return not (depends(u, QUERY) and depends(u, KEY))
+
+class MaskSpans:
+  """Computes the spans of the expressions in a traced mask. `limits_of` returns the limits of a part. The limits of a part of dtype bool are
+  conditions; those of other parts are numbers of the dtype that `ORDERED` names. A float part that contains a NaN has the limits -inf and inf: each
+  comparison with it is then undecided, or is decided as a comparison with NaN is."""
+  def __init__(self, limits_of:Callable[[UOp], Extremes]) -> None:
+    self.limits_of, self.found = limits_of, dict[UOp, MaskSpan|None]()
+
+  def of(self, u:UOp) -> MaskSpan|None:
+    """Returns the span of an expression, or None if a number's span is not known. A condition always has a span."""
+    if u not in self.found:
+      found = self._part(u) if is_part(u) else self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
+      self.found[u] = EITHER_VALUE if found is None and u.dtype == dtypes.bool else found
+    return self.found[u]
+  def condition(self, u:UOp) -> MaskSpan:
+    found = self.of(u)
+    assert found is not None
+    return found
+
+  def _part(self, u:UOp) -> MaskSpan|None:
+    if u.op is Ops.CONST and u.dtype != dtypes.bool and u.dtype not in ORDERED and isinstance(u.val, int):
+      return MaskSpan(Extremes(u, u), int(u.val), int(u.val)) if LEAST_INT <= u.val <= MOST_INT else None
+    if u.dtype == dtypes.bool: return MaskSpan(Extremes(u, u) if u.op is Ops.CONST else self.limits_of(u))
+    if u.dtype not in ORDERED: return None
+    x = u.cast(ORDERED[u.dtype])
+    if x.dtype == dtypes.float and any(y.op not in FLOAT_OPS for y in u.toposort() if y._shape == () and dtypes.is_float(y.dtype)): return None
+    limits = Extremes(x, x) if u.op is Ops.CONST else self.limits_of(u)
+    return MaskSpan(limits) if x.dtype == dtypes.float else MaskSpan(limits, *_within_int(u))
+
+  def _condition(self, u:UOp) -> MaskSpan|None:
+    if u.op is Ops.WHERE: return self._chosen(u)
+    if len(u.src) != 2: return None
+    if all(s.dtype == dtypes.bool for s in u.src):
+      x, y = (self.condition(s) for s in u.src)
+      same = MaskSpan(Extremes((x.low & y.low) | (x.high | y.high).logical_not(), (x.high & y.high) | (x.low | y.low).logical_not()))
+      match u.op:
+        case Ops.AND | Ops.MUL: return MaskSpan(Extremes(x.low & y.low, x.high & y.high))
+        case Ops.OR | Ops.ADD | Ops.MAX: return MaskSpan(Extremes(x.low | y.low, x.high | y.high))
+        case Ops.XOR | Ops.CMPNE: return _negated(same)
+        case Ops.CMPEQ: return same
+      return None
+    one, two = (self.of(s) for s in u.src)
+    if one is None or two is None: return None
+    equal = MaskSpan(Extremes(one.low.eq(one.high) & two.low.eq(two.high) & one.low.eq(two.low),
+                        ((one.high < two.low) | (two.high < one.low)).logical_not()))
+    match u.op:
+      case Ops.CMPLT: return MaskSpan(Extremes(one.high < two.low, one.low < two.high))
+      case Ops.CMPNE: return _negated(equal)
+      case Ops.CMPEQ: return equal
+    return None
+
+  def _integer(self, u:UOp) -> MaskSpan|None:
+    """Returns the span of an int32 that depends on a query and a key, or None if no rule gives it, or if the number may overflow."""
+    if u.dtype != dtypes.int: return None
+    if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool:
+      return MaskSpan(Extremes(*[n.cast(u.dtype) for n in self.condition(u.src[0]).limits]), 0, 1)
+    if u.op is Ops.WHERE: return self._chosen(u)
+    if len(u.src) != 2 or any(s.dtype == dtypes.bool for s in u.src): return None
+    x, y = (self.of(s) for s in u.src)
+    if x is None or y is None: return None
+    if u.op is Ops.MUL and x.least == x.most: x, y = y, x
+    match u.op:
+      case Ops.ADD: return _in_int(Extremes(x.low + y.low, x.high + y.high), x.least + y.least, x.most + y.most)
+      case Ops.MAX: return MaskSpan(Extremes(larger_of(x.low, y.low), larger_of(x.high, y.high)), max(x.least, y.least), max(x.most, y.most))
+      case Ops.MUL if y.least == y.most:
+        ends = (x.least*y.least, x.most*y.least)
+        times = Extremes(x.low*y.low, x.high*y.low)
+        return _in_int(times if y.least >= 0 else Extremes(*times[::-1]), min(ends), max(ends))
+      case Ops.FLOORDIV if y.least == y.most > 0: return MaskSpan(Extremes(x.low//y.low, x.high//y.low), x.least//y.least, x.most//y.least)
+    return None
+
+  def _chosen(self, u:UOp) -> MaskSpan|None:
+    """Returns the span of a value that a condition chooses from two."""
+    c, yes, no = self.condition(u.src[0]), self.of(u.src[1]), self.of(u.src[2])
+    if yes is None or no is None: return None
+    if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)
+    else: either = Extremes(smaller_of(yes.low, no.low), larger_of(yes.high, no.high))
+    limits = Extremes(*(c.low.where(a, c.high.where(b, n)) for a, b, n in zip(yes.limits, either, no.limits)))
+    return MaskSpan(limits, min(yes.least, no.least), max(yes.most, no.most))
+
+def _negated(x:MaskSpan) -> MaskSpan: return MaskSpan(Extremes(x.high.logical_not(), x.low.logical_not()))
+
+def _within_int(u:UOp) -> tuple[int, int]:
+  """Returns the limits of an integer part that hold in every problem. If a number in the expression may overflow, it can have any value of int32."""
+  inside = all(x.vmin >= LEAST_INT and x.vmax <= MOST_INT for x in u.toposort() if dtypes.is_int(x.dtype))
+  return (int(u.vmin), int(u.vmax)) if inside else (LEAST_INT, MOST_INT)
+
+def _in_int(limits:Extremes, least:int, most:int) -> MaskSpan|None:
+  return MaskSpan(limits, least, most) if least >= LEAST_INT and most <= MOST_INT else None
+
+def one_sided_parts(mask:UOp) -> list[UOp]:
+  """Returns the parts of a mask whose limits its span needs."""
+  found = dict[UOp, None]()
+  def taken(u:UOp) -> Extremes:
+    found[u] = None
+    return Extremes(FALSE, TRUE) if u.dtype == dtypes.bool else Extremes(*(UOp.const(n, ORDERED[u.dtype]) for n in (0, 1)))
+  MaskSpans(taken).of(mask)
+  return list(found)
+
+def span_of(mask:UOp, limits_of:Callable[[UOp], Extremes]) -> Extremes:
+  """Returns the limits of a mask on a tile, given those of its parts: whether the mask leaves all scores visible, and whether it may leave some."""
+  return MaskSpans(limits_of).condition(mask).limits
