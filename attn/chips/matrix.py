@@ -38,7 +38,7 @@ class Matrix:
   banks: int = 32    # number of LDS banks from which its operands are read
 
   def call(self, a:str, b:str, c:str) -> str:
-    """Returns the text of the instruction, made from the texts of its operands."""
+    """Returns the C text that calls the instruction, given the texts of its operands A, B and C."""
     return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size             # elements of a unit
@@ -46,8 +46,8 @@ class Matrix:
   def operand_words(self) -> int: return self.operand*self.size//4
   @property
   def span(self) -> int:
-    """Smallest number of elements that a product may sum over. A product sums over a multiple of it, so that each lane holds whole 16-byte units and
-    the instruction has whole operands."""
+    """Smallest number of elements that a product may sum over. Every sum must be a multiple of it: then each lane holds whole 16-byte units, and the
+    instruction gets whole operands."""
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
@@ -58,8 +58,8 @@ class Matrix:
   def groups(self) -> int: return self.wave // self.N             # number of lane groups
   @property
   def group_steps(self) -> tuple[int, ...]:
-    """Distances, in lanes, at which lane groups exchange values in pairs. The kernels use one distance after another. After the last exchange every
-    lane group has values from all groups."""
+    """Distances, in lanes, for an exchange between all lane groups. In one step each lane exchanges a value with the lane at one of these distances.
+    After all steps, every lane group has values from all groups."""
     return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property
   def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
@@ -92,10 +92,10 @@ class LaneSums:
   operand_words: int = 2
   arguments: str = "{a}, {b}, {c}, 0, 0, 0"
   def call(self, a:str, b:str, c:str) -> str:
-    """Returns the text of the instruction, made from the texts of its operands."""
+    """Returns the C text that calls the instruction, given the texts of its operands A, B and C."""
     return f"__builtin_amdgcn_{self.name}({self.arguments.format(a=a, b=b, c=c)})"
   def with_ones(self, p:Any, ones:Any) -> tuple[Any, Any]:
-    """Returns the operands (A, B) with which the instruction sums P of each lane."""
+    """Returns the operands (A, B) with which the instruction sums P of each lane: a matrix of ones, and P."""
     return ones, p
 
 # ***** NVIDIA *****
@@ -150,7 +150,8 @@ class Mma:
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Rounds `length`, the number of elements that a product sums over, up to whole operands and to whole 16-byte units of every lane group."""
+  """Rounds the length of a sum up to one that the instruction can compute (a multiple of `span`). `length` is the number of elements that a product
+  sums over."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:

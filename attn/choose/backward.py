@@ -43,13 +43,13 @@ def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[
   """Returns the kernel for dk, dv and the sums of dQ that uses the tile `tile`."""
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the kernel that computes dq from the sums of dQ: it multiplies them by softmax_scale and rounds them. It runs after the kernel of
-  `all_of` with the tile `tile`, which adds to these sums."""
+  """Returns the kernel that computes dq from the sums of dQ: it multiplies them by softmax_scale and rounds them. It runs after the kernel that
+  `all_of` returns for `tile`, which adds to these sums."""
   return kernels_at_once(tile).finish(p, arch)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
-  """Returns the tile of the kernel that computes dq, dk and dv at once, or the reason why two kernels compute them, or None if the matrix unit has no
-  such kernel. Requires that the backward kernels can compute the gradient of `p`."""
+  """Returns the tile of the kernel that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason. Returns None if the
+  matrix unit has no such kernel. Requires that the backward kernels can compute the gradient of `p`."""
   found = GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].at_once
   return None if found is None else found.tile(p, arch)
 
@@ -136,9 +136,9 @@ class Parts:
   sums: tuple[int, ...] = ()
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """Chooses into how many parts each backward kernel divides its sums, by the model of `splits.split_heuristic`. Sums are divided if a kernel has too
-  few workgroups for all compute units. Each workgroup then writes its part of the sums as fp32 numbers. To limit the memory for these parts, a kernel
-  gets at most as many additional workgroups as fill the chip FULL_GRIDS times."""
+  """Chooses into how many parts each backward kernel divides its sums. Sums are divided if a kernel has fewer workgroups than the chip can work on:
+  then several workgroups compute parts of one sum, and write them as fp32 numbers. The time is estimated by the model of `splits.split_heuristic`. To
+  limit the memory for these parts, a kernel gets at most as many additional workgroups as fill the chip FULL_GRIDS times."""
   dq, dkdv = tiles_of(p, arch)
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
@@ -162,7 +162,8 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum that `backward_dbias` computes with the tile `tile`. `p` is one of the problems of `problems_of_sums`."""
+  """A sum over scores that `backward_dbias` computes. `p` is the problem for which the kernel is made (`problems_of_sums`), `tile` the kernel's
+  tile."""
   p: Problem
   tile: BackwardTile|MmaBackwardTile
   @property

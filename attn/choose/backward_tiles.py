@@ -124,8 +124,8 @@ def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> B
   return BackwardTile(**vars(replace(c, waves=waves, prefetch=prefetch)), matrix=mat, keys=keys)
 
 def _plain(p:Problem, arch:Chip, table:tuple[UpTo[BackwardShape], ...], keys:bool) -> Iterator[UpTo[BackwardShape]]:
-  """Yields those rows of `table` that fit a problem. `table` is for problems without options (bias, softcap, ...). Rows for dk and dv fit only a
-  problem without a mask: with a mask, these kernels would spend most of their time on moves between registers."""
+  """Yields the rows of `table` that fit a problem. The table is only for problems without options (bias, softcap, ...). Its rows for dk and dv
+  (`keys`) are only for problems without a mask: with a mask, kernels of these tiles would spend most of their time on moves between registers."""
   if p.options or arch.llvm < PLAIN_LLVM or (keys and any(hiding(p))): return
   for row in (x for x in table if x.up_to == tuned.head_class(p)):
     tile = backward_tile(p, arch, row, keys)

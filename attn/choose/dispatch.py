@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that computes a problem, and the reasons why the kernels before it in KERNELS do not compute it."""
+  """The kernel that computes a problem, and the reasons against the kernels that come before it in the list KERNELS."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -98,7 +98,7 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` with a single key range, or the reason why the kernel cannot compute the problem with one."""
+  """Returns a kernel's `Work` if the kernel can compute the problem without dividing the keys (one key range), otherwise the reason why it cannot."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
@@ -138,8 +138,8 @@ def of_grid(p:Problem, arch:Chip, tile:AnyTile) -> str:
   return f"{splits.workgroups(p, tile)} workgroups, {splits.key_tiles(p, tile)} key tiles, {arch.cus} compute units"
 
 def grid_told(p:Problem, arch:Chip|None, work:Work) -> str:
-  """Describes in words how the workgroups of a kernel fill a chip: the number of workgroups and of waves, the chip's number of compute units, and how
-  much of the work is padding."""
+  """Returns a text that says how the workgroups of a kernel fill a chip. It names the numbers of workgroups, waves and compute units, and the
+  percentages of rows and keys that are padding."""
   if arch is None or (tile := work.tile) is None: return ""
   rows, keys = (f"{100*x:.0f} %" for x in splits.padding(p, tile))
   units = f" on {arch.cus} compute units" if arch.cus else ""
@@ -270,8 +270,8 @@ def choose(p:Problem, arch:Chip|None) -> Choice:
 LONG_SEQUENCE = 256     # queries of a sequence that counts as long
 
 def one_of_any_batch(p:Problem) -> Problem:
-  """Replaces a batch-invariant problem by a problem that is the same for every batch, so that dispatch chooses the same kernel for every batch: one
-  with a single sequence, which has LONG_SEQUENCE queries if sequences are packed. Returns any other problem unchanged."""
+  """Replaces a batch-invariant problem by one that does not depend on the batch, so that dispatch chooses the same kernel for every batch. The new
+  problem has a single sequence, with LONG_SEQUENCE queries if sequences are packed. Returns any other problem unchanged."""
   if not p.batch_invariant: return p
   if not p.varlen: return replace(p, B=1)
   return replace(p, B=1, Sq=LONG_SEQUENCE, offset=p.offset + p.Sq - LONG_SEQUENCE if not p.top_left else 0)

@@ -37,7 +37,7 @@ Tiles = tuple[AnyBackwardTile, AnyBackwardTile]     # tiles of the kernel of dq,
 LEAST_KEPT = 2.0**-14     # least probability with which dropout may keep an element, if P is rounded to float16
 
 def beyond_float16(p:Problem) -> str|None:
-  """Returns the reason why P cannot be rounded to 16 bits when dropout is used, or None if it can."""
+  """Returns the reason why P after dropout, P/(1 - dropout_p), may be too large for float16. None if it always fits."""
   if p.kept >= LEAST_KEPT: return None
   return f"dropout_p={p.dropout_p}: P/(1 - dropout_p) may be too large for float16 if dropout_p is above {1 - LEAST_KEPT}"
 

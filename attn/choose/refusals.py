@@ -53,12 +53,12 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
 
 @dataclass(frozen=True)
 class Refusal:
-  """The reason why a kernel cannot compute a problem, and two facts that say how much the reason helps a user: whether the chip has the kernel's
-  unit, and whether the kernel is a general one."""
+  """The reason why a kernel cannot compute a problem, and two facts by which `most_telling` picks the most helpful reason: whether the chip has the
+  unit that the kernel needs, and whether the kernel is general (made for more than special problems)."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that helps a user most. This is the reason of a general kernel for a matrix unit that the chip has, if there is one."""
+  """Returns the reason that helps a user most. Prefers kernels for a unit that the chip has, and among these general kernels to special ones."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

@@ -27,14 +27,14 @@ def in_units(p:Problem, unit:int) -> bool:
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Returns the rows of a table that are valid for an LLVM release. Each row names the newest release for which it is valid. Among the rows for the
-  same head dimensions, only those are used whose named release is the oldest that is not older than `llvm`."""
+  """Returns the rows of a table that are valid for an LLVM release. Each row names the newest release for which it is valid. For each limit of head
+  dimensions (`up_to`) there may be rows of several releases: then only the rows of the oldest release that is still at least `llvm` are used."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
   """Returns the reason why a tile does not fit a problem on `arch`, or None if it fits. `row` is the table row from which the tile was made. `load`
-  is the heaviest mask, option or term of the problem, as `Burden`."""
+  says which mask, option or term of the problem needs the most registers."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile}: fenced={tile.fenced} is less than the number of units in one operand"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} is for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on:

@@ -54,15 +54,15 @@ def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns the number of workgroups that keep a compute unit busy. If a workgroup's warps divide the keys among them, a single workgroup is enough,
-  because it has many loads in flight. Two workgroups are needed if such a workgroup also has to wait for a block table: if pages are smaller than its
-  tiles, or do not line up with them."""
+  """Returns how many workgroups keep a compute unit busy. Usually this depends on the number of waves in a workgroup. If a workgroup's warps divide
+  the keys among them, one workgroup is enough, because it has many loads in flight. If such a workgroup must also wait for a block table, two are
+  needed: this is so if its tiles do not divide the pages."""
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
-  """Returns the number of parts that takes the least time by the model of `split_heuristic`, out of the numbers `choices`. Each part writes `numbers`
-  fp32 numbers to memory."""
+  """Returns the number of parts, out of `choices`, that takes the least time by the model of `split_heuristic`. The model includes the time to write
+  and merge the results: each part writes `numbers` fp32 numbers."""
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
     return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge

@@ -11,8 +11,8 @@ LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewe
 LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: such a list is made in every call
 
 def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|None:
-  """Returns which lists a kernel with the tile `tile` gets, or None if it loops over neighbouring tiles. The kernel walks over the tiles of keys, or
-  of queries, as `over` says.
+  """Returns which lists of tiles a kernel with the tile `tile` loops over, or None if it loops over neighbouring tiles without a list. `over` says
+  whether the tiles are tiles of keys or of queries.
 
   Lists are made for a mask_mod that leaves more than an interval of keys, if all batches have the same numbers of queries and keys. Devices without
   threads get none."""

@@ -27,7 +27,7 @@ LONG = 128     # beyond this head dimension O takes a good part of the registers
 WIDE = 192     # beyond this head dimension O takes most of the registers of a wave that shares its SIMD
 
 class Economy(Flag):
-  """A way to make the loop of a kernel need fewer registers."""
+  """Ways to make the loop of a kernel need fewer registers."""
   NONE = 0
   FENCED = auto()         # the work on one tile is done before the next one is read from LDS
   NO_PREFETCH = auto()    # no tile is being loaded during the work on another tile

@@ -52,7 +52,7 @@ def append(a:Append) -> Callable[..., UOp]:
 
 def place_of(a:Append, batch:UOp, head:UOp, to:UOp, inside:UOp, once:UOp, table:list[UOp]) -> UOp:
   """Returns the index of the first element of row `to` in the cache's buffer, for one head of one batch. `inside` is true if the cache has this row.
-  `once` is true in exactly one of the threads that copy the row."""
+  The condition `once` is true in only one of the threads that copy the row."""
   at = a.places
   if a.pages is None: return at.start + batch*at.batch + head*at.head + to*at.row
   in_page = to%a.pages.size

@@ -18,7 +18,8 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
   return c.fma(c.splat(slope, len(offsets)), away, x)
 
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Computes x + slope*|distance - offset| for each element of x. Each element has its own offset. `distance` is fp32."""
+  """Computes x + slope*|distance - offset| for each element of x. x holds the scores of one row. `distance` (fp32) is the distance of the row to one
+  column, and `offsets` gives each element's number of columns from there."""
   return emit("alibi", x.dtype, x, slope, distance, offsets=offsets)
 
 def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:

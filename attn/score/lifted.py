@@ -1,7 +1,7 @@
 """Computes a caller's score_mod or mask_mod on a fragment, which is the scores that a lane holds: one UOp for each element, or one for each vector of
 fp32 numbers.
 
-A traced function is a UOp of symbols, which stand for its arguments (attn/functions). Each UOp inside it is computed once, in one of three ways:
+A traced function is a UOp whose arguments are symbols (attn/functions). Each UOp inside the function is computed once, in one of three forms:
 - what is equal for all columns of the fragment is a scalar. Most such scalars do not change in a kernel's loop, so compilers compute them before it
 - what differs between columns, and is an integer or a condition, is a scalar for each element
 - what differs between columns, or depends on the score, and is a float, is a list of vectors. The operations of attn/ops add and multiply whole
@@ -62,13 +62,13 @@ class Lifted:
 
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
-    """Computes a function, or a UOp inside a function."""
+    """Computes a traced function, or one UOp inside it, on the fragment. Computes the UOps first that it is made of; each is computed only once."""
     for x in u.toposort(gate=lambda x: x not in self.parts) if u not in self.parts else ():
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
   def computed(self, u:UOp) -> Evaluated:
-    """Computes a UOp whose sources have been computed."""
+    """Computes a single UOp of the function, whose sources have already been computed."""
     if u in self.symbols: return Evaluated(same=self.symbols[u])
     if u is SCORE:
       assert self.raw is not None
@@ -156,8 +156,8 @@ class Lifted:
 
   # ***** elements of tensors *****
   def element(self, u:UOp) -> Evaluated:
-    """Loads an element of a caller's tensor: one element for all columns, or one per column. At a place beyond the queries or keys the index may lie
-    outside the tensor. Another element is then loaded, and the result is not used."""
+    """Loads an element of a caller's tensor: one element for all columns, or one per column. For a query or key that does not exist, the index may
+    lie outside the tensor. Then some other element is loaded, and its value is not used."""
     parts = [self.parts[s] for s in indices_of(u)]
     if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))
     each = zip(*[self.each(s) for s in indices_of(u)])     # for each vector, the elements of each index
@@ -224,7 +224,8 @@ def is_magnitude(u:UOp) -> bool:
   return u.op is Ops.MAX and u.dtype == dtypes.float and u.src[1].op is Ops.MUL and constant_factor(u.src[1]) == (u.src[0], -1.0)
 
 def takes_factor(u:UOp) -> bool:
-  """Returns whether multiplying a UOp by a constant costs nothing, because the constant can be multiplied into a constant inside the UOp."""
+  """Returns whether the product of a UOp and a constant costs no instruction, because the UOp contains a constant with which the factor can be
+  multiplied in advance."""
   if u is SCORE or u.op is Ops.CONST: return True
   if u.op is Ops.MUL: return any(s.op is Ops.CONST for s in u.src)
   return u.op in (Ops.ADD, Ops.WHERE) and all(takes_factor(s) for s in u.src if s.dtype != dtypes.bool)
@@ -246,7 +247,8 @@ def within(index:UOp, size:int) -> UOp:
   return index if index.vmax < size else index.minimum(size - 1)
 
 def by_vector(operation:Any) -> Any:
-  """Turns an operation on vectors into the same operation on lists of vectors."""
+  """Returns `operation`, which takes vectors, as an operation that takes lists of vectors: it is applied to the first vectors of the lists, to the
+  second vectors, and so on."""
   return lambda *lists: [operation(*xs) for xs in zip(*lists)]
 
 # operations of traced functions that attn/ops has for vectors

@@ -15,8 +15,9 @@ PlainMask = Callable[[Problem, Positions, Mapping[str, Tensor]], Tensor|None]   
 SeenEach = Callable[[Fragment], list[list[UOp]]]
 
 def by_places(seen:SeenColumns) -> PlainMask:
-  """Makes the form in tensor operations of a mask that depends only on the places of query and key. `seen` returns the interval of columns that a row
-  sees. The result says for each query and key whether the query sees the key. It is None if every query sees every key."""
+  """Makes the function that computes a mask in tensor operations, for a mask that depends only on the places of query and key. `seen` returns the
+  interval of columns that a row sees. The function says for each query and key whether the query sees the key, or returns None if every query sees
+  every key."""
   def sees(p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Tensor|None:
     first, last = seen(Walk(p, "keys", 0, p.Sk, p.Sq), at.query)
     return both_hold(None if first is None else at.key >= first, None if last is None else at.key <= last)
@@ -32,10 +33,10 @@ class Mask:
 
   seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel loops over, which of these tiles need no mask,
     and which columns of a fragment are hidden
-  plain: the mask in tensor operations
-  each: says for each score of a fragment (the scores that a lane holds) whether the query sees the key. It serves masks that are not just an interval
+  plain: the mask in tensor operations each: says for each score of a fragment (the scores that a lane holds) whether the query sees the key. It
+  serves masks that are not just an interval
     of columns. None: the mask is always an interval. If only some problems need it, Problem's field with the mask's name is None for the others
-  moves: whether the mask hides the same pairs if queries and keys are both counted from another row. Devices that share a sequence count rows from
+  moves: whether the mask hides the same pairs of query and key if both are counted from another row. Devices that share a sequence count rows from
     their own first one"""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns

@@ -38,7 +38,7 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def cuts_some(walk:Walk, columns:int) -> bool:
-  """Returns whether an interval may begin or end inside a tile of `columns` columns."""
+  """Returns whether some row's interval of seen columns may begin or end inside a tile of `columns` columns."""
   return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 
@@ -58,8 +58,8 @@ def seen_each(at:Fragment) -> list[list[UOp]]|None:
   return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
 
 class Hiding(NamedTuple):
-  """Masks that hide keys before the first key that a query sees, and masks that hide keys after the last key that a query sees. COUNT, the end of the
-  keys, does not count as a mask here."""
+  """The masks of a problem in two groups: `before` hide keys before the first key that a query sees, `after` hide keys after the last key that it
+  sees. COUNT, the mask beyond the last key of a sequence, is in neither group."""
   before: tuple[Mask, ...]
   after: tuple[Mask, ...]
 
@@ -69,12 +69,12 @@ def hiding(p:Problem) -> Hiding:
   return Hiding(tuple(mask for mask, x in found.items() if x.first is not None), tuple(mask for mask, x in found.items() if isinstance(x.last, UOp)))
 
 def told(p:Problem, masks:tuple[Mask, ...]) -> str:
-  """Returns a text with the fields of a problem that the given masks read, and the values of these fields."""
+  """Returns a text for messages: the names and values of the problem's options from which the given masks come."""
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
-  """Returns the names of the terms and masks of a problem that depend on more than the distance of query and key. They need places in the whole
-  sequence."""
+  """Returns the names of those terms and masks of a problem that need more than the distance of query and key: they need the places of both in the
+  whole sequence."""
   walk, row, each = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0), scattered(p)
   masks = [mask for mask in SCORE_MASKS if not mask.moves and (mask in each or any(x is not None for x in mask.seen(walk, row)))]
   return (*[term.name for term in score_terms(p) if not term.moves], *[mask.name for mask in masks])

@@ -1,4 +1,5 @@
-"""Places of queries and keys in their sequences: as a workgroup's loop counts them, and as tensors."""
+"""Places of queries and keys in their sequences. A place is a number on an axis that queries and keys share. It is given in two forms: as a
+workgroup's loop counts it, and as a tensor."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ class Positions:
   head: Tensor                             # query heads, broadcastable to (Hkv, query heads of each, 1, 1)
   member: Tensor|None = None   # (sequences, Sq): whether a query belongs to a sequence
   def counted_from(self, first:Tensor) -> Positions:
-    """Returns these positions, with batches and heads counted from `first`: the number of the first batch and of the first head."""
+    """Returns these positions for a piece of a larger problem: batches are counted from `first[0]` on, and heads from `first[1]` on."""
     batch, query, key = self.counted
     return replace(self, counted=(batch + first[0], query, key), head=self.head + first[1])
   @property
@@ -47,5 +48,5 @@ class Positions:
     return self.counted[2]
   @property
   def place_of_query(self) -> Tensor:
-    """Place of a query on the axis of its keys, counted from the sequence's first key."""
+    """Place of a query in its sequence, on the axis where key 0 of the sequence has place 0."""
     return self.query - (self.key - self.counted[2])[..., :1]

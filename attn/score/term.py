@@ -27,7 +27,7 @@ class Unit:
   base2: float
   @property
   def of_natural(self) -> float:
-    """The score in this unit that equals a score of 1 in natural logarithms."""
+    """Factor that converts a score in natural logarithms to this unit."""
     return LOG2E/self.base2
 
 BASE2, NATURAL = Unit(LN2, 1.0), Unit(1.0, LOG2E)
@@ -72,7 +72,7 @@ class Fragment:
 # ***** terms *****
 
 class TermRegisters(IntEnum):
-  """How many registers a term takes besides the scores, in ascending order."""
+  """Classes of the number of registers that a term needs besides the scores, from the smallest to the largest."""
   FEW = 0        # one or two numbers
   COLUMNS = 1    # a number for each column
   SCORES = 2     # a number for each score

@@ -20,11 +20,11 @@ def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
   return tuple(term if term.of is None else term.of(p) for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
-  """Returns the largest amount of registers that a term of a problem takes, as `TermRegisters`. None if the problem has no terms."""
+  """Returns the class (`TermRegisters`) of the term of a problem that needs the most registers. None if the problem has no terms."""
   return max((term.registers for term in score_terms(p)), default=None)
 
 def crowded(p:Problem) -> bool:
-  """Says whether a term of a problem takes as many registers as the scores."""
+  """Says whether some term of a problem needs a register for each score, so that registers are short."""
   return heaviest(p) == TermRegisters.SCORES
 
 def goes_by_distance(p:Problem) -> bool:

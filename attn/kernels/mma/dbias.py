@@ -118,7 +118,7 @@ class MmaBias:
 
   def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
     """Sums `rows` over all rows: first over the rows of a lane, then over the lanes of a warp, then over the warps of the block. Returns the stores
-    of the sums. In the last step, through shared memory, each thread adds up one pair of columns."""
+    of the sums. The last step goes through shared memory: there each thread adds up a pair of neighbouring numbers of every warp."""
     at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]
     columns, n = [functools.reduce(ops.add, column) for column in zip(*rows)], mat.block
     numbers = columns if one else [ops.extract(x, i) for x in columns for i in range(n)]

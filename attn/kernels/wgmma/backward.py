@@ -267,7 +267,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in weights]
 
   def add_dq(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    """Waits for dQ of the tile, but not for the product that was started after it. Adds dQ to the sums in memory."""
+    """Waits until dQ of the tile is computed, but not for the product that was started after dQ. Adds dQ to the sums in memory."""
     s = s.do(wgmma.wait_products(s.dq, s.done, but=1))
     at, group, mat, first = self.warp_rows.warps.at, self.of.group, self.warp_rows.mat, self.score.row(self.tile_number*self.score.block_n)
     to = place_in_sums(group, mat, self.warp_rows.head, first, at.wave%(wgmma.M//mat.M), self.dq_column//mat.N)
