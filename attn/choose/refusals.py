@@ -54,7 +54,7 @@ def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
 @dataclass(frozen=True)
 class Refusal:
   """The reason why a kernel cannot compute a problem, and two facts by which `most_telling` picks the most helpful reason: whether the chip has the
-  unit that the kernel needs, and whether the kernel is general (made for more than special problems)."""
+  unit that the kernel needs, and whether the kernel is general (takes every problem that its unit can compute)."""
   present: bool     # whether the chip has the kernel's unit
   general: bool     # as in `dispatch.ForwardKernel`
   reason: str

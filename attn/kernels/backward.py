@@ -43,7 +43,8 @@ class BackwardTrip(Protocol[Carry]):
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The steps on a tile of queries, if workgroups that own keys also add up dQ. The sums of dQ lie in memory, because all workgroups add to them."""
-  def start_dq(self, s:Carry, weights:Any) -> Carry: """Starts the product of `weights` (dS) of all keys of the workgroup with these keys."""
+  def start_dq(self, s:Carry, weights:Any) -> Carry:
+    """Starts the product of dS (`weights`) and K that gives dQ of the tile, summed over all keys of the workgroup."""
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the sums of dQ in memory."""
 
 class OwnUnit(Protocol[Carry]):
