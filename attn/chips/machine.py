@@ -61,5 +61,5 @@ class Machine:
   lds_load: Figure           # cycles by which a load to LDS takes longer than a load to registers
 
 def figures_of(machine:Machine) -> dict[str, Figure]:
-  """Returns the figures of a machine, by the names of their fields."""
+  """Returns a dictionary of the figures of a machine: the names of its fields, and their values."""
   return {f.name: getattr(machine, f.name) for f in fields(machine)}

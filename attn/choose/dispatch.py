@@ -40,7 +40,7 @@ STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill 
 
 @dataclass(frozen=True)
 class Work:
-  """How a kernel divides a problem: its tile (None if tinygrad makes the schedule), and the number of key ranges."""
+  """The way in which a kernel divides a problem: its tile (None if tinygrad makes the schedule), and the number of key ranges."""
   tile: AnyTile|None
   splits: int = 1
 

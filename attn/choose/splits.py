@@ -50,7 +50,7 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
   return quickest(choices or [1], workgroups(p, tile), trips, tile.block_n, places_of(p, arch, tile), p.rows*(p.Dv + 1))
 
 def places_of(p:Problem, arch:Chip, tile:BlockTile) -> int:
-  """Returns how many workgroups a chip works on at a time."""
+  """Returns the number of workgroups on which a chip works at the same time."""
   return arch.cus*max(1, min(busy(p, arch, tile), arch.lds//tile.lds_bytes(p)))
 
 def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:

@@ -172,7 +172,7 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Computes the lane's number and the number of its query a second time, after a loop. The loop then keeps no registers for them."""
+    """Computes two numbers again after a loop: the lane's number, and the number of its query. No register then has to hold them during the loop."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)

@@ -33,8 +33,8 @@ class RowRange:
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_places(p:Problem, rows:int) -> list[int]:
-  """Returns the indices at which o, the LSE and the rest of the LSE begin in the buffer of a partial result that holds `rows` rows of each head, and
-  last the number of float32 elements of this buffer."""
+  """Returns where the pieces of a partial result begin in its buffer: the indices of o, of the LSE and of the rest of the LSE (the part that fp32
+  rounding removed). A last number is the length of the buffer in float32 elements. The partial result holds `rows` rows of each head."""
   sizes = (p.B*p.H*rows*n for n in (p.Dv, 1, *[1]*p.wide_scores))
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 

@@ -25,8 +25,8 @@ def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_l
 
 def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
   """Returns the positions of queries and keys if sequences lie one after another in a single batch: a query sees only keys of its own sequence. A
-  token outside of all sequences belongs to no sequence. `longest` is (most queries, most keys) of a sequence: the tokens beyond this number belong to
-  no sequence, either."""
+  token outside of all sequences belongs to no sequence. `longest` is (most queries, most keys) that one sequence may have: further tokens of a
+  sequence count as tokens of no sequence."""
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
   rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
   def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:

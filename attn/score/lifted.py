@@ -104,7 +104,7 @@ class Lifted:
 
   # ***** columns *****
   def column(self, vector:int, i:int) -> int:
-    """Returns the column of element `i` of a vector, counted from the first column of which the lane holds scores."""
+    """Returns the column of element `i` of a vector, as a distance from the first column of which the lane holds scores."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def step(self, u:UOp) -> int|None:
     """Returns by how much a UOp grows from column to column if it is a whole number, converted to fp32, that grows evenly and that fp32 holds

@@ -167,8 +167,8 @@ class MmaForward:
 
   # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns what this warp has computed for the tile of queries `qt`: m (the number that the softmax subtracts from the scores of a row), the row
-    sums, and the accumulators of O."""
+    """Returns the results that this warp has computed for the tile of queries `qt`: m (the number that the softmax subtracts from a row's scores),
+    the row sums, and the accumulators of O."""
     sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 

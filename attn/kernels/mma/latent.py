@@ -201,8 +201,9 @@ class MmaLatent:
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout of the rows of K in shared memory, moved to the `line`-th 128-byte line of this warp's columns of V. If the warp has no such
-    line, moves to the last line instead: the columns of O that are computed from it are not stored."""
+    """Returns the layout of the rows of K in shared memory, moved so that it begins in this warp's columns of V. These columns take several lines of
+    128 bytes, and `line` is the number of the line at which the layout begins. If the warp has no such line, the last line is read instead: the
+    columns of O that are computed from it are not stored."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 

@@ -22,11 +22,12 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout of rows of `width` elements, for a tile whose rows lie in LDS in two forms: row by row and transposed. One access of a
-  wave reaches several rows, which must lie in different banks. A read reaches neighbouring rows. A store reaches one row of each of several groups of
-  four neighbouring rows (`staging.key_rows`). If a matrix tile has 32 rows, a store reaches rows that are 4 apart: in the layout, the rows inside a
-  group of four have an even stride, and successive groups lie an odd number of 16-byte units apart. Otherwise a store reaches rows that are 8 apart,
-  or that belong to another lane group."""
+  """Returns the LDS layout of rows of `width` elements, for a tile that LDS holds twice: row by row and transposed. The layout belongs to the first
+  form. It puts the rows that one access of a wave reaches into different banks.
+
+  A read reaches neighbouring rows. A store reaches one row of each of several groups of four neighbouring rows (`staging.key_rows`). If a matrix tile
+  has 32 rows, these rows are 4 apart: inside a group of four the layout gives the rows an even stride, and successive groups lie an odd number of
+  16-byte units apart. Otherwise the rows of a store are 8 apart, or belong to another lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16

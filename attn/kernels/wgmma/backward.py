@@ -108,7 +108,7 @@ class WgmmaBackward:
     return self.group.walked_heads
   @property
   def turns(self) -> int:
-    """Number of loops over the tiles of one head, counted over all heads and passes."""
+    """Number of loops over tiles that the block makes: one for each head, in each pass."""
     return self.heads*self.tile.passes
 
   # ***** shared memory *****
@@ -120,8 +120,8 @@ class WgmmaBackward:
     p = self.group.p
     return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
   def weights(self, place:RingPlace) -> SwizzledPanels:
-    """Returns where dS of the tile lies in shared memory, if the block adds to dQ. There is room for dS of two tiles: while a warpgroup stores dS of
-    one tile, another one may still read dS of the tile before."""
+    """Returns where dS of the tile lies in shared memory, if the block adds to dQ. There is room for dS of two tiles: while one warpgroup stores dS
+    of a tile, another warpgroup may still read dS of the previous tile."""
     ds = self.tile.ds
     return ds.moved_to(place.index%2*ds.size + (self.warp_rows.size + RING*self.tile.stage(self.group.p)))
   @property
