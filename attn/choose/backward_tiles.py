@@ -67,6 +67,7 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
 # One kernel for all gradients compiles without spills for these options, with and without causal=True. It does not for a window, softcap, dropout and
 # packed sequences.
 OPTIONS_AT_ONCE = ("sinks", "kv_lengths", "alibi")
+AMD_OPTIONS_AT_ONCE = (*OPTIONS_AT_ONCE, "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
 LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
 
@@ -86,7 +87,7 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
   if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
     return f"D={p.D}, Dv={p.Dv}: predicted to be much faster only with D {', '.join(map(str, shapes))}, and Dv as large"
-  if (options := [x for x in p.options if x not in OPTIONS_AT_ONCE]): return f"{options[0]}: two kernels compute the gradients with this option"
+  if (options := [x for x in p.options if x not in AMD_OPTIONS_AT_ONCE]): return f"{options[0]}: two kernels compute the gradients with this option"
   if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
   tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
   return unordered(p) or too_small_at_once(p, arch, tile) or tile

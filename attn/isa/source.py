@@ -100,7 +100,8 @@ ROTARY, DECODED = 64, 2     # latent attention: columns of K that are not V; que
 def usual_shape(spec:Spec) -> Shape: return {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
   """Returns a shape for the kernel in which the numbers of rows are not powers of two. If the kernel fixes the number of queries, only the number of
-  keys is changed."""
+  keys is changed. The kernel of all gradients needs a larger batch to be chosen."""
+  if spec.kernel == ALL: return replace(UNEVEN, b=2)
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (DECODE, LATENT) else UNEVEN
 
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:

@@ -218,10 +218,11 @@ def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
   counted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  backward_")]
   assert counted == ["  backward_all_wgmma: query tiles: 25.0 % skipped, 50.0 % masked, 25.0 % without a mask"]
 
-@pytest.mark.usefixtures("for_few")
-def test_gradients_at_once_in_a_jit() -> None:
+@pytest.mark.parametrize("arch, suffix", (("sm_90", "_wgmma"), ("gfx942", "")))
+def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str) -> None:
   """Each replay of a TinyJit begins the sums of dq with 0."""
-  with emulated("sm_90"):
+  compute_all_gradients_at_once(monkeypatch, suffix)
+  with emulated(arch):
     q, k, v = (Tensor.randn(1, 2, rows, 128, device="EMU").half().realize() for rows in (80, 256, 256))
     assert attn.explain(q, k, v, deterministic=False, backward=True).at_once
     @TinyJit
@@ -247,7 +248,8 @@ def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
 
 REFUSED_ON_AMD = {
   "deterministic": ("gfx942", {}, dict(deterministic=True), "deterministic=True: "), "D": ("gfx942", dict(D=64), {}, "D=64, Dv=64: "),
-  "softcap": ("gfx942", {}, dict(softcap=3.0), "softcap: "), "blocks": ("gfx942", dict(B=2), {}, "8 blocks of 128 keys: "),
+  "functions": ("gfx942", {}, dict(score_mod=lambda s, b, h, i, j: s*s), "score_mod: "),
+  "blocks": ("gfx942", dict(B=2), {}, "8 blocks of 128 keys: "),
   "registers": ("gfx1100", {}, {}, "a wave of gfx1100 has 256 registers: "), "chip": ("gfx950", {}, {}, "gfx950: "),
 }
 @pytest.mark.parametrize("case", REFUSED_ON_AMD)

@@ -52,11 +52,12 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
   return found_in_code(dkdv_of(p, chip, tiles[1]), dkdv_arguments(p), arch)
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("case", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes"))
+@pytest.mark.parametrize("case", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes", "softcap", "dropout"))
 def test_all_gradients_at_once(case:str, dtype:str) -> None:
   """The kernel that dispatch chooses for all gradients spills no vector register, and its loops spill and load nothing lane by lane."""
   given = {"full": {}, "causal": {"causal": True}, "uneven rows": {"Sq": 4000, "Sk": 4133, "causal": True}, "kv_lengths": option("kv_lengths", 2),
-           "alibi_slopes": option("alibi_slopes", 32) | {"causal": True}}[case]
+           "alibi_slopes": option("alibi_slopes", 32) | {"causal": True}, "softcap": {"softcap": 30.0, "window": (500, 300)},
+           "dropout": {"dropout_p": 0.1, "causal": True, "extras": {"dropout_seed": np.empty(2, np.uint32)}}}[case]
   chip = replace(get_chip("gfx942"), llvm=toolchain().llvm)
   p = problem(**{"B": 2, "H": 32, "Hkv": 8, "Sq": 4096, "Sk": 4096, "D": 128, "dtype": dtype, "lse": True, "deterministic": False, **given})
   tile = at_once(p, chip)

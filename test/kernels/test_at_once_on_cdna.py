@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+import numpy as np
 import pytest
 from attn.chips.shapes import BackwardShape
 from attn.emulator.checks import EmulatorError
@@ -28,6 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
   "kv_lengths": ("gfx942", dict(B=3, H=2, Hkv=1, D=128, extras=dict(kv_lengths=ints(40, 0, 133)))),
   "alibi": ("gfx950", dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2))),
   "sinks": ("gfx942", dict(H=2, extras=dict(sinks=floats(2)))),
+  "softcap": ("gfx942", dict(D=128, H=2, Hkv=1, softcap=4.0, causal=True)),
+  "dropout": ("gfx942", dict(D=128, dropout_p=0.2, extras=dict(dropout_seed=np.array([7, 9], np.uint32)))),
   "float32 o": ("gfx942", dict(out_dtype="float32", dlse=True)),
   "in parts": ("gfx942", dict(H=6, Hkv=2, causal=True, parts=6)),
 }
