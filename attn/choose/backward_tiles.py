@@ -72,7 +72,7 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
-  """Returns the tile of the kernel on wgmma that computes dq, dk and dv at once, or the reason why two kernels compute them."""
+  """Returns the tile of the kernel on wgmma that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
   if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
     return f"D={p.D}, Dv={p.Dv}: measured to be faster only with D {', '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
   if (options := [x for x in p.options if x not in OPTIONS_AT_ONCE]): return f"{options[0]}: its registers would spill"
@@ -82,7 +82,7 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   return unordered(p) or too_small_at_once(p, arch, tile) or tile
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
-  """Returns the tile of the kernel on MFMA that computes dq, dk and dv at once, or the reason why two kernels compute them."""
+  """Returns the tile of the kernel on MFMA that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
   if arch.vgprs < REGISTERS_AT_ONCE: return f"a wave of {arch.name} has {arch.vgprs} registers: too few for it"
   if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
   if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
@@ -97,8 +97,8 @@ def unordered(p:Problem) -> str|None:
   return "deterministic=True: its workgroups add to dq in no order" if p.deterministic else None
 
 def too_small_at_once(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
-  """Returns the reason why one kernel for all gradients would not be faster than two with so few rows, or None if it is. Also checks that its tile
-  fits into LDS."""
+  """Returns the reason why a problem has too few rows for one kernel that computes all gradients to be faster than two kernels. Also returns a reason
+  if the kernel's tile does not fit into LDS. Returns None if the kernel may be used."""
   blocks = p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
   if blocks < arch.cus: return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
   if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"

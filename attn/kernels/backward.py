@@ -59,7 +59,7 @@ class OwnUnit(Protocol[Carry]):
     the number of the kernel's floating-point operations."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
-  """A workgroup that owns queries or keys, and computes the gradients of its rows."""
+  """A workgroup that owns queries or keys, and computes the gradients that belong to these rows."""
   @property
   def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup computes, in the order of their accumulators."""
   def begin(self, s:Carry|None=None, stores:list[UOp]|None=None) -> Carry:

@@ -67,7 +67,8 @@ class QueriesState(TripState):
 
 @dataclass(frozen=True)
 class AllState(QueriesState):
-  """The state between iterations of a loop over queries that also adds up dQ: as `QueriesState`, and the place of dS in LDS."""
+  """The state between iterations of a loop over queries that also adds up dQ: the fields of `QueriesState`, and the LDS tile in which waves exchange
+  dS."""
   ds: LdsTile
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *self.sharing.store(s.ds, self.of_key_there(weights)))))
 
   def of_key_there(self, weights:list[UOp]) -> list[UOp]:
-    """Returns dS with 0 for a key that does not exist. Its P = exp(0 - lse) may be inf, which no key that exists would see, but dQ would."""
+    """Returns dS, or 0 if the lane's key does not exist. P = exp(0 - lse) of such a key may be inf. It would not change the gradients of other keys,
+    but it would change dQ, which sums over the keys."""
     there = below(self.of.row.index, self.of.group.sequence.n_k)
     if there.op is Ops.CONST and there.arg: return weights
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in weights]
