@@ -35,7 +35,7 @@ def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start
     B, H, Sq, Sk             shape of the scores; in layout "thd" a batch is a sequence
     batch_start, head_start  number of the first batch and of the first head, for a part of the mask
 
-  Element (b, h, i, j) is kept if a 16-bit number is at least p * 2^16, rounded. The number is half j % 2 of word j % 8 // 2 of Philox4x32-10 (Salmon
+  Element (b, h, i, j) is kept if a 16-bit number is at least p * 2^16, rounded. The number is half j % 2 of word j % 8 // 2 of Philox4x32-7 (Salmon
   et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counter (i, j // 8, h, b) and the key `seed`.
   Raises ValueError or NotImplementedError for other shapes, dtypes or numbers than these."""
   check_seed("seed", seed)
