@@ -7,7 +7,7 @@ import numpy as np
 from attn.calls.checked_kernel import arch_of
 from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
-from attn.choose.tile_lists import listing
+from attn.choose.tile_lists import lists_or_reason, listing
 from attn.emulator.alu import ALU, Array
 from attn.functions.symbols import FAR, elements_of, number_of_tensor
 from attn.kernels import dual_wave
@@ -164,7 +164,9 @@ def shares_told(kernel:str, p:Problem, arch:Chip|None, tile:BlockTile|None, over
   """Describes what shares of tiles a kernel skips, masks, and computes without a mask. Returns "" for a problem without a mask, and for tensor
   operations, which have no tiles."""
   if arch is None or tile is None or not (any(hiding(p)) or scattered(p)): return ""
-  try: return str(shares_of(over, visited_tiles(kernel, p, arch, tile, over, device, given)))
+  listed = lists_or_reason(p, arch, tile, over) if isinstance(device, str) else "several devices compute the call"
+  why = f"; no list of tiles: {listed}" if isinstance(listed, str) and scattered(p) else ""
+  try: return str(shares_of(over, visited_tiles(kernel, p, arch, tile, over, device, given))) + why
   except NotCounted as e:
     known = f"at least {e.least.part(e.least.skipped)} skipped, others " if e.least is not None and e.least.skipped else ""
-    return f"{TILES_OF[over]} tiles: {known}not counted: {e}"
+    return f"{TILES_OF[over]} tiles: {known}not counted: {e}{why}"

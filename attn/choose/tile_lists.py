@@ -10,19 +10,34 @@ from attn.problem import Problem
 LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewer tiles may take longer than lists save
 LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: such a list is made in every call
 
+def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
+  """Returns the reason why a kernel with the tile `tile` gets no lists for the mask_mod of a problem, whatever the size of the problem. Returns None
+  if nothing forbids lists."""
+  reasons = ((p.v_in_k, "V is a part of K"), (p.varlen, "sequences are packed"), (p.kv_lengths, "kv_lengths says how many keys there are"),
+             (p.sk_variable is not None, "a Variable says how many keys there are"), (p.dealt is not None, "devices share the rows of a sequence"),
+             (p.first_batch_and_head, "devices share the batches or heads"), (p.batch_invariant, "batch_invariant=True"),
+             (heads_of(p, tile) > 1, "a block has the queries of several heads"), (arch.serial, f"{arch.name} has no threads"))
+  return next((reason for holds, reason in reasons if holds), None)
+
 def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|None:
   """Returns which lists of tiles a kernel with the tile `tile` loops over, or None if it loops over neighbouring tiles without a list. `over` says
   whether the tiles are tiles of keys or of queries.
 
-  Lists are made for a mask_mod that leaves more than an interval of keys, if all batches have the same numbers of queries and keys. Devices without
-  threads get none."""
-  if p.mask_mod is None or tile is None or p.v_in_k or p.varlen or p.kv_lengths or p.sk_variable is not None or p.dealt is not None: return None
-  if p.first_batch_and_head or p.batch_invariant or heads_of(p, tile) > 1 or arch.serial: return None
+  Lists are made for a mask_mod that leaves more than an interval of keys."""
+  found = lists_or_reason(p, arch, tile, over)
+  return found if isinstance(found, ListedBlocks) else None
+
+def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
+  """Returns what `listing` returns, or, if a problem's mask could have lists and has none, the reason."""
+  if p.mask_mod is None or tile is None: return None
+  if (reason := no_lists(p, arch, tile)) is not None: return reason
   of_batches, of_heads = (depends(p.mask_mod.value, symbol) for symbol in (BATCH, QUERY_HEAD))
   heads = (p.H, 1) if over == "keys" else (p.Hkv, p.H//p.Hkv)
   found = ListedBlocks(p, over, tile.block_m, tile.block_n, p.B if of_batches else 1, heads if of_heads else (1, 1), arch.name in CHIPS)
-  if elements_of(p.mask_mod.value) and LEAST_HEADS*found.lists > p.B*p.H: return None
-  return found if p.B*p.H*found.blocks*found.tiles >= LEAST_TILES else None
+  if elements_of(p.mask_mod.value) and LEAST_HEADS*found.lists > p.B*p.H:
+    return f"the mask reads tensors, so that each call makes its lists, and fewer than {LEAST_HEADS} heads share a list"
+  tiles = p.B*p.H*found.blocks*found.tiles
+  return found if tiles >= LEAST_TILES else f"{tiles} tiles are fewer than {LEAST_TILES}"
 
 def with_lists(p:Problem, lists:ListedBlocks|None) -> Problem:
   """Returns `p` with the shape of the lists that its kernel loops over, or `p` itself if there are no lists."""

@@ -213,3 +213,19 @@ def test_explain_says_what_is_not_known(capsys:pytest.CaptureFixture[str]) -> No
     assert line.startswith("key tiles: 50.0 % skipped")
     attn.explain(q, q, q, causal=True, kv_lengths=Tensor([100], dtype="int", device="EMU") + 1)
     assert lines_of(capsys) == ["key tiles: not counted: kv_lengths has no numbers yet"]
+
+def test_explain_says_why_there_is_no_list(capsys:pytest.CaptureFixture[str]) -> None:
+  """A mask that needs lists, in calls that have none: each time explain names the reason. A mask of intervals needs none."""
+  def told(*sizes:int, mask:Callable[..., Any]|None=None, **options:Any) -> list[str]:
+    q = Tensor.empty(*sizes, dtype="half", device="EMU")
+    attn.explain(q, q, q, mask_mod=mask or mods.sinks_and_window(4, 64), **options)
+    return [x.partition("; no list of tiles: ")[2] for x in lines_of(capsys)]
+  ids, ends = Tensor(np.zeros((1, 512), np.int32), device="EMU").realize(), Tensor(np.int32([0, 200, 512]), device="EMU").realize()
+  of_sequences = {"layout": "thd", "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+  with emulated("gfx942"):
+    assert told(1, 2, 512, 64) == ["64 tiles are fewer than 2048"]
+    assert told(1, 2, 512, 64, kv_lengths=300) == ["kv_lengths says how many keys there are"]
+    assert told(512, 2, 64, **of_sequences) == ["sequences are packed"]
+    assert told(1, 2, 512, 64, mask=mods.documents, mod_tensors=(ids,)) == [
+      "the mask reads tensors, so that each call makes its lists, and fewer than 4 heads share a list"]
+    assert told(1, 2, 512, 64, mask=mods.causal) == told(1, 64, 512, 64, mask=mods.documents, mod_tensors=(ids,)) == [""]
