@@ -13,6 +13,7 @@ gc.disable()
 from tinygrad.helpers import NOOPT, Context     # noqa: E402 - tinygrad reads DEV when it is imported
 from attn.emulator import plan                  # noqa: E402
 from attn.emulator.listing import NOWHERE       # noqa: E402
+from attn.tinygrad_compat import ast_of         # noqa: E402
 
 def pytest_sessionfinish() -> None: gc.freeze()
 
@@ -27,6 +28,11 @@ def offsets_of_our_kernels() -> Iterator[None]:
   with pytest.MonkeyPatch.context() as m:
     m.setattr(plan.Plan, "__init__", made)
     yield
+
+@pytest.fixture(autouse=True)
+def no_kept_asts() -> None:
+  """Forgets kernels' ASTs before each test, so that a test that changes the code of a kernel gets a new AST."""
+  ast_of.cache_clear()
 
 @pytest.fixture
 def not_unrolled(request:pytest.FixtureRequest) -> Iterator[None]:

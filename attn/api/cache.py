@@ -16,7 +16,7 @@ from attn.calls.plain import bhsd
 from attn.calls.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, append
 from attn.problem import LAYOUTS, Pages, Strided
-from attn.tinygrad_compat import Context, DType, Ops, Tensor, UOp, buffer_under, device_of, dtypes, written_to
+from attn.tinygrad_compat import Context, DType, Ops, Tensor, UOp, ast_of, buffer_under, device_of, dtypes, written_to
 from attn.values import cache_of_kernels, static_shape
 
 OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
@@ -112,7 +112,7 @@ def buffer_of(u:UOp) -> UOp:
 def _kernel(name:str, a:Append) -> KernelFunction:
   program = append(a)
   refuse = no_gradient(f"{name}: appending to a cache has no gradient; train with attn.attention of whole k and v")
-  return lambda *placeholders: CheckedKernel(program(*placeholders), (name,), gradient=refuse)
+  return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), (name,), gradient=refuse)
 
 @dataclass(frozen=True)
 class NewRows:

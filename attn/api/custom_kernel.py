@@ -2,7 +2,7 @@
 from __future__ import annotations
 from collections.abc import Callable
 from attn import values
-from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, device_arch, dtype_of, named_chip
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction, checked_ast, device_arch, dtype_of, named_chip
 from attn.calls.gradient import gradient_of
 from attn.calls.options import KernelOptions
 from attn.choose.dispatch import single_kernel
@@ -61,8 +61,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
     posed = options.posed | functions_of(options.score_mod, options.mask_mod, kinds)
     p = problem_of(*[shapes[n] for n in ("o", "q", "k", "v")], dtypes=[dtype_of(n, t[n]) for n in ("o", "q", "k", "v", *outputs[1:])],
                    lse=shapes["lse"] if options.return_lse else None, extras=given, **posed)
-    sink = single_kernel(p, found)[0](*placeholders)
-    check_means(sink, found)
+    sink = checked_ast(single_kernel(p, found)[0], found, *placeholders)
     return CheckedKernel(sink, outputs, options.arch, gradient_of(p, found, names), kept=True)
   return kernel
 

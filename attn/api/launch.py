@@ -6,7 +6,7 @@ from typing import Any, Iterable
 from attn.api.checked_call import CheckedCall
 from attn.api.dropout import drawn_seed, first_of_each
 from attn.api.pages import plain_attention_of_pages
-from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_device, check_means, region
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_device, checked_ast, region
 from attn.calls.gradient import INPUTS, gradient_of, lse_axes, no_gradient
 from attn.calls.placement import AXES, Placement, empty, place
 from attn.calls.plain import plain_attention
@@ -46,7 +46,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
     gradient = None if "o" not in given else gradient_of(replace(p, tile_list=None), arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
-      check_means(sink := program(*placeholders[:len(takes)]), arch)
+      sink = checked_ast(program, arch, *placeholders[:len(takes)])
       return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes))
     return kernel
   programs = [(program_of(choice, p), arguments(p))]

@@ -16,7 +16,7 @@ from attn.functions.symbols import FUNCTION_TENSOR_DTYPES
 from attn.ops.renderers import adapt
 from attn.problem import MOD_TENSORS
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, begins_at, capturing, compile_at_once, copied, device_of,
+from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, ast_of, begins_at, capturing, compile_at_once, copied, device_of,
                                   inside_function, with_params, workgroups_of)
 from attn.values import FLOATS
 
@@ -74,6 +74,15 @@ def check_means(sink:UOp, arch:Chip) -> None:
   for what, need, most in (("threads of a workgroup", product(*OF_THREADS), WORKGROUP_MOST), ("workgroups", product(AxisType.GLOBAL), GRID_MOST),
                            ("bytes of LDS of a workgroup", sum(lds.values()), arch.lds)):
     if need > most: raise NotImplementedError(f"{sink.arg.name} needs {need} {what}: {arch.name} has {most}")
+
+def checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
+  """Returns the AST of the kernel `program`. Raises NotImplementedError as `check_means` does. The program must be the identical object for the same
+  kernel, because its AST is kept."""
+  return ast_of(_checked_ast, program, arch, *placeholders)
+
+def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
+  check_means(sink := program(*placeholders), arch)
+  return sink
 
 @dataclass(frozen=True)
 class CheckedKernel:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable
-from attn.calls.checked_kernel import CheckedKernel, check_means
+from attn.calls.checked_kernel import CheckedKernel, checked_ast
 from attn.calls.placement import AXES, empty
 from attn.calls.plain import plain_attention
 from attn.calls.sums import gradient_of_element
@@ -28,7 +28,7 @@ from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_argume
 from attn.problem import EXTRAS, Problem
 from attn.score.sums import sum_over_scores
 from attn.score.terms import TERM_TENSORS, check_differentiable
-from attn.tinygrad_compat import Tensor, UOp, differentiated
+from attn.tinygrad_compat import Tensor, UOp, differentiated, wanted_of
 from attn.values import FLOATS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
@@ -63,6 +63,10 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
   return {list(inputs)[slot]: g for slot, g in found.items()}
 
+def gradients_by_tinygrad(p:Problem, arch:Chip) -> list[str]:
+  """Returns the names of the tensors of terms whose gradients no kernel computes."""
+  return [*(name for name, tensor in TERM_TENSORS.items() if not tensor.summed), *tensors_by_tinygrad(p, arch)]
+
 # ***** by the kernels *****
 
 @dataclass(frozen=True)
@@ -92,8 +96,7 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
                       dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
-      check_means(sink := program(*placeholders), arch)
-      return CheckedKernel(sink, outputs, gradient=no_second_derivative)
+      return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative)
     return BackwardLaunch(kernel, shapes, outputs)
   for_q, for_kv = (with_lists(p, x) for x in lists)
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs)}
@@ -219,8 +222,8 @@ class AttentionGradient:
     given = {name: g.reshape(shapes[name]) for name, g in given.items()}
     by_kernels = self.arch is not None and not isinstance(can_differentiate(self.problem, self.arch), str)
     found: dict[str, UOp] = {}
-    plainly = [name for name, tensor in TERM_TENSORS.items() if name in inputs and not tensor.summed]
-    if not by_kernels or self.arch is None or plainly or tensors_by_tinygrad(self.problem, self.arch):
+    wanted = wanted_of(self.names)
+    if not by_kernels or self.arch is None or wanted.intersection(gradients_by_tinygrad(self.problem, self.arch)):
       found |= plain_gradients(self.problem, inputs, given)
     if by_kernels and self.arch is not None:
       found |= kernel_gradients(self.problem, self.arch, inputs, {name: after(u, call).reshape(shapes[name]) for name, u in outputs.items()},

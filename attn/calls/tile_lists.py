@@ -7,7 +7,7 @@ from attn.calls.placement import empty
 from attn.functions.symbols import elements_of
 from attn.kernels.tile_lists import ListedBlocks, list_kernels
 from attn.problem import Shapes
-from attn.tinygrad_compat import Tensor, UOp, capturing, inside_function
+from attn.tinygrad_compat import Tensor, UOp, ast_of, capturing, inside_function
 from attn.values import INTS, cache_of_kernels
 
 MOST_KEPT = 64     # lists that a process keeps
@@ -17,7 +17,7 @@ def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
   """Returns the kernels that make lists, each with the (shape, dtype) of its tensors by name. Equal arguments return identical objects, because
   tinygrad's schedule cache compares by identity."""
   def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
-    return lambda *placeholders: CheckedKernel(program(*placeholders), names[:1])
+    return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1])
   return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]
 
 def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:

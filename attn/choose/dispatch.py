@@ -226,9 +226,10 @@ def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   """Returns the `Work` of the kernel `name` for `p` on `arch`, or the reason why the kernel cannot compute `p` there."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
+@cache_of_kernels
 def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel chosen for `p`, as a function of the placeholders that `tensors.arguments(p)` names. Raises NotImplementedError if tensor
-  operations are chosen instead of a kernel."""
+  """Returns the kernel chosen for `p`, as a function of the placeholders that `tensors.arguments(p)` names. Equal arguments return the identical
+  function. Raises NotImplementedError if tensor operations are chosen instead of a kernel."""
   program = KERNELS[choice.kernel].program
   if program is None or choice.arch is None:
     raise NotImplementedError(f"{choice.kernel} is no single kernel: use attn.attention, which runs it as tensor operations")

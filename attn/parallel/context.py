@@ -13,7 +13,7 @@ import functools, itertools, math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from attn import values
-from attn.calls.checked_kernel import CheckedKernel, KernelFunction, check_means, region
+from attn.calls.checked_kernel import CheckedKernel, KernelFunction, checked_ast, region
 from attn.calls.gradient import OUTPUTS, lse_axes
 from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape, rows_dimension
@@ -27,7 +27,7 @@ from attn.ops.plain import plain
 from attn.parallel.shards import ContextLaunch, PieceRun, SequencePiece, SequenceShards, head_chunks
 from attn.problem import ORDERS, DealtRows, Problem, Strided
 from attn.score.terms import TERM_TENSORS
-from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, copied, copy_call, dtypes, inside_function, new_buffer, remembered
+from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, ast_of, copied, copy_call, dtypes, inside_function, new_buffer, remembered
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other is filled
@@ -242,9 +242,8 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
   row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
-  def kernel(*placeholders:UOp) -> CheckedKernel:
-    return CheckedKernel(order_keys(p, held, keys, width, *placeholders[:2]), ("gathered",), takes=2)
-  return kernel
+  program = functools.partial(order_keys, p, held, keys, width)
+  return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders[:2]), ("gathered",), takes=2)
 
 @dataclass
 class GatheringDevice:
@@ -376,13 +375,10 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
   """Returns the kernel that `merge_call` calls. Equal arguments return the identical object, because tinygrad's schedule cache compares by
   identity."""
-  program = merge(p, arch, parts, there)
+  merging = merge(p, arch, parts, there)
+  program = (lambda *args: plain(merging(*args))) if plainly else merging
   takes = len(p.outputs) + len(parts) + p.sinks
-  def kernel(*placeholders:UOp) -> CheckedKernel:
-    sink = program(*placeholders[:takes])
-    check_means(sink := plain(sink) if plainly else sink, arch)
-    return CheckedKernel(sink, p.outputs, small=True, takes=takes)
-  return kernel
+  return lambda *placeholders: CheckedKernel(checked_ast(program, arch, *placeholders[:takes]), p.outputs, small=True, takes=takes)
 
 @dataclass(frozen=True)
 class ContextPart:

@@ -16,11 +16,11 @@ from tinygrad.renderer import Estimates, Renderer
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
-from attn.tinygrad_compat.caches import forget_oldest_kernels, launch_of, program_key, program_of_launch
+from attn.tinygrad_compat.caches import ast_of, forget_oldest_kernels, launch_of, program_key, program_of_launch
 from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
 from attn.tinygrad_compat.devices import (Means, c_compiler, comgr_compiler, comgr_version, decode_instruction, device_of, double_transcendentals,
                                           opened_devices, without_comgr, workgroups_of)
-from attn.tinygrad_compat.functions import copied, inside_function, new_buffer
+from attn.tinygrad_compat.functions import copied, inside_function, new_buffer, wanted_of
 from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
 from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, equality_as_uops, levels_to_caller, maker_of_latent_cache,
                                           method_of_tinygrad, programs_through, survive_a_damaged_cache, watch_kernels)
@@ -33,12 +33,12 @@ __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "Buffer
            "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer",
            "HIPRenderer", "KernelInfo", "Means", "NVCCRenderer", "Ops", "PatternMatcher", "Places", "Program", "ProgramInfo", "Renderer", "Rerouted",
            "TINYGRAD_VERSION", "TRAINING", "Target", "Tensor", "TinyELF", "TinyJit", "ToProgram", "UOp", "UPat", "VECTORS", "VIZ", "VectorDType",
-           "adapt_cuda", "also_after", "around_gradients", "begins_at", "buffer_under", "c_compiler", "capturing", "comgr_compiler", "comgr_version",
-           "committed", "compile_at_once", "compiled", "copied", "copy_call", "cuda_graph_seconds", "cuda_seconds", "decode_instruction",
-           "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name", "elf_loader",
-           "equality_as_uops", "exec_alu", "flat_element", "foreign_cuda_context", "forget_oldest_kernels", "inside_function", "launch_of",
-           "levels_to_caller", "linear_view", "lower", "lowered_with_places", "made_with_places", "make_current", "maker_of_latent_cache",
-           "method_of_tinygrad", "new_buffer", "new_uop", "opened_devices", "program_key", "program_of_launch", "programs_through",
-           "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype",
-           "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "watch_kernels", "with_accesses", "with_outputs", "with_params",
+           "adapt_cuda", "also_after", "around_gradients", "ast_of", "begins_at", "buffer_under", "c_compiler", "capturing", "comgr_compiler",
+           "comgr_version", "committed", "compile_at_once", "compiled", "copied", "copy_call", "cuda_graph_seconds", "cuda_seconds",
+           "decode_instruction", "device_of", "device_seconds", "differentiated", "double_transcendentals", "dtypes", "dynamic_shared_name",
+           "elf_loader", "equality_as_uops", "exec_alu", "flat_element", "foreign_cuda_context", "forget_oldest_kernels", "inside_function",
+           "launch_of", "levels_to_caller", "linear_view", "lower", "lowered_with_places", "made_with_places", "make_current",
+           "maker_of_latent_cache", "method_of_tinygrad", "new_buffer", "new_uop", "opened_devices", "program_key", "program_of_launch",
+           "programs_through", "put_into_tensors", "remembered", "run_alone", "shared_memory_text", "spec_names", "statements", "strong_dtype",
+           "survive_a_damaged_cache", "tinygrad_folder", "vector_dtype", "wanted_of", "watch_kernels", "with_accesses", "with_outputs", "with_params",
            "with_selected_inputs", "without_comgr", "workgroups_of", "written_to"]

@@ -1,5 +1,7 @@
 """tinygrad's caches of kernels, and the part of a PROGRAM that can be passed to another process."""
 from __future__ import annotations
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from tinygrad import codegen, schedule
@@ -9,6 +11,14 @@ from tinygrad.renderer import Estimates, Renderer
 from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 from attn.tinygrad_compat.devices import device_of
 from attn.tinygrad_compat.uops import new_uop
+
+MOST_ASTS = 128     # number of ASTs that `ast_of` keeps; tinygrad's own caches hold the ASTs of more kernels
+
+@functools.lru_cache(MOST_ASTS)
+def ast_of(make:Callable[..., UOp], *args:Any) -> UOp:
+  """Returns the kernel's AST `make(*args)`. Keeps the latest ASTs, because making one takes 10 to 150 ms, and tinygrad asks for it in each call of
+  `Tensor.custom_kernel`. `make` must be the identical object for the same kernel."""
+  return make(*args)
 
 def forget_oldest_kernels(prefix:str, most:int) -> None:
   """Drops the oldest kernels whose names begin with `prefix` from tinygrad's caches if there are more than `most`, until half as many are left.

@@ -4,7 +4,7 @@
 buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them."""
 from __future__ import annotations
 import functools, importlib, itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -81,14 +81,25 @@ def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, 
 
 gradient._compact_params = compact_params   # type: ignore[assignment]
 
+_wanted: list[set[int]] = []     # for each call that is being differentiated, the innermost last: numbers of the sources whose gradients are wanted
+
+def wanted_of(names:Iterable[str]) -> set[str]:
+  """Returns, inside a grad_fxn, which sources of the call need a gradient. `names` has a name for each source of the call. tinygrad does not tell a
+  grad_fxn this. Outside a grad_fxn every source may need one."""
+  return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
+
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps tinygrad's function that differentiates a call: the gradient of a FUNCTION is again the body of a FUNCTION."""
+  """Wraps tinygrad's function that differentiates a call: the gradient of a FUNCTION is again the body of a FUNCTION. A grad_fxn can ask which
+  gradients are wanted (`wanted_of`)."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
     of_function = call.op is Ops.FUNCTION and call.arg.grad_fxn is None
     _function.depth += of_function
+    _wanted.append(needed)
     try: return own(ctx, call, needed)
-    finally: _function.depth -= of_function
+    finally:
+      _function.depth -= of_function
+      _wanted.pop()
   return differentiate
 
 gradient.call_gradient = inside(gradient.call_gradient)

@@ -9,6 +9,7 @@ from tinygrad.codegen.late.linearizer import linearize
 from tinygrad.helpers import Context
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import RewriteContext, UOp, UOpMetaClass
+from attn.tinygrad_compat.caches import ast_of
 from attn.tinygrad_compat.devices import device_of
 
 @contextlib.contextmanager
@@ -47,7 +48,8 @@ def _changed(owner:Any, **new:Any) -> Iterator[None]:
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
   """Calls `make`. Returns its result and the place of each UOp that it made: the innermost line on Python's call stack whose file is not
-  `internal`."""
+  `internal`. Forgets the ASTs that `ast_of` keeps, because a kept AST is not made again."""
+  ast_of.cache_clear()
   places, create = Places(), UOpMetaClass.__call__
   def here() -> tuple[str, int]|None:
     frame: Any = sys._getframe(2)

@@ -9,10 +9,10 @@ import pytest
 from attn import attention
 from attn.choose.dispatch import choose
 from attn.chips import get_chip
-from attn.measure import latency, short
+from attn.measure import later_calls, latency, short
 from attn.measure.latency import FIRST_CALLS, FirstCall
 from attn.measure.peers import in_turn
-from attn.tinygrad_compat import Context, Device, Tensor
+from attn.tinygrad_compat import Context, Device, GlobalCounters, Tensor
 
 def test_first_calls_are_timed() -> None:
   """The measurement times a first call, here in this process on the emulator. The time includes the time of the compiler, whose method the
@@ -22,6 +22,22 @@ def test_first_calls_are_timed() -> None:
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
   assert 0 < found["compiling"] < found["seconds"] and "compile" not in vars(compiler)
   assert len({str(row) for row in FIRST_CALLS}) == len(FIRST_CALLS) and any(row.backward for row in FIRST_CALLS)
+
+def test_later_calls_are_timed(capsys) -> None:
+  """The measurement times calls and their gradients on the host without launching a kernel, with tinygrad's own attention beside attn's where
+  tinygrad has the options."""
+  rows = {row.name: row for row in later_calls.LATER_CALLS}
+  assert len(rows) == len(later_calls.LATER_CALLS)
+  GlobalCounters.reset()
+  with Context(DEV="EMU::gfx942"):
+    full = later_calls.later_call(rows["full"], calls=1)
+    assert not GlobalCounters.kernel_count
+    pages = later_calls.later_call(rows["decode, pages"], calls=1)
+  columns = {f"{name}{gradients}" for name in ("call", "scheduled") for gradients in ("", " with gradients")}
+  assert set(full) == columns | {f"tinygrad's {name}" for name in columns} and set(pages) == {"call", "scheduled"}
+  assert all(x > 0 for x in (full | pages).values())
+  later_calls.main(["no row"])
+  assert not capsys.readouterr().out
 
 def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
   """Each run of the latency measurement starts two processes that share new, empty caches."""

@@ -1,0 +1,83 @@
+"""Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints the rows whose name has each WORD.
+
+Each figure is the median of the host's milliseconds from the second call on, outside TinyJit. `call`: the call returns its result, which is not yet
+computed. `scheduled`: tinygrad has also made the list of launches. The figures with gradients also contain the gradients of q, k and v. Nothing is
+launched, so the device's speed does not matter: with DEV=EMU::gfx942 the command runs without a GPU. tinygrad's own attention stands beside each
+row that it can compute."""
+from __future__ import annotations
+import statistics, sys, time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+import numpy as np
+from attn.api.attention import attention
+from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
+
+CALLS = 21       # calls of each median
+
+@dataclass(frozen=True)
+class LaterCall:
+  """A call of attention in float16: the shapes of q and of k and v, the options by name, and whether it has gradients. An option may be a function
+  that makes the option's value."""
+  name: str
+  q: tuple[int, ...] = (2, 8, 512, 64)
+  kv: tuple[int, ...] = (2, 8, 512, 64)
+  options: dict[str, Any] = field(default_factory=dict)
+  differentiable: bool = True
+  in_tinygrad: bool = False     # tinygrad's own attention has these options
+
+def float_tensor(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.float)
+def int_tensor(values:Any) -> Tensor: return Tensor(np.array(values, np.int32))
+
+LATER_CALLS = (
+  LaterCall("full", in_tinygrad=True),
+  LaterCall("causal", options={"causal": "top-left"}, in_tinygrad=True),
+  LaterCall("window, softcap, sinks", options={"window": (100, 0), "softcap": 20.0, "sinks": lambda: float_tensor(8)}),
+  LaterCall("bias", options={"bias": lambda: float_tensor(1, 8, 512, 512)}),
+  LaterCall("dropout", options={"dropout_p": 0.1}),
+  LaterCall("packed", (512, 8, 64), (512, 8, 64), {"layout": "thd", "cu_seqlens_q": lambda: int_tensor([0, 100, 512]), "max_seqlen_q": 412,
+                                                  "cu_seqlens_k": lambda: int_tensor([0, 100, 512]), "max_seqlen_k": 412}),
+  LaterCall("score_mod and mask_mod", options={"score_mod": lambda: lambda s, b, h, i, j, t: s*t[h], "mask_mod": lambda: lambda b, h, i, j, t: i >= j,
+                                               "mod_tensors": lambda: (float_tensor(8),)}),
+  LaterCall("mask_mod with a list of tiles", options={"mask_mod": lambda: lambda b, h, i, j: (i//32 - j//32) % 3 < 1}),
+  LaterCall("decode", (2, 8, 1, 64), (2, 2, 4096, 64), {"kv_lengths": lambda: int_tensor([100, 4000])}),
+  LaterCall("decode, Variable", (1, 8, 1, 64), (1, 2, 4096, 64), {"kv_lengths": lambda: UOp.variable("keys", 1, 4096).bind(300)}, False),
+  LaterCall("decode, pages", (2, 8, 1, 64), (64, 16, 2, 64), {"kv_lengths": lambda: int_tensor([100, 400]),
+                                                             "block_table": lambda: int_tensor(np.arange(64).reshape(2, 32))}, False))
+
+def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
+  """Returns the median time of a call, without the first call."""
+  seconds = list[float]()
+  for _ in range(calls + 1):
+    begin = time.perf_counter()
+    call()
+    seconds.append(time.perf_counter() - begin)
+  return 1e3*statistics.median(seconds[1:])
+
+def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:
+  """Times the calls of one row that `attend` computes. Returns the milliseconds by column."""
+  q, k, v = (Tensor.empty(*shape, dtype=dtypes.half).realize() for shape in (row.q, row.kv, row.kv))
+  made = {name: make().realize() if isinstance(make(), Tensor) else make for name, make in row.options.items() if callable(make)}
+  def forward() -> Tensor: return attend(q, k, v, **row.options | {name: x() if callable(x) else x for name, x in made.items()})
+  def gradients() -> list[Tensor]:
+    with Context(TRAINING=1): o = forward()
+    return o.gradient(q, k, v, gradient=q)
+  found = {"call": milliseconds(forward, calls), "scheduled": milliseconds(lambda: forward().linear_with_vars(), calls)}
+  if not row.differentiable: return found
+  return found | {"call with gradients": milliseconds(gradients, calls),
+                  "scheduled with gradients": milliseconds(lambda: Tensor.linear_with_vars(*gradients()), calls)}
+
+def tinygrad_attention(q:Tensor, k:Tensor, v:Tensor, causal:Any=False) -> Tensor: return q.scaled_dot_product_attention(k, v, is_causal=bool(causal))
+
+def later_call(row:LaterCall, calls:int=CALLS) -> dict[str, float]:
+  """Returns the columns of one row, with tinygrad's own attention beside attn's if it can compute the row."""
+  found = times(attention, row, calls)
+  if row.in_tinygrad: found |= {f"tinygrad's {name}": x for name, x in times(tinygrad_attention, row, calls).items()}
+  return found
+
+def main(words:list[str]) -> None:
+  for row in LATER_CALLS:
+    if all(word in row.name for word in words):
+      print(f"{row.name}: " + ", ".join(f"{name} {x:.2f} ms" for name, x in later_call(row).items()), flush=True)
+
+if __name__ == "__main__": main(sys.argv[1:])

@@ -1,0 +1,81 @@
+"""Tests of what a later call of attention costs on the host: it makes no kernel's AST again, and no gradient that nobody wants."""
+from __future__ import annotations
+from collections.abc import Callable
+import numpy as np
+import pytest
+from tinygrad import Variable
+import attn
+from attn.calls import gradient
+from attn.tinygrad_compat import Context, Tensor, ast_of, dtypes
+from attn.tinygrad_compat.caches import MOST_ASTS
+from api_cases import emulated
+
+def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half)
+def whole(numbers:object) -> Tensor: return Tensor(np.array(numbers, np.int32))
+def number(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.float)
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+CALLS: dict[str, Call] = {
+  "causal": lambda q, k, v: attn.attention(q, k, v, causal=True),
+  "options": lambda q, k, v: attn.attention(q, k, v, window=(20, 0), softcap=20.0, alibi_slopes=number(2), sinks=number(2)),
+  "bias": lambda q, k, v: attn.attention(q, k, v, bias=number(1, 2, 40, 40)),
+  "dropout": lambda q, k, v: attn.attention(q, k, v, dropout_p=0.1),
+  "functions": lambda q, k, v: attn.attention(q, k, v, score_mod=lambda s, b, h, i, j, t: s*t[h], mask_mod=lambda b, h, i, j, t: i >= j,
+                                              mod_tensors=(number(2),)),
+  "num_splits": lambda q, k, v: attn.attention(q, k, v, num_splits=2)}
+
+CACHED: dict[str, Call] = {
+  "kv_lengths": lambda q, k, v: attn.attention(q, k, v, kv_lengths=whole([7, 30])),
+  "Variable": lambda q, k, v: attn.attention(q, k, v, kv_lengths=Variable("keys", 1, 40).bind(int(np.random.default_rng().integers(1, 40)))),
+  "pages": lambda q, k, v: attn.attention(q, half(10, 8, 2, 16), half(10, 8, 2, 16), block_table=whole(np.arange(10).reshape(2, 5)),
+                                          kv_lengths=whole([7, 30]))}
+
+def made_by(call:Callable[[], object]) -> int:
+  """Returns how many ASTs of kernels a call makes."""
+  before = ast_of.cache_info().misses
+  call()
+  return ast_of.cache_info().misses - before
+
+@pytest.mark.parametrize("name", [*CALLS, *CACHED])
+def test_a_later_call_makes_no_ast(name:str) -> None:
+  """The first call of a problem makes the ASTs of its kernels, and a later call makes none, with other tensors, with functions that are written
+  anew, or with another value of a Variable."""
+  call = (CALLS | CACHED)[name]
+  with emulated("gfx942"):
+    first, later = (made_by(lambda: call(*[half(2, 2, 40, 16) for _ in range(3)])) for _ in range(2))
+  assert first and not later
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_later_gradient_makes_no_ast(name:str) -> None:
+  def step() -> None:
+    q, k, v = (half(2, 2, 40, 16) for _ in range(3))
+    with Context(TRAINING=1): CALLS[name](q, k, v).gradient(q, k, v, gradient=half(2, 2, 40, 16))
+  with emulated("gfx942"): first, later = made_by(step), made_by(step)
+  assert first > 1 and not later
+
+def test_another_problem_has_another_ast() -> None:
+  with emulated("gfx942"):
+    scales = [made_by(lambda: attn.attention(*[half(2, 2, 40, 16) for _ in range(3)], softmax_scale=scale)) for scale in (0.25, 0.5, 0.25)]
+  assert scales == [1, 1, 0]
+
+def test_few_asts_are_kept() -> None:
+  with emulated("gfx942"):
+    for n in range(MOST_ASTS + 8): attn.attention(*[half(1, 1, 16, 16) for _ in range(3)], num_splits=1, softmax_scale=1 + n/1024)
+  assert ast_of.cache_info().currsize == MOST_ASTS
+
+@pytest.mark.parametrize("wanted", ["q", "alibi_slopes"])
+def test_only_wanted_gradients_are_computed_by_tensor_operations(wanted:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  """No kernel computes the gradient of ALiBi's slopes: tinygrad differentiates tensor operations. This is done only if the slopes' gradient is
+  wanted, and then all gradients are those of a call in which all are wanted."""
+  asked, own = [], gradient.plain_gradients
+  monkeypatch.setattr(gradient, "plain_gradients", lambda *args: asked.append(1) or own(*args))     # type: ignore[func-returns-value]
+  rng = np.random.default_rng(3)
+  with emulated("gfx942"):
+    t = {name: Tensor(rng.standard_normal((1, 2, 20, 16), np.float32)).half() for name in ("q", "k", "v")}
+    t["alibi_slopes"] = Tensor(np.array([0.5, 0.25], np.float32))
+    with Context(TRAINING=1): o = attn.attention(**t)
+    alone = o.float().sum().gradient(t[wanted])[0].numpy()
+    assert len(asked) == (wanted == "alibi_slopes")
+    together = o.float().sum().gradient(*t.values())[list(t).index(wanted)].numpy()
+  assert np.abs(alone).max() > 0 and (alone == together).all()
