@@ -88,6 +88,7 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
     return f"D={p.D}, Dv={p.Dv}: predicted to be much faster only with D {', '.join(map(str, shapes))}, and Dv as large"
   if (options := [x for x in p.options if x not in AMD_OPTIONS_AT_ONCE]): return f"{options[0]}: two kernels compute the gradients with this option"
+  if p.dropout_p and p.alibi is not None: return "dropout_p with alibi_slopes: scalar registers would spill in its loops"
   if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
   tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
   return unordered(p) or too_small_at_once(p, arch, tile) or tile

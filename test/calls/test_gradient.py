@@ -250,6 +250,7 @@ REFUSED_ON_AMD = {
   "deterministic": ("gfx942", {}, dict(deterministic=True), "deterministic=True: "), "D": ("gfx942", dict(D=64), {}, "D=64, Dv=64: "),
   "functions": ("gfx942", {}, dict(score_mod=lambda s, b, h, i, j: s*s), "score_mod: "),
   "blocks": ("gfx942", dict(B=2), {}, "8 blocks of 128 keys: "),
+  "dropout beside slopes": ("gfx942", {}, dict(dropout_p=0.1, alibi_slopes=Tensor.empty(2)), "dropout_p with alibi_slopes: "),
   "registers": ("gfx1100", {}, {}, "a wave of gfx1100 has 256 registers: "), "chip": ("gfx950", {}, {}, "gfx950: "),
 }
 @pytest.mark.parametrize("case", REFUSED_ON_AMD)
