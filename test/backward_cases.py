@@ -41,8 +41,8 @@ def forward_results(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[
   return o, lse
 
 def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int, int]|None=None) -> Options:
-  """Returns the options that the reference needs: for the whole problem, or for one packed sequence, given as (its index, its number of queries, its
-  number of keys)."""
+  """Returns the options of a problem in the form that the reference takes: for the whole problem, or for one packed sequence. `sequence` is its
+  index, its number of queries and its number of keys."""
   found: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras, *(sequence or ()))
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 

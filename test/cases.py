@@ -44,9 +44,9 @@ on_the_emulator = on_two("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
-  """Parametrizes a test over all pairs (case, chip). By default only one chip runs each case: case i runs on one chip of `on`, case i + 1 on the next
-  chip, and so on. All other pairs get the mark `thorough`. Every case also runs on the chips in `always`. One of `among` pairs runs by default (0
-  means the length of `on`), and `turn` selects which one. Cases in `besides` also run on the last chip of `on`."""
+  """Parametrizes a test over all pairs (case, chip). By default case i runs on one chip of `on`, case i + 1 on the next chip, and so on; all other
+  pairs get the mark `thorough`. `among` sets how many pairs share one default run (0: the length of `on`), and `turn` says which of them runs. Every
+  case also runs on the chips in `always`. Cases in `besides` also run on the last chip of `on`."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
@@ -57,7 +57,7 @@ def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[An
   return pytest.mark.parametrize(names, found)
 
 def every_other(cases:Iterable[Any]) -> list[Any]:
-  """Marks every second case `thorough`. For a list of pairs, the mark goes to the second case of one pair, the first case of the next pair, and so
+  """Marks half of the cases `thorough`. If the cases come in pairs, it marks the second case of one pair, the first case of the next pair, and so
   on."""
   return [pytest.param(x, marks=() if (i + i//2) % 2 == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
@@ -205,11 +205,11 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
 def numbers_of_rows(p:Problem) -> dict[str, float]:
-  """Returns the options of the score and of the masks that are plain numbers, under the names that the reference uses for them."""
+  """Returns the options of terms and masks that are single numbers, such as softcap, by the names that the reference uses."""
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
-  """Checks o and lse against the accuracy law."""
+  """Checks a kernel's o and lse (None: no lse) against the accuracy law."""
   law, of_lse = expected(p, x, extras)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"

@@ -114,8 +114,8 @@ def parameters(name:str) -> list[str]:
   return [p.name for p in inspect.signature(FUNCTIONS[name][0]).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 def mentions(value:Any, text:str) -> bool:
-  """Tells whether an error message shows the value of an argument. The message need not show a Tensor. If the argument is missing, the message may
-  instead name what needs it."""
+  """Tells whether an error message shows the wrong value of an argument. Two exceptions count as shown: a value that is a Tensor or an array; and
+  None, if the message says which argument `needs` another one."""
   if isinstance(value, (Tensor, np.ndarray)): return True
   if value is None and "needs" in text: return True
   parts = value if isinstance(value, (tuple, list)) else ()
@@ -158,8 +158,8 @@ def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|N
 ARGUMENTS = [(name, argument) for name in FUNCTIONS for argument in parameters(name)]
 
 def check_argument(name:str, argument:str, computed:slice) -> None:
-  """Calls the function once for each test value of the argument. Computes and checks the results of those accepted calls that the slice `computed`
-  selects."""
+  """Calls the function `name` once with each test value of this argument. Some of the accepted calls, those in the slice `computed`, are also
+  computed, and their results are checked."""
   with emulated("gfx942"):
     accepted = [(label, found) for label in VALUES if (found := result_of(name, argument, label)) is not None]
     for label, (given, result) in accepted[computed]:

@@ -73,8 +73,8 @@ def test_the_mask_in_tensor_operations() -> None:
     assert attn.dropout_mask(seed, 0.0, 1, 1, 3, 9).numpy().all()
 
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-  """Yields pairs of equally shaped arrays: the elements of a mask, and the elements at a fixed distance along one axis. The distances reach keys of
-  one octet (eight neighbouring keys), of neighbouring octets, and further away."""
+  """Yields pairs of arrays of equal shape, in which each element of the mask meets the element at a fixed distance along one axis. The distances
+  along the keys reach keys of the same octet (eight neighbouring keys), of neighbouring octets, and further away."""
   for axis, name in enumerate(("batch", "head", "query", "key")):
     for lag in (1, 2, 3, 4, 7, 8, 16, 32, 64):
       if lag < mask.shape[axis]:

@@ -87,8 +87,8 @@ def dropped(function:str) -> None:
 SEED, DROPPED_P = np.array([7, 11], np.uint32), .4
 
 def kept(mask:Tensor) -> np.ndarray:
-  """Returns which elements S_dmask shows as kept by dropout. The tests run with NOOPT=1, but tinygrad cannot lower the kernel that reads S_dmask
-  without its optimizations: here NOOPT is 0."""
+  """Returns which elements dropout keeps, according to S_dmask. Sets NOOPT to 0 to read S_dmask: the tests run with NOOPT=1, but tinygrad cannot
+  lower the kernel that computes S_dmask without its optimizations."""
   with Context(NOOPT=0): return array(mask) >= 0
 
 def seeded(function:str) -> None:

@@ -22,8 +22,8 @@ Layer = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Call:
-  """A call of attention inside a `@function`: the function, the shapes of its 16-bit arguments, and the values of its other arguments. The arguments
-  get gradients, except integer arguments."""
+  """A call of attention inside a `@function`: the Python function, the shapes of its 16-bit arguments, and the values of all other arguments. Every
+  argument gets a gradient, unless it holds integers."""
   layer: Layer
   shapes: tuple[tuple[int, ...], ...] = ((1, 2, 24, 32), (1, 1, 24, 32), (1, 1, 24, 32))
   others: tuple[np.ndarray, ...] = ()
@@ -49,7 +49,7 @@ def nested_apart(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   layer = function(causal, precompile=True, precompile_backward=True)
   return layer(layer(q, k, v)[0], k, v)
 def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Calls attention with kv_lengths, and with a slice as K that begins inside a 16-byte unit of memory."""
+  """Calls attention with kv_lengths. K is a slice of a buffer, and does not begin at a multiple of 16 bytes."""
   return (attn.attention(q, k.flatten()[3:3 + 24*32].reshape(v.shape), v, kv_lengths=20),)
 def splits(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q[:, :, :1], k, v, num_splits=2),)
 def by_tinygrad(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (attn.attention(q, k, v),)
@@ -120,7 +120,8 @@ def test_rows_on_devices_under_installed(axis:int|None) -> None:
   np.testing.assert_allclose(found, right, rtol=2**-9, atol=2**-10*np.abs(right).max())
 
 def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
-  """A gradient finds the inputs of attention if attention's output is the first argument of a function, also if the loss has been computed before."""
+  """Gradients are right if the output of attention is an argument of a `@function`, and the loss was computed before gradients are taken. Backward
+  must then still find the inputs of attention."""
   def gradients(layer:Layer, read:bool) -> list[np.ndarray]:
     q, k, v = arguments(CALLS["causal"])
     loss = layer(causal(q, k, v)[0], k)[0].float().square().sum()
@@ -134,7 +135,8 @@ def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
       np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
 
 def test_equal_steps_are_scheduled_once() -> None:
-  """Equal steps of training are scheduled once: the numbers of the buffers in a function and its gradient do not change from step to step."""
+  """tinygrad schedules two equal training steps once, because the second step finds the first one's schedule in the cache. For this, the buffers in a
+  function and in its gradient must have the same numbers in each step."""
   layer = function(causal, precompile=True, precompile_backward=True)
   def step() -> None:
     q, k, v = arguments(CALLS["causal"])

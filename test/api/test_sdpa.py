@@ -15,8 +15,8 @@ from cases import EVERY_ARCH, array, in_turn, tensor
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def law(q, k, v, mask=None, is_causal=False, scale=None, dtype=""):
-  """Accuracy law for PyTorch's definition of scaled_dot_product_attention. Axes before the last two may be broadcast. A row that sees no key gives
-  0."""
+  """Returns the accuracy law of the output, by PyTorch's definition of scaled_dot_product_attention. Axes before the last two may be broadcast. A row
+  that sees no key gives 0."""
   if q.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]): k, v = (np.repeat(x, q.shape[-3]//x.shape[-3], -3) for x in (k, v))
   lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], () if mask is None else mask.shape[:-2])
   flat = lambda x, *last: np.broadcast_to(x, (*lead, *(last or x.shape[-2:]))).reshape(-1, 1, *(last or x.shape[-2:]))
@@ -169,7 +169,8 @@ def test_without_wrapped_methods():
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
 def test_a_mask_of_a_weak_dtype(arch):
-  """BERT's mask (1.0 - mask)*-10000.0 has the dtype weakfloat; tinygrad makes it float32 beside float32 scores."""
+  """BERT's mask, (1.0 - mask)*-10000.0, works as a mask and as a bias. Its dtype is weakfloat, a float type that adapts to the other operand; attn
+  treats it as float32."""
   with emulated(arch):
     q, seen = draw(2, 2, 24, 16), Tensor(np.random.default_rng(5).integers(0, 2, (2, 1, 1, 24)).astype(np.int32))
     mask = (1.0 - seen)*-10000.0

@@ -21,7 +21,8 @@ def causal_mask(T:Any, start:Any, buffer:bool=True) -> Tensor:
   return Tensor.full((1, 1, T, start + T), -math.inf, dtype=dtypes.half, buffer=buffer).triu(start + 1)
 
 class Gpt2:
-  """The cache of examples/gpt2.py and examples/llama.py in tinygrad: (2, B, S, H, D), with heads repeated as in llama.py."""
+  """A model step with the cache of tinygrad's examples/gpt2.py and examples/llama.py: one tensor (2, B, S, H, D) for K and V, whose heads are
+  repeated as in llama.py."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, CAPACITY, HKV, D, dtype=dtype, device=device).contiguous().realize()
   def __call__(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -32,8 +33,8 @@ class Gpt2:
     return q.scaled_dot_product_attention(keys, values, causal_mask(T, start) if T > 1 else None).realize()
 
 class Llm:
-  """The cache of tinygrad/llm/model.py: (2, B, H, S, D) in half, with queries in float32. A Variable gives the length of a prompt's chunks, which run
-  in a precompiled function."""
+  """A model step with the cache of tinygrad/llm/model.py: one tensor (2, B, H, S, D) in half, with queries in float32. A Variable gives the length of
+  a prompt's chunks, which run in a precompiled function."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, HKV, CAPACITY, D, dtype=dtypes.half, device=device).contiguous().realize()
   def attend(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -206,7 +207,8 @@ def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
 @pytest.mark.parametrize("rows, arch", [pytest.param(n, arch, marks=pytest.mark.thorough if (n, arch) != (16385, "gfx942") else ())
                                         for n in (16383, 16384, 16385, 131072) for arch in ("gfx942", "gfx1100", "sm_80")])
 def test_a_long_cache(rows:int, arch:str) -> None:
-  """The newest query sees exactly the rows that the Variable counts: rows beyond the length are NaN and have no effect."""
+  """A query sees exactly the first n rows of a long cache, where n comes from a Variable. Later rows are NaN and must have no effect; the newest row
+  has the largest weight, so it must not be missing."""
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()
     q, k, v = numbers(1, 2, 1, 16), *(numbers(1, 1, rows, 16, seed=seed) for seed in (1, 2))
@@ -222,8 +224,8 @@ def test_a_long_cache(rows:int, arch:str) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80"))
 @pytest.mark.parametrize("queries", [1, 5])
 def test_a_latent_cache(queries:int, arch:str) -> None:
-  """Attention as a latent block of tinygrad.llm writes it, with DeepSeek's sizes: a row of the cache has 512 + 64 columns, of which the first 512 are
-  the values. A kernel reads the cache in place."""
+  """One kernel computes attention in the form that a latent block of tinygrad.llm writes out, and reads the cache in place. Sizes are DeepSeek's: a
+  row of the cache has 512 + 64 columns, and the first 512 are the values."""
   D, Dv, n = 576, 512, 70
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()
@@ -239,7 +241,7 @@ def test_a_latent_cache(queries:int, arch:str) -> None:
     assert (verdict := judge(array(o), law)).ok, verdict
 
 def test_room_for_rows() -> None:
-  """A cache may grow until its buffer ends, or its next head or batch begins."""
+  """room_for_rows says how many rows a cache may grow to: until its buffer ends, or until its rows would overwrite the next head or batch."""
   def room(t:Tensor) -> int:
     found = in_buffer(t)
     assert found is not None

@@ -79,8 +79,8 @@ def test_gradients_go_through() -> None:
     for g, want in zip(ours, exact): np.testing.assert_allclose(g, want, atol=4e-3*np.abs(want).max())
 
 def test_tinygrads_own_attention_is_decided_once() -> None:
-  """A call that goes to tinygrad's own attention is recorded as one decision. tinygrad's own attention is written out in operations of Tensor; it is
-  not taken for attention that the model writes out, which would be a second decision."""
+  """A call that goes to tinygrad's own attention is recorded as one decision. tinygrad's own attention is itself written out in operations of Tensor.
+  attn must not recognise these operations as a second call."""
   dot, softmax = Tensor.dot, Tensor.softmax
   with emulated("gfx942"):
     q = draw(1, 2, 4, 600)

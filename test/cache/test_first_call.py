@@ -23,8 +23,8 @@ from cases import TYPES, problem
 @pytest.mark.parametrize("renderer", (OperationsCUDARenderer, OperationsNVCCRenderer))
 @pytest.mark.parametrize(("arch", "named"), (("sm_80", "sm_80"), ("sm_90", "sm_90a")))
 def test_machine_code(renderer:Any, arch:str, named:str, monkeypatch) -> None:
-  """The CUDA compiler returns machine code for the chip itself. tinygrad's disk cache keeps it under a key that no PTX has had. The target of the
-  renderer stays unchanged."""
+  """attn's CUDA compiler makes machine code for the chip, and not PTX. In tinygrad's disk cache it uses another key than the compiler to PTX. The
+  renderer's own target stays the chip's name: sm_90, where the compiler gets sm_90a."""
   from tinygrad.runtime.autogen import nvrtc
   monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda major, minor: 0)       # the compiler's library may be missing on this machine
   made = renderer(Target("CUDA", "", arch))
@@ -151,14 +151,14 @@ def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Three(InOrder):
-  """The state of a test kernel: two register arrays and its statements."""
+  """Values of a small test kernel: two register arrays, and the list of its statements."""
   a: UOp
   b: UOp
   statements: Statements
 
 def test_steps_come_in_order() -> None:
-  """A step that uses the result of an earlier step comes after it, and later steps then only wait for the later of the two. A step that uses only
-  older values waits for no step, and later steps wait for both steps. Inside a loop, every step also waits for the begin of the loop."""
+  """A step that uses the result of an earlier step comes after it, and later steps then wait only for the second of the two. A step that uses only
+  older values does not wait for the earlier step, and later steps wait for both. Inside a loop, every step also waits for the start of the loop."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
   s = Three(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])

@@ -135,7 +135,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 # ***** ways to call *****
 
 def laws_of_three(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
-  """Returns the accuracy laws of the gradients of sum(o) with respect to q, k and v."""
+  """Returns the accuracy laws of dq, dk and dv, for the loss sum(o)."""
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
 
@@ -198,7 +198,8 @@ def for_few(monkeypatch:pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("for_few")
 @pytest.mark.parametrize("order", ((0, 1, 2), (1, 0, 2), (2, 1, 0)))
 def test_gradients_at_once_in_any_order(order:tuple[int, ...]) -> None:
-  """Each gradient is right if gradients are realized one after another: the kernel adds to the sums of dq once only."""
+  """If one kernel computes dq, dk and dv at once, each gradient is right even if they are realized one after another. The kernel must add to the fp32
+  sums of dq only once."""
   p = problem(**FEW)
   x = normal(p)
   with emulated("sm_90"):
@@ -212,7 +213,8 @@ def test_gradients_at_once_in_any_order(order:tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("for_few")
 def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
-  """`explain` counts the tiles of queries over which the kernel for all gradients loops, and no tiles of the kernels before and after it."""
+  """If one kernel computes all gradients, `explain` counts the query tiles that this kernel skips, masks, and computes without a mask. It counts no
+  tiles of the small kernels before and after it."""
   q, k = (Tensor.empty(1, 2, rows, 128, dtype=dtypes.half) for rows in (256, 256))
   assert attn.explain(q, k, k, causal=True, deterministic=False, arch="sm_90", backward=True).at_once
   counted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  backward_")]
@@ -276,7 +278,8 @@ def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
   for name, g in zip("qkv", got): assert (verdict := judge(g, want[name])).ok, f"d{name}: {verdict}"
 
 def test_memory_at_once() -> None:
-  """The sums of dq take 4 bytes for each element of whole tiles of 64 queries, however many keys there are."""
+  """If one kernel computes all gradients, the fp32 sums of dq take 4 bytes for each element. Rows are rounded up to whole tiles of 64 queries. The
+  number of keys does not matter."""
   for Sk in (1024, 8192):
     p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=False)
     found = choose_backward(p, get_chip("sm_90"), "forward_wgmma")
@@ -444,7 +447,8 @@ def test_named_kernels(kernel:str, names:tuple[str, ...]) -> None:
 @pytest.mark.parametrize("arch, kernel, unit", [("sm_90", "backward_dq", "_wgmma"), ("sm_90", "backward_dkdv_wgmma,backward_dbias_mma", "_wgmma"),
                                                 ("sm_90", "backward_dbias_mma,backward_dq_mma", "_mma"), ("sm_80", "backward_dbias_mma", "_mma")])
 def test_named_units(arch:str, kernel:str, unit:str) -> None:
-  """The name of each kernel that `explain` shows forces the kernels of one matrix unit. ATTN_KERNEL may also list all of the shown names."""
+  """ATTN_KERNEL with the name of a gradient kernel makes all gradients of q, k and v use the same matrix unit as that kernel. `explain` shows names
+  that ATTN_KERNEL accepts, one by one or as a list."""
   with emulated(arch, kernel):
     q, bias = draw(1, 1, 64, 16), draw(1, 1, 64, 64)
     shown = attn.explain(q, q, q, bias=bias, backward=True).kernels

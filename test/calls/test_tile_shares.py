@@ -26,7 +26,8 @@ from cases import problem
 
 @dataclass(frozen=True)
 class Mask:
-  """A mask: options of a problem, whether a pair is seen, and whether it lies in the interval of the query (None: the mask is an interval)."""
+  """A mask under test. `sees` computes in numpy whether a query sees a key; `mod` is the same mask as a mask_mod. `hull` computes whether a key lies
+  in the query's interval, None if the mask is an interval. `built_in` holds the mask as options of a problem."""
   sees: Callable[..., Any]
   mod: Callable[..., Any]|None = None
   hull: Callable[..., Any]|None = None
@@ -72,7 +73,8 @@ def posed(mask:Mask, sizes:dict[str, int]) -> tuple[Problem, Array]:
 # ***** all pairs *****
 
 def seen(p:Problem, sees:Callable[..., Any], tensors:list[Array], rows:int) -> Array:
-  """Returns whether the query of each row sees each key: (B, H, rows, keys). A row beyond the last query is treated as one more query."""
+  """Returns whether the query of each row sees each key: (B, H, rows, keys). `rows` may exceed the number of queries; the mask is then evaluated for
+  further query positions."""
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + rows, :p.Sk]
   return np.broadcast_to(sees(b, h, i, j, *tensors), (p.B, p.H, rows, p.Sk))
 
@@ -144,7 +146,7 @@ def test_tiles_of_intervals(name:str, sizes:str, arch:str) -> None: check(name, 
 def test_tiles_of_lists(name:str, sizes:str, arch:str) -> None: check(name, sizes, arch, True)
 
 def test_two_tiles_of_dual_wave_are_one() -> None:
-  """Tiles of dual_wave are counted in pairs, because an iteration takes two tiles, 128 keys."""
+  """Tiles of dual_wave are counted in pairs of 128 keys, because each iteration of this kernel computes two tiles."""
   p, chip = problem(B=4, H=32, Sq=600, Sk=700, D=128, causal=True, lse=False), get_chip("gfx950")
   choice = choose(p, chip)
   assert choice.kernel == "dual_wave" and choice.work.tile is not None
@@ -155,7 +157,8 @@ def test_two_tiles_of_dual_wave_are_one() -> None:
 # ***** lengths *****
 
 def check_causal_batches(p:Problem, tensors:dict[str, Array], queries:Array, keys:Array) -> None:
-  """Checks the tiles of a causal mask if each batch, or packed sequence, has its own numbers of queries and keys. The last query sees all keys."""
+  """Checks the tiles that are counted under a causal mask, if each batch, or packed sequence, has its own numbers of queries and keys. The last query
+  sees all keys of its sequence."""
   chip = get_chip("gfx942")
   tile = choose(p, chip).work.tile
   assert tile is not None

@@ -26,7 +26,7 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """A view with the elements `of`. Movement operations produce it from the tensor `memory`."""
+  """A view with the elements `of`. The movement operations `steps` make it from the array `memory`."""
   memory: np.ndarray
   steps: tuple[tuple[str, Any], ...]
   of: np.ndarray
@@ -42,7 +42,7 @@ def larger(x:np.ndarray, before:list[int], after:list[int]) -> np.ndarray:
   return np.pad(x, list(zip(before, after)), constant_values=np.array(lost).astype(x.dtype))
 
 def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
-  """Draws an array from which the view operation `kind` produces x, and the argument of the operation. Returns None if it finds no such array."""
+  """Draws an array from which the movement operation `kind` makes x, with the argument of the operation. Returns None if no such array was found."""
   axes = range(x.ndim)
   def some(most:int) -> list[int]: return [d(st.integers(0, most)) for _ in axes]
   match kind:
@@ -83,8 +83,8 @@ def before(d:Any, kind:str, x:np.ndarray) -> tuple[np.ndarray, Any]|None:
 
 @st.composite
 def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
-  """Draws a view with the elements x. In half of the draws it changes x first: all slices along an axis become equal, or the first slice becomes
-  0."""
+  """Draws a view with the elements x. In half of the draws of floats it first changes x, so that the view may repeat or pad: all slices along an axis
+  become equal, or the first slice becomes 0."""
   alter, axis = d(st.sampled_from(("", "", "alike", "zeros"))), d(st.integers(0, x.ndim - 1))
   of_floats = x.dtype.kind == "f" and not writable
   if alter == "alike" and of_floats: x = np.repeat(x.take([0], axis), x.shape[axis], axis)
@@ -97,8 +97,8 @@ def views(d:Any, x:np.ndarray, writable:bool=False) -> View:
   return View(memory, tuple(reversed(steps)), x)
 
 def drawn(examples:int) -> Callable[[Any], Any]:
-  """Runs a test on random draws. If the draws are few, they are identical in every run. The test reports a failing draw as it is, because shrinking
-  it would take minutes."""
+  """Runs a test on `examples` random draws. Fewer than 50 draws are the same in every run. A failing draw is reported without shrinking it, which
+  would take minutes."""
   return settings(max_examples=examples, deadline=None, derandomize=examples < 50, suppress_health_check=list(HealthCheck), database=None,
                   phases=(Phase.generate,))
 

@@ -189,7 +189,7 @@ def waves(report:Report, tile:AnyTile) -> int:
   return waves_of(report, tile, get_chip(report.arch))
 
 def small_grid(spec:Spec, llvm:int) -> Tile:
-  """Returns the tile for a problem with few heads. It is not the tile for large grids if that tile would leave compute units idle."""
+  """Returns the tile that dispatch chooses for a problem with two heads, whose grid is too small to fill the chip with the tile for large grids."""
   tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
   assert isinstance(tile, Tile)
   return tile

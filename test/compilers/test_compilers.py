@@ -81,8 +81,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def say(machine) -> Iterator[Callable[..., str]]:
-  """Returns a function that runs code like `answer`, but in a fork of a process that has already imported attn. The code must not depend on settings
-  that tinygrad reads during its import."""
+  """Returns a function that runs Python code in a machine's environment and returns its output, like `answer` but faster: it forks a process that has
+  already imported attn. The code must not depend on settings that tinygrad reads during its import."""
   with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                         env=environment(machine)) as process:
     assert process.stdin is not None and process.stdout is not None
@@ -208,8 +208,8 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """The cache separates the code of attn's kernels by the version of comgr. For other kernels tinygrad's own cache does not separate versions, as
-  without attn."""
+  """After comgr is replaced by another version, attn's kernels are compiled again, because their cache key contains the version. tinygrad's own
+  kernels still get the code of the old version from tinygrad's cache, as without attn."""
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]

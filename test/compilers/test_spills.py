@@ -29,7 +29,7 @@ pytest.importorskip("ziglang")
 OF_LOOPS = ("waterfall", "scratch", "scalar spills")
 
 def found_in_code(program:Callable[..., UOp], names:Shapes, arch:str) -> list[str]:
-  """Returns the faults that the checks of loops find in the machine code of a kernel for these tensors."""
+  """Compiles a kernel for tensors of these shapes and dtypes. Returns the faults that the checks of loops find in its machine code."""
   tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(names.values())]
   return [x for x in findings(assembly(render(program(*tensors), arch), arch), arch) if x.startswith(OF_LOOPS)]
 
@@ -128,13 +128,13 @@ OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_se
 def any_width(rng:random.Random) -> int: return rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
 
 def edge_of_a_class(rng:random.Random) -> int:
-  """Draws a head dimension just below the largest one that its row of the tile table allows. With it a wave has the fewest free registers, and the
-  kernel reads each row in several pieces."""
+  """Draws a head dimension that is 1 to 15 below the largest one of its class. In such a kernel a wave has the fewest free registers, and reads each
+  row in several pieces."""
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Draws a number of queries for this number of heads. With it the grid has at least FILLS workgroups, and at most one workgroup for each compute
-  unit of the chip. Each workgroup computes LARGEST_TILE queries. In this range dispatch changes from one tile or kernel to another."""
+  """Draws a number of queries for this number of heads, near which dispatch changes to another tile or kernel. Tiles of LARGEST_TILE queries then
+  give between FILLS workgroups and one workgroup for each compute unit of the chip."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
@@ -246,7 +246,7 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {     # the functi
   "tanh_softcap": ({"score_mod": mods.tanh_softcap(30.0)}, {})}
 
 def with_functions(name:str, D:int, kernel:str) -> Problem:
-  """Returns a problem with functions, on whole tiles. Those that are masks leave lists of tiles."""
+  """Returns a problem with the score_mod or mask_mod called `name`. Its sequences are whole tiles."""
   given, tensors = FUNCTIONS[name]
   traced = functions_of(given.get("score_mod"), given.get("mask_mod"), tuple((t.shape, str(t.dtype)) for t in tensors.values()))
   return problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=D, lse=kernel != "forward", extras=tensors, **traced)
@@ -290,6 +290,7 @@ def test_a_function_costs_what_the_built_in_term_costs(name:str, kernel:str, arc
   assert 1 < mine.valu_per_score <= 1.05*other.valu_per_score
 
 def test_an_identity_costs_nothing() -> None:
-  """A score_mod that returns the score, and a mask_mod that holds for all pairs, leave the problem as it is without them."""
+  """A score_mod that returns its score unchanged, and a mask_mod that is true for all pairs, are dropped: the problem equals the problem without
+  functions."""
   sizes = {"Sq": 300, "D": 128}
   assert problem(**sizes, **functions_of(lambda s, b, h, i, j: s, lambda b, h, i, j: (i >= 5) | (i < 5), ())) == problem(**sizes)

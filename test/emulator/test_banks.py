@@ -53,8 +53,8 @@ def test_table(monkeypatch, arch:str, row:UpTo[ForwardShape]) -> None:
 @pytest.mark.parametrize("width", (64, 72, 128, 256))
 @pytest.mark.parametrize("block_n", (16, 32, 64))
 def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
-  """Backward kernels have no bank conflicts when threads store the rows that they transpose, or when they read neighbouring rows. The test computes
-  the elements of each lane from thread numbers. The emulator's table gives the lanes that access LDS in one phase."""
+  """Tiles that backward kernels store to LDS both transposed and not transposed cause no bank conflicts, neither in stores nor in reads. The test
+  computes each lane's elements from the thread number. The emulator's table says which lanes access LDS in one phase."""
   chip = get_chip(arch)
   mat, threads = chip.matrix["float16"][0], 4*chip.wave
   if block_n < mat.M: pytest.skip("too few keys for a tile of the matrix instruction")

@@ -362,8 +362,8 @@ def test_bank_conflicts(monkeypatch):
 # ***** values out of their scope *****
 
 def at_most_once(bound):
-  """Returns a kernel that adds exp2(x) in a loop and once more after it. If tinygrad can prove that `bound` is 0 or 1, its linearizer moves exp2
-  inside the loop."""
+  """Returns a kernel that adds exp2(x) in a loop of `bound` iterations, and once more after the loop. If tinygrad can prove that `bound` is 0 or 1,
+  it moves exp2 into the loop, and the use after the loop is a fault."""
   def kernel(o, x):
     g, t = threads(64, 2)
     total, r = reg(1), UOp.range(bound(g), 2, AxisType.LOOP)
@@ -431,8 +431,8 @@ def test_products_under_way(steps, text):
 def test_what_a_product_had_may_be_changed_after_the_wait(step): multiplied(wait, step)
 
 def copied(n, but):
-  """Runs n threads. Each thread copies 16 bytes over a tile full of ones, waits for all groups of copies except the last `but` (None: does not wait),
-  and reads the 16 bytes of another thread."""
+  """Runs n threads on sm_80. Each thread starts a copy of 16 bytes into a tile full of ones, waits until at most `but` groups of copies are under way
+  (None: does not wait), and reads the 16 bytes of another thread."""
   def kernel(o, x):
     g, t = threads(n)
     tile, order = lds(n, nvidia.U4), reg(1)
@@ -467,8 +467,8 @@ def test_a_copy_that_was_waited_for_is_no_more_than_a_store():
 # ***** integers that overflow their type *****
 
 def far(name, factor):
-  """Returns a kernel that reads an element of x. Its index is a loaded number times `factor`, computed in 32 bits, divided by `factor` and limited to
-  the buffer."""
+  """Returns a kernel that reads an element of x. It multiplies a loaded number by `factor` in 32 bits, divides the product by `factor`, limits the
+  result to the buffer and uses it as the index. The product may overflow."""
   def kernel(o, x, idx):
     g, t = threads(32)
     at = idx[t].load()*factor

@@ -27,7 +27,8 @@ class Steps:
   def end(self, name, *ranges): return self.latest.end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
 
 def begin(counters):
-  """Draws a ticket. Returns the indices of workgroup and thread, whether the thread is the first one, the ticket, and the statements."""
+  """Begins a kernel: draws a ticket for each workgroup. Returns the index of the workgroup, the index of the thread, whether the thread is the first
+  one, the ticket, and an empty list of statements."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.WARP)
   steps, lds = Steps(), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
   return g, t, t.eq(0), ticket(counters[0], g, t.eq(0), lds=lds[0]), steps

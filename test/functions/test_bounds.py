@@ -1,5 +1,6 @@
-"""Tests of the bounds of mask functions. The intervals and the rest of a mask, joined, are the mask for each pair of a query and a key, both as
-intervals of keys and as intervals of queries. The expected mask comes from a plain Python function, or from the traced function computed by numpy."""
+"""Tests of how a mask function is split into an interval of keys for each query and a rest. Interval and rest together must give the mask for each
+pair of a query and a key. The same is checked for intervals of queries. The expected mask comes from a plain Python function, or from the traced
+function computed by numpy."""
 from __future__ import annotations
 import functools, itertools, operator
 from collections.abc import Callable
@@ -38,15 +39,16 @@ def value(u:UOp, i:Array, j:Array) -> Array:
 # ***** what is checked of each mask *****
 
 def shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Array:
-  """Returns a table (rows, columns) that says which columns lie in the interval of each row. Also checks that the first and the last column never
-  decrease from one row to the next."""
+  """Returns a table (rows, columns) that says whether a column lies in the interval of a row. Also checks that neither end of the interval decreases
+  from one row to the next."""
   found = [interval(int(row)) for row in rows]
   for numbers in zip(*found):
     assert all(x is None for x in numbers) or all(x <= y for x, y in itertools.pairwise(numbers)), numbers
   return np.stack([(columns >= (-FAR if first is None else first)) & (columns <= (FAR if last is None else last)) for first, last in found])
 
 def hold(mask:UOp, want:Array) -> Bounds:
-  """Checks that the intervals and the rest of a mask, joined, are the mask `want`: with the intervals of keys, and with the intervals of queries."""
+  """Splits a mask into intervals and a rest, and checks that both together give the mask `want`: with an interval of keys for each query, and with an
+  interval of queries for each key."""
   found = mask_bounds(mask)
   rest = np.broadcast_to(True if found.rest is None else value(found.rest, I, J), want.shape)
   np.testing.assert_array_equal(shown(found.keys_of, I[:, 0], J[0]) & rest, want)

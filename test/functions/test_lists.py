@@ -41,12 +41,12 @@ def documents(p:Problem, seed:int=0) -> np.ndarray:
   return np.sort(np.random.default_rng(seed).integers(0, p.Sk//20, (p.B, p.Sk)), 1).astype(np.int32)
 
 def seen(p:Problem, case:Case, d:np.ndarray) -> np.ndarray:
-  """Returns whether each query sees each key, (B, H, Sq, Sk)."""
+  """Computes in numpy whether each query sees each key under the mask of a case: (B, H, Sq, Sk)."""
   b, h, i, j = np.ogrid[:p.B, :p.H, p.offset:p.offset + p.Sq, :p.Sk]
   return np.broadcast_to(case.of_numbers(b, h, i, j, *[d]*case.documents), (p.B, p.H, p.Sq, p.Sk))
 
 def posed(case:Case, **sizes:Any) -> Problem:
-  """Returns a problem with the mask."""
+  """Returns a problem of these sizes with the mask of a case."""
   p = problem(**sizes)
   kinds = (((p.B, p.Sk), "int32"),) if case.documents else ()
   extras = {"mod_tensor0": np.empty((p.B, p.Sk), np.int32)} if case.documents else {}
@@ -55,7 +55,8 @@ def posed(case:Case, **sizes:Any) -> Problem:
 # ***** the lists *****
 
 def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
-  """Returns the list of tiles of a block, given which scores the mask leaves in the block: (..., rows, columns)."""
+  """Returns the list of tiles that the kernels must make for one block, given which scores of the block are visible: (..., rows, columns). The list
+  begins with the number of masked tiles and the number of all tiles in it. Then come the masked tiles and the tiles without a mask."""
   parts = [mask[..., t*block_n:(t + 1)*block_n] for t in range(tiles)]
   whole = [x.all() and x.shape[-1] == block_n for x in parts]
   some = [t for t, x in enumerate(parts) if x.any() and not whole[t]]
@@ -141,7 +142,8 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
 
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch in ("gfx942", "sm_90") else pytest.mark.thorough) for arch in UNITS])
 def test_attention_over_lists_is_within_the_law(arch:str) -> None:
-  """Checks a mask under which a block of rows has tiles of all three kinds."""
+  """o and the gradients keep the accuracy law with lists of tiles. Under the mask of this test a block has skipped tiles, masked tiles and tiles
+  without a mask."""
   case, sizes = CASES["squares"], {"H": 2, "Hkv": 1, "Sq": 300}
   p = posed(case, **sizes)
   x, d = normal(p), documents(p)

@@ -124,8 +124,8 @@ def test_keys_beyond_kv_lengths_get_exactly_0(arch:str) -> None:
 # ***** NaN *****
 
 class Reach(NamedTuple):
-  """Place of a planted NaN: a tensor and a row. `gradient` names the gradient in which the NaN also reaches other rows of the tile. It does, because
-  the kernel multiplies the row with the NaN by a weight of 0 for rows that do not see it."""
+  """A tensor and a row of it in which a test plants a NaN. `gradient` names the gradient in which the NaN also reaches rows that do not see it: rows
+  of the same tile. There the kernel multiplies the NaN by a weight of 0, which gives NaN."""
   tensor: str
   row: int
   gradient: str
@@ -133,8 +133,8 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Returns which rows an iteration computes together with `row`. Kernels loop over the tiles, and one tile contains `row`. A block computes with
-  this tile if a row of the block sees, or is seen by, a row of the tile."""
+  """Returns, for each row that a workgroup may own, whether its block loops over the tile that contains the walked row `row`. A block of own rows
+  loops over a tile if a row of the block sees, or is seen by, a row of the tile."""
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n
@@ -400,8 +400,8 @@ FOR_WARPGROUPS: dict[str, dict[str, Any]] = {     # sizes that wgmma takes: it h
   "unmasked_queries": dict(Sq=100, Sk=133, extras=dict(bias=floats(1, 1, 1, 133) + 200))}
 
 def fault_on(plant:Any, arch:str) -> Any:
-  """Test parameters of a planted fault on a chip. If several kernels use the faulty code, one kernel runs by default and the others run in the
-  thorough run."""
+  """Returns the test parameters of a planted fault on a chip. If several kernels use the faulty code, the fault is planted in one kernel by default,
+  and in the others with `-m thorough`."""
   by_default = arch == "gfx942" or (arch == "sm_80" and not plant.__name__.startswith(("scale_of", "unmasked", "lse_of")))
   return pytest.param(plant, arch, id=f"{plant.__name__}-{arch}", marks=() if by_default else pytest.mark.thorough)
 
@@ -427,8 +427,8 @@ def test_planted_fault_no_barriers(monkeypatch:pytest.MonkeyPatch, prefetch:int,
 @pytest.mark.parametrize("fault", ("barrier", "wait"))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) -> None:
-  """The ring buffer of tiles in the mma.sync kernel needs its barriers and its waits for copies. No other test uses this problem, because its faulty
-  program stays in tinygrad's cache."""
+  """The mma.sync kernel needs the barriers and the waits for copies of its ring buffer of tiles: without one of them the emulator finds a fault. No
+  other test uses this problem, because tinygrad's cache keeps the faulty program."""
   if fault == "barrier":
     monkeypatch.setattr(Plan, "barrier", lambda self, u: None)
     monkeypatch.setattr(plan, "_RULES", {**plan._RULES, Ops.BARRIER: Plan.barrier})
@@ -517,13 +517,13 @@ def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_bias_of_long_rows(arch:str) -> None:
-  """The kernel of dbias loads the rows of its workgroup from global memory in every iteration if the forward kernel has no registers for such
-  rows."""
+  """The gradient of a bias is right at D=256. At this width some kernels of dbias have no registers for their own rows, and load them from global
+  memory in every iteration."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
 @chips_in_turn("case", BIASES, ("of keys",))
 def test_gradient_of_a_bias(arch:str, case:str) -> None:
-  """The gradient of a bias is right if the kernel writes it whole, and if it writes partial gradients."""
+  """The gradient of a bias is right in both cases: the kernel writes the whole gradient, or it writes partial sums that are added afterwards."""
   parameters = {**SMALL, "B": 2, "H": 2, **BIASES[case]}
   sizes = [parameters[n] if own else 1 for own, n in zip(parameters.pop("bias"), ("B", "H", "Sq", "Sk"))]
   extras, parts = {**parameters.pop("extras", {}), "bias": floats(*sizes)}, parameters.pop("parts", 1)

@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = dict(H=1, Sq=20, Sk=33, D=16, dtype="float32")
 SEED = np.array([3, 5], np.uint32)
 
 def check(arch:str="gfx1030", tile:TiledBackwardTile=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Checks the backward kernels with this tile, without `attention`."""
+  """Launches the backward kernels directly, without `attention`, with this tile, and checks the gradients."""
   return check_backward_kernels(arch, tiles=lambda t: replace(tile, keys=t.keys), **{**SMALL, **parameters})
 
 @contextlib.contextmanager
@@ -136,7 +136,7 @@ BLIND: dict[str, dict[str, Any]] = {     # rows that see no key
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == "causal" else pytest.mark.thorough) for x in BLIND])
 def test_three_pass_where_rows_see_no_key(case:str) -> None:
-  """The gradients of three_pass contain no NaN if rows see no key. The next test uses three_pass as its oracle."""
+  """The gradients of three_pass contain no NaN if some rows see no key. The next test compares other kernels with three_pass."""
   check_gradients("gfx1030", "three_pass", through=("o", "lse"), H=2, Sq=40, Sk=20, D=16, dtype="float32", **BLIND[case])
 
 @pytest.mark.thorough
@@ -169,8 +169,8 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not clear P and dS of hidden pairs. For a query that sees no key, the fault also changes the number that is
-  subtracted from its scores, because this number alone would prevent NaN."""
+  """Plants a fault: the kernel does not set P and dS of hidden pairs to 0. For a query that sees no key, lse is -inf. The fault therefore also
+  removes the finite number that the kernel uses in place of this lse, because that number alone would prevent NaN."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:

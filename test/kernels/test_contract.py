@@ -188,8 +188,8 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """O divided by the wrong sum of P breaks the accuracy law, and so does lse of the wrong sum. Without a fault, kernels keep the accuracy law on
-  these inputs."""
+  """The accuracy law finds a kernel that divides O by the wrong sum of P, and a kernel that computes lse from the wrong sum. The other output of the
+  kernel, computed from its right sum, keeps the law."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):

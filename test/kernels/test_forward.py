@@ -150,7 +150,7 @@ def inf_query(p:Problem) -> Inputs:
   return x
 
 def nan_neighbour(p:Problem) -> Inputs:
-  """Makes inputs with NaN in the keys and values after head 0. A kernel whose tile is too long would read them."""
+  """Makes inputs in which all keys and values of heads after head 0 are NaN. A kernel that reads beyond the last key of head 0 would read them."""
   x = normal(p)
   x.k[:, 1:], x.v[:, 1:] = np.nan, np.nan
   return x
@@ -210,7 +210,7 @@ def test_prefetch(arch:str, prefetch:int, case:str) -> None:
 @every_arch
 @pytest.mark.usefixtures("without_places")
 def test_one_buffer_for_two(monkeypatch, arch:str) -> None:
-  """If a kernel has one LDS buffer instead of two, each iteration stores to the buffer that waves still read. The emulator finds this race."""
+  """A kernel that uses one LDS buffer in place of two stores a tile while other waves still read the previous tile. The emulator finds this race."""
   monkeypatch.setattr(LdsTile, "nth", lambda self, i: self)
   with pytest.raises(LdsRace): check_kernels(arch, tile=lambda t: replace(t, prefetch=2, block_n=32), H=1, Sq=128, Sk=200, D=64)
 
@@ -224,7 +224,8 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:
-  """The 16x16 instructions, with four lane groups instead of two, keep the accuracy law."""
+  """Kernels with CDNA's 16x16 matrix instructions keep the accuracy law. These instructions divide a wave into four lane groups, and the 32x32
+  instructions into two."""
   narrow = get_chip(arch).matrix[dtype][1]
   for make in (normal, rising, masked_first):
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)

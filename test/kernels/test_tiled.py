@@ -221,8 +221,8 @@ def operations(x:UOp, y:UOp, word:UOp, place:UOp, dtype:str) -> list[UOp]:
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_an_operation_means_the_same_in_plain_uops(dtype:str) -> None:
-  """Each operation gives equal numbers in two computations: by its numpy code, and by a kernel on the emulator in which plain UOps replace the
-  operation."""
+  """Each operation of kernels gives equal numbers in two ways on the emulator: by the numpy function of the operation, and by the plain UOps that
+  replace it."""
   n, rng = 64, np.random.default_rng(0)
   given = rng.standard_normal((2, n)).astype(np.float32), rng.integers(0, 2**31, n).astype(np.uint32)
   count = len(operations(*[UOp.const(1.0, dtypes.float)]*2, *[UOp.const(1, t) for t in (dtypes.uint, dtypes.int)], dtype))
@@ -294,7 +294,8 @@ for dtype, kind in (("float32", np.float32), ("float16", np.float16))[:{types}]:
 """
 
 def on(device:str, types:int, script:str=SCRIPT, **settings:str) -> None:
-  """Runs a script on a device of this machine, for the first `types` types. 1 means float32 only."""
+  """Runs a script in a new process on this device of the machine. The script tests the first `types` dtypes of its list, which begins with
+  float32."""
   root = Path(__file__).resolve().parent.parent.parent
   environment = {**os.environ, "DEV": device, "PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings}
   done = subprocess.run([sys.executable, "-c", script.replace("{types}", str(types))], capture_output=True, text=True, env=environment, timeout=600)
@@ -314,8 +315,8 @@ assert np.isneginf(attn.attention(*map(Tensor, (q, k, v))).numpy()).all()
 """
 
 def test_a_cpu_with_an_infinite_last_row() -> None:
-  """A kernel of one thread reads the last row of V instead of missing rows, with weight 0. An infinite last row must not turn this product into
-  NaN."""
+  """A kernel of one thread computes whole tiles of keys. In place of a key beyond the last one it reads the last row of V again and gives it the
+  weight 0. If this row is infinite, the product of 0 and the row must not become NaN."""
   pytest.importorskip("ziglang")
   on("CPU", 1, INFINITE, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 

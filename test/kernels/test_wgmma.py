@@ -116,8 +116,8 @@ def of_weigh(monkeypatch, change) -> None:
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty version of the operation `weigh`, which computes P in each iteration. After the first iteration it computes nothing, and the old P is used
-  again."""
+  """Faulty version of the operation `weigh`, which computes P of a tile. After a row has its first reference, this version computes nothing, so the
+  kernel uses the old P again."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)
@@ -144,8 +144,8 @@ def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
 
 @pytest.mark.parametrize("rows, idle", ((192, 0), (128, 1), (64, 2), (65, 1)))
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
-  """Warpgroups without queries start no products. `idle` of three warpgroups have no query in the last block; the other warpgroups start two products
-  in each iteration."""
+  """Warpgroups without queries start no matrix products. In the last block, `idle` of the three warpgroups have no query. Each other warpgroup starts
+  two products in each iteration."""
   tile, started = WgmmaTile(3, 64), list[int]()
   start = Frame.start_product
   def counted(frame:Frame, *args) -> np.ndarray:
