@@ -208,8 +208,8 @@ compiler = AMDHIPRenderer(Target("AMD", "HIP", "gfx942")).compiler
 for source in (MARK + "\\nthe kernel", "another's kernel"): print(compiler.compile_cached(source)[:34])
 """
 def test_an_exchanged_compiler_does_not_get_what_the_other_left(machine, tmp_path):
-  """After comgr is replaced by another version, attn's kernels are compiled again, because their cache key contains the version. tinygrad's own
-  kernels still get the code of the old version from tinygrad's cache, as without attn."""
+  """A new version of comgr compiles attn's kernels again, because their cache key contains the version. tinygrad's own kernels still get
+  the code of the old version from tinygrad's cache, as without attn."""
   def compiled(name:str) -> list[str]:
     done = answer(machine, COMPILE, comgr=name, ATTN_COMPILER="comgr", XDG_CACHE_HOME=str(tmp_path), CACHEDB=str(tmp_path/"db"))
     return [re.findall(r"version (\d+)", line)[0] for line in done.splitlines()]
