@@ -17,7 +17,7 @@ from attn.score.mask import Mask, by_places
 from attn.score.masks import SCORE_MASKS, first_seen, hides_some, hiding, last_seen, plain_masks
 from attn.score.places import Positions, Walk
 from attn.score.window import WINDOW_MASK
-from attn.tinygrad_compat import Tensor, UOp
+from attn.tinygrad_compat import Tensor, UOp, ast_of
 from api_cases import emulated, floats
 from backward_cases import check_backward_kernels
 from cases import check_kernels, in_turn, problem
@@ -141,6 +141,7 @@ def compute(kind:str) -> None:
 def test_planted_fault_in_kernels(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], kind:str) -> None:
   compute(kind)
   plant(monkeypatch)
+  ast_of.cache_clear()
   with pytest.raises((AssertionError, RuntimeError)): compute(kind)
 
 def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
