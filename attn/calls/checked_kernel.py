@@ -11,7 +11,7 @@ from attn.calls.history import keep_inputs
 from attn.chips import Chip, get_chip, other_chip
 from attn.chips.matrix import UNIT_BYTES
 from attn.compilers.choice import compiled_on
-from attn.compilers.renderer import require
+from attn.compilers.renderer import check_opens, require
 from attn.functions.symbols import FUNCTION_TENSOR_DTYPES
 from attn.ops.renderers import adapt
 from attn.problem import MOD_TENSORS
@@ -142,7 +142,9 @@ def arch_of(device:str) -> Chip|None:
   if kind in MATRIX_DEVICES:
     try: return chip_of(device_of(device).renderer.target.arch, device)
     except ValueError: pass
-  if kind not in PLAIN_DEVICES or (means := workgroups_of(device)) is None: return None
+  if kind not in PLAIN_DEVICES: return None
+  check_opens(device)
+  if (means := workgroups_of(device)) is None: return None
   name = device_of(device).renderer.target.arch if kind in MATRIX_DEVICES else kind
   return replace(other_chip(name, means.local_memory, means.serial), tuned=kind != "EMU")
 

@@ -82,6 +82,14 @@ def missing_c_compiler(device:str) -> str|None:
   return (f"tinygrad's device {device} needs a clang, but {command} is not there: install clang, or run `python -m pip install ziglang` and set CC "
           "to the path of examples/clang_of_zig.sh in a clone of attn")
 
+def check_opens(device:str) -> None:
+  """Raises NoCompiler if a CPU device lacks a clang to be opened: tinygrad then compiles four programs of its own, unless it finds them in its
+  cache."""
+  try: device_of(device)
+  except FileNotFoundError:
+    if (missing := missing_c_compiler(device)) is None: raise
+    raise NoCompiler(missing) from None
+
 def require(devices:str|tuple[str, ...]|None) -> None:
   """Raises an error if attn's kernels can't be compiled for one of `devices`: the NoCompiler or ValueError of `compiler_for`, NoCompiler if a CPU
   device has no clang, NotImplementedError if the renderer of an AMD GPU doesn't print HIP (DEV=AMD:LLVM)."""

@@ -21,8 +21,10 @@ def device_of(name:str) -> Compiled:
 
 def c_compiler(name:str) -> str|None:
   """Returns the command by which tinygrad compiles C for a device: "clang", or what the environment variable CC says. Returns None if tinygrad runs
-  no such command for the device."""
-  return os.environ.get("CC", "clang") if isinstance(device_of(name).renderer.compiler, ClangCompiler) else None
+  no such command for the device. A CPU device that has never been opened on this machine needs the command to open."""
+  command = os.environ.get("CC", "clang")
+  try: return command if isinstance(device_of(name).renderer.compiler, ClangCompiler) else None
+  except FileNotFoundError: return command
 
 def opened_devices(name:str) -> list[Compiled]:
   """Returns the devices of kind `name` that this process has opened."""

@@ -441,7 +441,7 @@ def test_a_chip_knows_the_release_of_its_compiler(say):
 def test_a_cpu_without_a_clang_says_what_to_install(command:str, tmp_path:Path) -> None:
   """A call on the CPU is refused in one sentence, before tinygrad starts the compiler that is not there."""
   code = "import numpy as np, attn\nfrom tinygrad import Tensor\nq = Tensor(np.ones((1, 2, 8, 16), np.float32))\nattn.attention(q, q, q)"
-  env = {**os.environ, "DEV": "CPU", "PATH": str(tmp_path), "CC": command}
+  env = {**os.environ, "DEV": "CPU", "PATH": str(tmp_path), "CC": command, "CACHEDB": str(tmp_path/"empty.db")}
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
   said = done.stderr.strip().splitlines()[-1]
   assert done.returncode == 1 and "NoCompiler: tinygrad's device CPU needs a clang" in said and command in said and "pip install ziglang" in said
