@@ -169,8 +169,8 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not set P and dS of hidden pairs to 0. For a query that sees no key, lse is -inf. The fault therefore also
-  removes the finite number that the kernel uses in place of this lse, because that number alone would prevent NaN."""
+  """Plants a fault: the kernel does not set P and dS of hidden pairs to 0. For a query that sees no key, lse is -inf, and the kernel subtracts inf
+  from the scores instead. The fault also removes this inf, because by itself it would make P 0 and prevent NaN."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:

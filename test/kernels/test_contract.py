@@ -188,8 +188,8 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """The accuracy law finds a kernel that divides O by the wrong sum of P, and a kernel that computes lse from the wrong sum. The other output of the
-  kernel, computed from its right sum, keeps the law."""
+  """The accuracy law finds a kernel that divides O by the wrong sum of P, and a kernel that computes lse from the wrong sum. The other output of such
+  a kernel, computed from its right sum, keeps the law. A kernel without a fault keeps the law in both outputs."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
