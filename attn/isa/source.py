@@ -18,7 +18,7 @@ from attn.compilers.clang import toolchain
 from attn.compilers.found import NoCompiler
 from attn.emulator.listing import Listing
 from attn.isa.report import PRODUCTS, LoopProducts
-from attn.kernels.parts.backward.gradients import PASSES
+from attn.kernels.parts.backward.gradients import gradients_of_passes
 from attn.kernels.parts.grid.tensors import MAX_D, all_arguments, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
@@ -189,7 +189,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   if isinstance(used, MlaTile): return Source(text, d, dv, used.matrix.N, used.block_m, python=python)
   if isinstance(used, Tile):
     return Source(text, d, dv, used.q_tiles*used.matrix.N, used.block_m, heads=heads_of(p, used), splits=splits, python=python)
-  loops = [("dq",)] if spec.kernel == "dq" else [("dv", "dk", "dq")] if used.adds_dq else PASSES[used.passes]
+  loops = (("dq",),) if spec.kernel == "dq" else gradients_of_passes(used.passes, used.adds_dq)
   products = tuple(products_of(wanted) for wanted in loops)
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 

@@ -16,8 +16,8 @@ from attn.chips.matrix import Matrix
 from attn.kernels.amd.gradient_sums import delta_of_row, place_of_tile
 from attn.kernels.amd.products import OwnRows, Products, zeros
 from attn.kernels.amd.staging import StagedTile
-from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, PASSES, WEIGHTED, Exponent, NumbersOfRows, RowNumbers, Weights, dp_start,
-                                                   exponent_of, gradients_of, less_delta, scaled_delta, weights_of, where_known)
+from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, NumbersOfRows, RowNumbers, Weights, dp_start, exponent_of,
+                                                   gradients_of, gradients_of_passes, less_delta, scaled_delta, weights_of, where_known)
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest, kv_head_fastest
 from attn.kernels.parts.memory.lanes import Lane, fragment_operands, operands, units_of
@@ -120,7 +120,7 @@ class AmdBackward:
       state = QueriesState(q, do, numbers, acc, TripStores())
       if sharing is not None: state = AllState(q, do, numbers, acc, TripStores(), LdsTile.of(new, tile.ds))
       return AmdBackward(tile, new, statements, state, group, at, own, wanted, group.first_head, sharing=sharing)
-    return [one(wanted) for wanted in (PASSES[tile.passes] if not tile.adds_dq else (("dv", "dk", "dq"),))]
+    return [one(wanted) for wanted in gradients_of_passes(tile.passes, tile.adds_dq)]
 
   # ***** rows and registers *****
   @property

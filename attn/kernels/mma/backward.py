@@ -17,7 +17,7 @@ from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.nvidia.ring import CopyGroups
 from attn.kernels.nvidia.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
-from attn.kernels.parts.backward.gradients import PASSES, WEIGHTED, Exponent, dp_start, kinds_of_exponents, less_delta, shared_numbers
+from attn.kernels.parts.backward.gradients import WEIGHTED, Exponent, dp_start, gradients_of_passes, kinds_of_exponents, less_delta, shared_numbers
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import SwizzledRows
@@ -69,7 +69,7 @@ class MmaBackward:
   def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[MmaBackward]:
     """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
     after another."""
-    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes]
+    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), gradients_of_passes(tile.passes)
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
     return [MmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state) for wanted in passes]

@@ -19,7 +19,7 @@ from attn.kernels.nvidia.gradient_sums import place_in_sums
 from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
-from attn.kernels.parts.backward.gradients import PASSES, WEIGHTED, Exponent, kinds_of_exponents, less_delta, scaled_delta
+from attn.kernels.parts.backward.gradients import WEIGHTED, Exponent, gradients_of_passes, kinds_of_exponents, less_delta, scaled_delta
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
@@ -90,7 +90,7 @@ class WgmmaBackward:
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
     """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
     after another."""
-    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), PASSES[tile.passes] if not tile.adds_dq else (("dv", "dk", "dq"),)
+    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), gradients_of_passes(tile.passes, tile.adds_dq)
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = WgmmaBackwardState.of(warps, tile, max(sum(accs.get(name, 0) for name in wanted) for wanted in passes))
     return [WgmmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state, None, i) for i, wanted in enumerate(passes)]

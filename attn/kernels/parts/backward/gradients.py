@@ -24,6 +24,11 @@ OF_QUERIES, OF_KEYS = ("q", "do"), ("k", "v")            # tensors by rows of qu
 WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each gradient sums the rows of a tensor, multiplied by these weights
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 
+def gradients_of_passes(passes:int, adds_dq:bool=False) -> tuple[tuple[str, ...], ...]:
+  """Returns the gradients that each pass over the queries computes, in a kernel whose workgroups own keys. `adds_dq` says whether such a workgroup
+  also adds its part of dQ to memory, which it does in a single pass."""
+  return (("dv", "dk", "dq"),) if adds_dq else PASSES[passes]
+
 @dataclass(frozen=True)
 class Exponent:
   """The numbers of a query that turn its scores into P: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a
