@@ -63,17 +63,20 @@ class ListedBlocks:
     """Shape of the tensor with all lists."""
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles)
 
-def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
-  """Returns the kernels that make lists, in order, each with the (shape, dtype) of its tensors by name. A kernel writes its first tensor."""
-  in_tiles = (x.lists, x.blocks, x.tiles), "uint8"
+def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
+  """Returns the tensors of the kernels that make lists, in the order of the kernels: for each kernel the (shape, dtype) of its tensors by name. A
+  kernel writes its first tensor, by whose name it is found here. Without parts of the mask that have limits, no kernel writes "limits"."""
+  in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
-  found: list[tuple[Callable[..., UOp], Shapes]] = []
-  if (sides := Sides.of(x)).length:
-    limits = {"limits": ((x.lists, sides.length), "int32")}
-    found.append((limits_of_parts(x), {**limits, **read}))
-    read = {**limits, **read}
-  return [*found, (seen_in_tiles(x), {"in_tiles": in_tiles, **read}),
-          (tiles_in_order(x), {"tile_list": (x.shape, "int32"), "in_tiles": in_tiles})]
+  length = Sides.of(x).length
+  limits: Shapes = {"limits": ((x.lists, length), "int32")} if length else {}
+  found = {"limits": limits | read} if length else {}
+  return found | {"in_tiles": in_tiles | limits | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
+
+def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
+  """Returns the kernels that make lists, in order, each with the (shape, dtype) of its tensors by name."""
+  kernels = {"limits": limits_of_parts, "in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
+  return [(kernels[written](x), shapes) for written, shapes in list_arguments(x).items()]
 
 # ***** items of work *****
 
@@ -170,7 +173,7 @@ def limits_of_parts(x:ListedBlocks) -> Callable[..., UOp]:
   """Returns the kernel that finds the limits of the parts of a mask, in blocks of rows and in tiles of columns. If several heads share a list, the
   limits are those of all these heads together."""
   def kernel(*args:UOp) -> UOp:
-    given, sides = by_name(list_kernels(x)[0][1], args), Sides.of(x)
+    given, sides = by_name(list_arguments(x)["limits"], args), Sides.of(x)
     items, _, (of_list, n) = Items.of_threads(x.lists, max(x.blocks, x.tiles))
     batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
     def stores(side:Side) -> list[UOp]:
@@ -204,7 +207,7 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
   assert mask is not None
   pieces = x.block_n//width
   def kernel(*args:UOp) -> UOp:
-    given, sides = by_name(list_kernels(x)[-2][1], args), Sides.of(x)
+    given, sides = by_name(list_arguments(x)["in_tiles"], args), Sides.of(x)
     items, (of_list, block, tile) = Items.of_workgroups(x.lists, x.blocks, x.tiles)
     batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
     walk = walk_over(x, x.over, batch, given)
