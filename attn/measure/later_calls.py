@@ -17,33 +17,41 @@ CALLS = 21       # calls of each median
 
 @dataclass(frozen=True)
 class LaterCall:
-  """A call of attention in float16: the shapes of q and of k and v, the options by name, and whether it has gradients. An option may be a function
-  that makes the option's value."""
+  """A call of attention in float16: the shapes of q and of k and v, and whether the call has gradients.
+
+  options: options by name, as plain values
+  tensors: options that are tensors: functions that make them, once for all calls
+  anew: options that each call gets anew: functions that make them"""
   name: str
   q: tuple[int, ...] = (2, 8, 512, 64)
   kv: tuple[int, ...] = (2, 8, 512, 64)
   options: dict[str, Any] = field(default_factory=dict)
+  tensors: dict[str, Callable[[], Any]] = field(default_factory=dict)
+  anew: dict[str, Callable[[], Any]] = field(default_factory=dict)
   differentiable: bool = True
   in_tinygrad: bool = False     # tinygrad's own attention has these options
 
-def float_tensor(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.float)
-def int_tensor(values:Any) -> Tensor: return Tensor(np.array(values, np.int32))
+def float_tensor(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.float).realize()
+def int_tensor(values:Any) -> Tensor: return Tensor(np.array(values, np.int32)).realize()
+
+PACKED: dict[str, Any] = {"layout": "thd", "max_seqlen_q": 412, "max_seqlen_k": 412}
 
 LATER_CALLS = (
   LaterCall("full", in_tinygrad=True),
   LaterCall("causal", options={"causal": "top-left"}, in_tinygrad=True),
-  LaterCall("window, softcap, sinks", options={"window": (100, 0), "softcap": 20.0, "sinks": lambda: float_tensor(8)}),
-  LaterCall("bias", options={"bias": lambda: float_tensor(1, 8, 512, 512)}),
+  LaterCall("window, softcap, sinks", options={"window": (100, 0), "softcap": 20.0}, tensors={"sinks": lambda: float_tensor(8)}),
+  LaterCall("bias", tensors={"bias": lambda: float_tensor(1, 8, 512, 512)}),
   LaterCall("dropout", options={"dropout_p": 0.1}),
-  LaterCall("packed", (512, 8, 64), (512, 8, 64), {"layout": "thd", "cu_seqlens_q": lambda: int_tensor([0, 100, 512]), "max_seqlen_q": 412,
-                                                  "cu_seqlens_k": lambda: int_tensor([0, 100, 512]), "max_seqlen_k": 412}),
-  LaterCall("score_mod and mask_mod", options={"score_mod": lambda: lambda s, b, h, i, j, t: s*t[h], "mask_mod": lambda: lambda b, h, i, j, t: i >= j,
-                                               "mod_tensors": lambda: (float_tensor(8),)}),
-  LaterCall("mask_mod with a list of tiles", options={"mask_mod": lambda: lambda b, h, i, j: (i//32 - j//32) % 3 < 1}),
-  LaterCall("decode", (2, 8, 1, 64), (2, 2, 4096, 64), {"kv_lengths": lambda: int_tensor([100, 4000])}),
-  LaterCall("decode, Variable", (1, 8, 1, 64), (1, 2, 4096, 64), {"kv_lengths": lambda: UOp.variable("keys", 1, 4096).bind(300)}, False),
-  LaterCall("decode, pages", (2, 8, 1, 64), (64, 16, 2, 64), {"kv_lengths": lambda: int_tensor([100, 400]),
-                                                             "block_table": lambda: int_tensor(np.arange(64).reshape(2, 32))}, False))
+  LaterCall("packed", (512, 8, 64), (512, 8, 64), PACKED,
+            {name: lambda: int_tensor([0, 100, 512]) for name in ("cu_seqlens_q", "cu_seqlens_k")}),
+  LaterCall("score_mod and mask_mod", tensors={"mod_tensors": lambda: (float_tensor(8),)},
+            anew={"score_mod": lambda: lambda s, b, h, i, j, t: s*t[h], "mask_mod": lambda: lambda b, h, i, j, t: i >= j}),
+  LaterCall("mask_mod with a list of tiles", anew={"mask_mod": lambda: lambda b, h, i, j: (i//32 - j//32) % 3 < 1}),
+  LaterCall("decode", (2, 8, 1, 64), (2, 2, 4096, 64), tensors={"kv_lengths": lambda: int_tensor([100, 4000])}),
+  LaterCall("decode, Variable", (1, 8, 1, 64), (1, 2, 4096, 64), anew={"kv_lengths": lambda: UOp.variable("keys", 1, 4096).bind(300)},
+            differentiable=False),
+  LaterCall("decode, pages", (2, 8, 1, 64), (64, 16, 2, 64), differentiable=False,
+            tensors={"kv_lengths": lambda: int_tensor([100, 400]), "block_table": lambda: int_tensor(np.arange(64).reshape(2, 32))}))
 
 def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
   """Returns the median time of a call, without the first call."""
@@ -57,8 +65,8 @@ def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
 def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:
   """Times the calls of one row that `attend` computes. Returns the milliseconds by column."""
   q, k, v = (Tensor.empty(*shape, dtype=dtypes.half).realize() for shape in (row.q, row.kv, row.kv))
-  made = {name: make().realize() if isinstance(make(), Tensor) else make for name, make in row.options.items() if callable(make)}
-  def forward() -> Tensor: return attend(q, k, v, **row.options | {name: x() if callable(x) else x for name, x in made.items()})
+  kept = row.options | {name: make() for name, make in row.tensors.items()}
+  def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.anew.items()})
   def gradients() -> list[Tensor]:
     with Context(TRAINING=1): o = forward()
     return o.gradient(q, k, v, gradient=q)
