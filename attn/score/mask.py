@@ -33,8 +33,8 @@ class Mask:
 
   seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel loops over, which of these tiles need no mask,
     and which columns of a fragment are hidden
-  plain: the mask in tensor operations each: says for each score of a fragment (the scores that a lane holds) whether the query sees the key. It
-  serves masks that are not just an interval
+  plain: the mask in tensor operations
+  each: says for each score of a fragment (the scores that a lane holds) whether the query sees the key. It serves masks that are not just an interval
     of columns. None: the mask is always an interval. If only some problems need it, Problem's field with the mask's name is None for the others
   moves: whether the mask hides the same pairs of query and key if both are counted from another row. Devices that share a sequence count rows from
     their own first one"""
