@@ -1,0 +1,273 @@
+"""Runs NVIDIA's compute-sanitizer over the kernels for NVIDIA GPUs: `python -m attn.measure.sanitize [WORD ...]` runs the calls whose name has each
+WORD, on the first CUDA device.
+
+Each tool (racecheck, memcheck, initcheck, synccheck) sees every kernel, in small calls that together have all options. Two kernels with a planted
+fault show that a tool would report a fault: one kernel lacks a barrier, another kernel stores out of bounds.
+
+The command prints a table of the tools, and then the findings. The exit code is 0 if there are no findings and both planted faults are reported, 1
+if not, and 2 if the machine lacks compute-sanitizer or a CUDA device."""
+from __future__ import annotations
+import contextlib, json, os, re, shutil, subprocess, sys, time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+import numpy as np
+from attn.api.attention import attention
+from attn.api.cache import attention_with_kv_cache
+from attn.choose import backward_tiles, tile_lists
+from attn.kernels.mma import forward as mma_forward
+from attn.kernels.parts.grid import workgroup
+from attn.tinygrad_compat import Context, Tensor, UOp, compiled, device_of, device_seconds, dtypes
+from attn.values import FLOATS
+
+PROGRAM = "python -m attn.measure.sanitize"
+TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
+PARTS = 4                                            # processes of each tool
+UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_KERNEL: on sm_90 dispatch chooses wgmma by itself
+
+# ***** the calls *****
+
+@dataclass(frozen=True)
+class SmallCall:
+  """A call of attention with small tensors.
+
+  q, kv: the shapes of q, and of k and v (None: that of q)
+  kernel: the value of ATTN_KERNEL
+  tensors: options that are tensors, by name: (the numbers, their dtype)
+  gradients: also compute the gradients of all inputs of floats
+  new: number of rows that the call appends to the cache"""
+  name: str
+  q: tuple[int, ...] = (1, 2, 100, 64)
+  kv: tuple[int, ...]|None = (1, 1, 130, 64)
+  kernel: str = UNFORCED
+  dtype: str = "float16"
+  options: dict[str, Any] = field(default_factory=dict)
+  tensors: dict[str, Any] = field(default_factory=dict)
+  gradients: bool = True
+  new: int = 0
+
+  def outputs(self) -> list[Tensor]:
+    """Returns what the call computes, not yet computed. Its inputs are on the default device."""
+    rng = np.random.default_rng(0)
+    def made(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor(rng.standard_normal(shape, np.float32)).cast(FLOATS[dtype]).contiguous()
+    def given(x:Any) -> Any:
+      if isinstance(x, tuple): return [given(y) for y in x]
+      return Tensor(x) if x.dtype.kind in "iu" else Tensor(x.astype(np.float32))
+    shape = self.kv or self.q
+    q, k = made(self.q, self.dtype), made(shape, self.dtype)
+    v = None if "v_dim" in self.options else made(shape, self.dtype)
+    tensors = {name: given(x) for name, x in self.tensors.items()}
+    flat = [y for x in (q, k, v, *tensors.values()) if x is not None for y in (x if isinstance(x, list) else [x])]
+    Tensor.realize(*flat)
+    if self.new:
+      heads = shape[2 if "block_table" in tensors else 1]
+      k_new, v_new = (made((self.q[0], heads, self.new, shape[-1]), self.dtype).realize() for _ in range(2))
+      return [attention_with_kv_cache(q, k_new, v_new, k, v, tensors.pop("kv_lengths"), **tensors)]
+    with Context(TRAINING=int(self.gradients)): o, lse = attention(q, k, v, return_lse=True, **self.options, **tensors)
+    if not self.gradients: return [o, lse]
+    wanted = [x for x in flat if dtypes.is_float(x.dtype)]
+    do = made(o.shape, self.dtype).realize()
+    return [o, lse, *(o*do).sum().gradient(*wanted)]
+
+def floats(*shape:int) -> np.ndarray: return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+def ints(*values:Any) -> np.ndarray: return np.array(values, np.int32)
+SEED = np.array([3, 5], np.uint32)
+
+def by_table(s:UOp, b:UOp, h:UOp, i:UOp, j:UOp, t:UOp) -> UOp: return s*t[h]
+def in_blocks(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp: return (i//32 - j//32) % 3 < 2
+def of_document(b:UOp, h:UOp, i:UOp, j:UOp, d:UOp) -> UOp: return d[i] == d[j]
+
+PACKED_CALL: dict[str, Any] = {"q": (130, 2, 64), "kv": (190, 1, 64),
+                               "options": {"layout": "thd", "causal": True, "max_seqlen_q": 90, "max_seqlen_k": 139},
+                               "tensors": {"cu_seqlens_q": ints(0, 20, 20, 110), "cu_seqlens_k": ints(0, 30, 41, 180)}}
+
+EACH_OPTION: dict[str, dict[str, Any]] = {
+  "full": {}, "causal": {"options": {"causal": True}}, "window": {"options": {"window": (40, 20)}},
+  "softcap": {"options": {"softcap": 20.0, "causal": "top-left"}}, "ALiBi": {"tensors": {"alibi_slopes": floats(2)**2}, "options": {"causal": True}},
+  "sinks": {"tensors": {"sinks": floats(2)}}, "dropout": {"options": {"dropout_p": 0.2}, "tensors": {"dropout_seed": SEED}},
+  "lengths": {"tensors": {"kv_lengths": ints(40)}}, "packed": PACKED_CALL,
+  "functions": {"options": {"mask_mod": in_blocks}},
+  "documents": {"options": {"mask_mod": of_document}, "tensors": {"mod_tensors": (np.arange(130, dtype=np.int32)//50,)}},
+  "D=128": {"q": (1, 2, 100, 128), "kv": (1, 1, 130, 128), "options": {"causal": True}, "dtype": "bfloat16"},
+  "D=256": {"q": (1, 2, 100, 256), "kv": (1, 1, 130, 256)}}
+OF_TENSORS: dict[str, dict[str, Any]] = {      # tinygrad or `backward_dbias` also computes the gradients of these tensors
+  "bias": {"tensors": {"bias": floats(1, 2, 100, 130)}}, "bias of keys": {"tensors": {"bias": floats(1, 1, 1, 130)}},
+  "score_mod": {"options": {"score_mod": by_table}, "tensors": {"mod_tensors": (floats(2),)}}}
+OF_FLOAT32 = ("full", "causal", "dropout", "lengths", "packed", "sinks")
+ONE_QUERY: dict[str, Any] = {"q": (2, 8, 1, 64), "kv": (2, 2, 300, 64), "tensors": {"kv_lengths": ints(40, 300)}, "gradients": False}
+PAGED_CALL: dict[str, Any] = {"q": (2, 8, 1, 64), "kv": (20, 16, 2, 64), "gradients": False,
+                         "tensors": {"kv_lengths": ints(33, 150), "block_table": np.arange(20, dtype=np.int32).reshape(2, 10)}}
+FEW_AT_ONCE: dict[str, Any] = {"q": (1, 2, 200, 128), "kv": (1, 1, 256, 128)}
+
+SMALL_CALLS = (
+  *(SmallCall(f"wgmma {name}", **x) for name, x in (EACH_OPTION | OF_TENSORS).items()),
+  *(SmallCall(f"mma {name}", kernel=FORCED_MMA, **x) for name, x in (EACH_OPTION | OF_TENSORS).items()),
+  *(SmallCall(f"float32 {name}", **x | {"dtype": "float32"}) for name, x in EACH_OPTION.items() if name in OF_FLOAT32),
+  SmallCall("at once full", **FEW_AT_ONCE, options={"deterministic": False}),
+  SmallCall("at once causal", **FEW_AT_ONCE, options={"deterministic": False, "causal": True}),
+  SmallCall("decode", **ONE_QUERY | {"options": {"num_splits": 1}}), SmallCall("decode in splits", **ONE_QUERY | {"options": {"num_splits": 3}}),
+  SmallCall("wgmma in splits", gradients=False, options={"num_splits": 2}),
+  SmallCall("pages", **PAGED_CALL), SmallCall("append to pages", **PAGED_CALL, new=3),
+  SmallCall("append", (2, 8, 1, 64), (2, 2, 300, 64), tensors={"kv_lengths": ints(40, 100)}, gradients=False, new=1),
+  SmallCall("MLA", (1, 16, 1, 576), (1, 1, 100, 576), options={"v_dim": 512}, gradients=False),
+  SmallCall("MLA, 64 heads", (1, 64, 2, 576), (1, 1, 200, 576), options={"v_dim": 512, "causal": True, "num_splits": 2}, gradients=False))
+
+@contextlib.contextmanager
+def at_any_size() -> Iterator[None]:
+  """Context in which small problems, too, get the kernels that dispatch otherwise chooses for large problems only: tile lists, and all gradients at
+  once. Each tensor has memory of its own, so that the tools see accesses outside of it."""
+  with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0),
+        patch.object(backward_tiles, "too_small_at_once", lambda p, arch, tile: None), Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
+
+@contextlib.contextmanager
+def with_kernel(kernel:str) -> Iterator[None]:
+  with patch.dict(os.environ, {"ATTN_KERNEL": kernel}): yield
+
+def kernels_in(schedule:UOp) -> list[str]:
+  """Returns the names of attn's kernels in a schedule, lowered or not."""
+  names = [getattr(call.src[0].arg, "name", "") or getattr(getattr(call.src[0].src[0], "arg", None), "name", "") for call in schedule.src if call.src
+           and call.src[0].src]
+  return [name for name in names if name.startswith("attn_")]
+
+def run_call(call:SmallCall) -> list[str]:
+  """Runs a call on the default device. Returns the names of attn's kernels that ran."""
+  with with_kernel(call.kernel):
+    schedule = compiled(*call.outputs())
+    device_seconds(schedule)
+  return kernels_in(schedule)
+
+# ***** planted faults *****
+
+@dataclass(frozen=True)
+class Fault:
+  """A fault in a kernel that one tool must report. `planted` makes a context in which the kernel of `call` has the fault."""
+  tool: str
+  call: SmallCall
+  planted: Callable[[], contextlib.AbstractContextManager[Any]]
+
+def without_barrier() -> contextlib.AbstractContextManager[Any]:
+  """Removes the barrier between a warp's store of its results to shared memory and the loads of these results by other warps."""
+  return patch.object(mma_forward, "workgroup_barrier", lambda after: after)
+
+def out_of_bounds() -> contextlib.AbstractContextManager[Any]:
+  """Moves each row of O behind the end of the buffer."""
+  own = workgroup.store_row
+  def moved(arch:Any, o:UOp, dtype:str, length:int, begin:UOp, *rest:Any) -> list[UOp]:
+    return own(arch, o, dtype, length, begin + o.max_numel(), *rest)
+  return patch.object(workgroup, "store_row", moved)
+
+FAULTS = {"a barrier less": Fault("racecheck", SmallCall("", (1, 4, 1, 64), (1, 1, 203, 64), options={"num_splits": 1}, gradients=False),
+                                  without_barrier),
+          "a store out of bounds": Fault("memcheck", SmallCall("", (1, 2, 77, 64), kernel=FORCED_MMA, gradients=False), out_of_bounds)}
+
+def with_fault(name:str) -> list[str]:
+  """Runs the kernel with this fault on the default device."""
+  with FAULTS[name].planted(): return run_call(FAULTS[name].call)
+
+# ***** the tools' output *****
+
+EQUALS, LAUNCHED = "=========", "kernels run: "
+HEADER, SUMMARY, KERNEL = re.compile(r"COMPUTE-SANITIZER$"), re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)"), re.compile(r"\battn_\w+")
+
+@dataclass(frozen=True)
+class ToolReport:
+  text: str
+  kernel: str
+  def __str__(self) -> str: return f"{self.text}, in {self.kernel}" if self.kernel else self.text
+
+def reports_in(output:str) -> list[ToolReport]:
+  """Reads the findings in the output of compute-sanitizer. A finding is a line, and the indented lines after it. Raises ValueError if the output
+  has no summary, which a tool prints at its end, or if the summary counts findings and there are none."""
+  found, count, ended = list[list[str]](), 0, False
+  for line in output.splitlines():
+    if not line.startswith(EQUALS) or not (text := line.removeprefix(EQUALS)).strip() or HEADER.match(text.strip()): continue
+    if (summary := SUMMARY.match(text.strip())) is not None: count, ended = count + int(summary[1]), True
+    elif text.startswith("  ") and found: found[-1].append(text)
+    else: found.append([text])
+  if not ended: raise ValueError("compute-sanitizer printed no summary")
+  if count and not found: raise ValueError(f"compute-sanitizer counted {count} findings, but printed none")
+  return [ToolReport(lines[0].strip(), next((match[0] for line in lines if (match := KERNEL.search(line)) is not None), "")) for lines in found]
+
+# ***** processes *****
+
+@dataclass(frozen=True)
+class ToolRun:
+  """What one process did: the findings, the names of attn's kernels that ran, its seconds, and what it said if it ended early ("": it did not)."""
+  findings: list[ToolReport]
+  kernels: list[str]
+  seconds: float
+  failure: str = ""
+
+def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
+  """Runs calls, or a planted fault, in a new process, under a tool or without one ("")."""
+  command, begin = [sys.executable, "-m", "attn.measure.sanitize", "--here", json.dumps(list(names))], time.perf_counter()
+  env = os.environ | {"DEV": "CUDA", "PARALLEL": "0"}
+  done = subprocess.run([*([sanitizer, "--tool", tool] if tool else []), *command], capture_output=True, text=True, env=env)
+  seconds, kernels = time.perf_counter() - begin, list[str]()
+  for line in done.stdout.splitlines():
+    if line.startswith(LAUNCHED): kernels += json.loads(line.removeprefix(LAUNCHED))
+  failure = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+  try: found = reports_in(done.stdout) if tool else []
+  except ValueError as e: return ToolRun([], kernels, seconds, str(e))
+  return ToolRun(found, kernels, seconds, "" if not done.returncode else f"exit code {done.returncode}: {''.join(failure)}")
+
+def here(names:list[str]) -> None:
+  """Runs calls and planted faults in this process. Prints the names of attn's kernels that ran after each."""
+  with at_any_size():
+    for name in names:
+      ran = with_fault(name) if name in FAULTS else run_call(next(call for call in SMALL_CALLS if call.name == name))
+      print(LAUNCHED + json.dumps(ran), flush=True)
+
+def compute_sanitizer() -> str|None:
+  """Returns the path of compute-sanitizer. It is on PATH, or where CUDA or the package nvidia-cuda-sanitizer-api is installed, or nowhere (None)."""
+  folders = [os.environ.get("PATH", ""), *(f"{x}/bin" for x in (os.environ.get("CUDA_PATH", ""), "/usr/local/cuda") if x),
+             *(f"{x}/nvidia/cu13/bin" for x in sys.path if x)]
+  return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+def lacking(sanitizer:str|None) -> str|None:
+  """Returns a sentence that says what this command needs and the machine lacks. None if it lacks nothing."""
+  if sanitizer is None:
+    return "needs NVIDIA's compute-sanitizer, which is part of the CUDA toolkit and of the package nvidia-cuda-sanitizer-api, and an NVIDIA GPU"
+  try: device_of("CUDA")
+  except Exception as e: return f"needs an NVIDIA GPU, but CUDA does not open ({e})"
+  return None
+
+def sanitized(sanitizer:str, calls:list[SmallCall], jobs:int) -> bool:
+  """Runs each tool over the calls and over the planted faults, and prints the tables. Returns whether all is well: there are no findings but those of
+  the planted faults."""
+  parts = [x for i in range(PARTS) if (x := [call.name for call in calls[i::PARTS]])]
+  with ThreadPoolExecutor(jobs) as pool:
+    begin = time.perf_counter()
+    compiled_first = list(pool.map(lambda name: in_process(sanitizer, "", [name]), [x.name for x in calls]))      # fills tinygrad's and attn's caches
+    failures = [f"without a tool: {run.failure}" for run in compiled_first if run.failure]
+    print(f"{sum(len(run.kernels) for run in compiled_first)} kernels compiled, and run without a tool, in {time.perf_counter() - begin:.0f} s",
+          flush=True)
+    runs = {tool: [pool.submit(in_process, sanitizer, tool, part) for part in parts] for tool in TOOLS}
+    faults = {name: pool.submit(in_process, sanitizer, fault.tool, [name]) for name, fault in FAULTS.items()}
+    print(f"{'tool':<12}{'kernels':>9}{'findings':>10}{'seconds':>9}")
+    for tool, futures in runs.items():
+      done = [future.result() for future in futures]
+      found = [x for run in done for x in run.findings]
+      print(f"{tool:<12}{sum(len(run.kernels) for run in done):>9}{len(found):>10}{max(run.seconds for run in done):>9.0f}", flush=True)
+      failures += [f"{tool}: {x}" for x in (*found, *(run.failure for run in done if run.failure))]
+    for name, future in faults.items():
+      reported = future.result().findings
+      print(f"planted: {name}: " + (f"{FAULTS[name].tool} reports {reported[0]}" if reported else "not reported"), flush=True)
+      if not reported: failures.append(f"{FAULTS[name].tool} does not report the planted fault, {name}: {future.result().failure}")
+  for text in dict.fromkeys(failures): print(text)
+  return not failures
+
+def main(words:list[str]) -> int:
+  if words[:1] == ["--here"]:
+    here(json.loads(words[1]))
+    return 0
+  sanitizer = compute_sanitizer()
+  if (lacks := lacking(sanitizer)) is not None or sanitizer is None:
+    print(f"{PROGRAM}: {lacks}", file=sys.stderr)
+    return 2
+  calls = [call for call in SMALL_CALLS if all(word in call.name for word in words)]
+  return int(not sanitized(sanitizer, calls, os.cpu_count() or 1))
+
+if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
