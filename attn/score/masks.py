@@ -10,7 +10,7 @@ from attn.score.mask import Mask, both_hold
 from attn.score.own import MASK_MOD
 from attn.score.places import Positions, Walk
 from attn.score.term import Fragment
-from attn.score.terms import score_terms
+from attn.score.terms import goes_by_distance, score_terms
 from attn.score.window import WINDOW_MASK
 from attn.tinygrad_compat import Tensor, UOp
 
@@ -36,6 +36,13 @@ def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, l
 def seen_up_to(walk:Walk, row:UOp) -> UOp:
   """Returns the number of columns up to and including the last one that a row sees."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
+
+def nearest_first(walk:Walk) -> bool:
+  """Returns whether forward loops over keys in descending order. It does so if the last key that a query sees depends on the query, as under a causal
+  mask, and scores go by distance, as with ALiBi. Such scores mostly fall with the distance."""
+  row = UOp.variable("row", 0, 2**31 - 1)
+  fixed = walk.p.v_in_k or walk.p.batch_invariant      # kernels with an order of their own
+  return goes_by_distance(walk.p) and not fixed and row in last_seen(walk, row).toposort()
 
 def cuts_some(walk:Walk, columns:int) -> bool:
   """Returns whether some row's interval of seen columns may begin or end inside a tile of `columns` columns."""

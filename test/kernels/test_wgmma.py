@@ -10,9 +10,11 @@ from attn.chips.nvidia import FORWARD_WGMMA
 from attn.chips.shapes import RatedUpTo
 from attn.choose.dispatch import forward_of
 from attn.choose.tiles import wgmma_tile
-from attn.emulator.checks import DivergentBarrier, LdsRace, Misaligned, NotWaitedFor
+from attn.emulator.checks import DivergentBarrier, EmulatorError, LdsRace, Misaligned, NotWaitedFor
 from attn.emulator.machine import Frame
+from attn.kernels.parts.grid import workgroup
 from attn.kernels.parts.memory.layouts import SwizzledPanels
+from attn.kernels.parts.program.blocks import Descending
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles import wgmma as wgmma_tiles
 from attn.kernels.tiles.wgmma import WgmmaTile
@@ -93,6 +95,30 @@ FEATURES = {
 @either
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
+
+@pytest.mark.parametrize("descending", (True, False))
+def test_nearest_keys_first(descending:bool, monkeypatch) -> None:
+  """The kernel begins with the nearest keys. With steep slopes of ALiBi, the number that the softmax subtracts from a row's scores then changes only
+  at the first tile. In ascending order this number changes at every tile."""
+  if not descending: monkeypatch.setattr(workgroup, "nearest_first", lambda walk: False)
+  definition, changes = OPERATIONS["correct"].meaning, list[bool]()
+  def counted(lanes, reference, *args, **static):
+    before = np.array(lanes.load_register(reference, 0))
+    done = definition(lanes, reference, *args, **static)
+    changes.append(bool((before != lanes.load_register(reference, 0)).any()))
+    return done
+  monkeypatch.setitem(OPERATIONS, "correct", replace(OPERATIONS["correct"], meaning=counted))
+  tile = WgmmaTile(1, 64)
+  check_kernels("sm_90", H=1, Sq=64, Sk=64*6, D=32, causal=True, tile=lambda _: tile, extras=dict(alibi_slopes=np.ones(1, np.float32)))
+  assert len(changes) == 6 and sum(changes) == (1 if descending else 6)
+
+@pytest.mark.usefixtures("without_places")
+def test_planted_order_of_tiles(monkeypatch) -> None:
+  wrong = Descending.mirrored
+  monkeypatch.setattr(Descending, "mirrored", lambda order, x: wrong(order, x) + 1)
+  with pytest.raises((AssertionError, EmulatorError)):
+    check_kernels("sm_90", H=1, Sq=200, Sk=300, D=32, causal=True, tile=lambda _: WgmmaTile(2, 64),
+                  extras=dict(alibi_slopes=np.full(1, 0.01, np.float32)))
 
 # ***** faults that the emulator must find *****
 

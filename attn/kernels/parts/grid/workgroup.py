@@ -9,7 +9,7 @@ from attn.kernels.parts.grid.tensors import Shapes, arguments
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.memory.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.blocks import Blocks, Extent, TileList, blocks_seen, extent, list_length, outside, over_keys, over_queries
+from attn.kernels.parts.program.blocks import Blocks, Descending, Extent, TileList, blocks_seen, extent, list_length, outside, over_keys, over_queries
 from attn.kernels.parts.program.counts import below, ceildiv
 from attn.kernels.parts.weights.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.weights.scores import Scores
@@ -17,7 +17,7 @@ from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.problem import INVARIANT_KEYS, Problem
-from attn.score.masks import as_index, cuts_some, hiding, scattered
+from attn.score.masks import as_index, cuts_some, hiding, nearest_first, scattered
 from attn.score.places import Walk
 from attn.score.term import Row
 from attn.tinygrad_compat import AxisType, Estimates, KernelInfo, UOp, dtypes, dynamic_shared_name
@@ -175,8 +175,12 @@ class Workgroup:
     first = Row(batch, first_head, first_query if heads == 1 else UOp.const(0), UOp.const(True))
     walk = over_keys(p, sequence)
     listed = list_of(p, tile, given, batch, first_head, own.first//tile.block_m)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed, cut=cut_off(walk, tile))
     walked = blocks_seen(walk, first_query, last_query, tile.block_n) if listed is None else listed.blocks
+    order: TileList|Descending|None = listed
+    if listed is None and "do" not in given and not split and nearest_first(walk):
+      order = Descending(walked, as_index(walk.count), tile.block_n)
+      walked = order.blocks
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, order=order, cut=cut_off(walk, tile))
     for n in split: walked = walked.range(n, ceildiv(INVARIANT_KEYS, tile.block_n)) if p.batch_invariant else walked.share(n, number)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, first_head//(p.H//p.Hkv), own.first, own.end, sequence, scores,
                      walked, part_of(split, parts))
@@ -193,7 +197,7 @@ class Workgroup:
     first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
     listed = list_of(p, tile, given, batch, kv_head, grid.block)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, listed=listed, cut=cut_off(walk, tile))
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, order=listed, cut=cut_off(walk, tile))
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n) if listed is None else listed.blocks
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,
@@ -210,7 +214,7 @@ class Workgroup:
   def walked_end(self) -> UOp:
     """Number of the row (key or query) at which the workgroup's loop ends. The loop reads neither this row nor a later one."""
     count = self.scores.walk.count
-    return as_index(count) if self.scores.listed is not None else (self.walked.end*self.tile.block_n).minimum(count)
+    return as_index(count) if self.scores.order is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property
   def thread(self) -> UOp: return self.scores.at.thread
   @property

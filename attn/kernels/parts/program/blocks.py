@@ -143,6 +143,31 @@ class TileList:
     parts, count = self.entry(0), self.entry(1)
     return Blocks(UOp.const(0), parts, count, count, True)
 
+@dataclass(frozen=True)
+class Descending:
+  """Descending order of the tiles over which a workgroup loops: it begins with the last tile. Under a causal mask the keys nearest to the queries
+  come first. Scores that fall with the distance (ALiBi) then never rise above the number that the softmax subtracts, and nothing is rescaled.
+
+    tiles: tiles of the sequence
+    count: number of rows of the sequence
+    size: rows of a tile"""
+  tiles: Blocks
+  count: UOp
+  size: int
+  def row(self, place:UOp) -> UOp:
+    """Converts a position to a row of the sequence. Positions count rows in the order of the loop. A position after the loop gives a row beyond the
+    sequence."""
+    tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
+    return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
+  def mirrored(self, x:UOp) -> UOp:
+    """Mirrors a boundary between tiles at the middle of the loop."""
+    return self.tiles.begin + self.tiles.end - x
+  @property
+  def blocks(self) -> Blocks:
+    """The tiles, numbered in the order of the loop."""
+    x = self.tiles
+    return Blocks(x.begin, self.mirrored(x.full_end), self.mirrored(x.full_begin) if x.masked_first else x.end, x.end, True)
+
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int) -> int:

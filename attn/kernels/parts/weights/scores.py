@@ -11,7 +11,7 @@ import functools, math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
-from attn.kernels.parts.program.blocks import TileList
+from attn.kernels.parts.program.blocks import Descending, TileList
 from attn.ops import common as ops
 from attn.problem import Problem
 from attn.score.masks import first_seen, last_seen, scattered, seen_each
@@ -35,7 +35,7 @@ class Scores:
   first: Row         # the workgroup's first head and first row (row 0 where a tile has rows of several heads); the same in the whole workgroup
   given: Mapping[str, UOp]   # the kernel's tensors by name, among them all that terms and dropout read
   natural: bool = False      # whether terms leave natural logarithms instead of base-2 logarithms
-  listed: TileList|None = None      # the list of tiles over which the workgroup loops; None: it loops over neighbouring tiles
+  order: TileList|Descending|None = None      # the order in which the workgroup loops over tiles; None: ascending, without gaps
   cut: bool = True           # whether the interval of a row may begin or end inside a tile. If not, only mask_mod hides scores
 
   @functools.cached_property
@@ -64,13 +64,13 @@ class Scores:
     """Returns these scores for another head."""
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Converts the position of a row in the workgroup's loop to the row's number in the sequence. The two differ if the workgroup loops over a list
-    of tiles."""
-    return place if self.listed is None else self.listed.row(place)
+    """Converts the position of a row in the workgroup's loop to the row's number in the sequence. The two differ if the loop has an `order` of
+    its own."""
+    return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Converts the number of an iteration's tile to the number of a tile of the sequence. The two differ if the workgroup loops over a list of
-    tiles."""
-    return number if self.listed is None else self.listed.row(number*self.block_n)//self.block_n
+    """Converts the number of an iteration's tile to the number of a tile of the sequence. The two differ if the loop has an `order` of its
+    own."""
+    return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
@@ -118,6 +118,12 @@ class Scores:
     and a query if the row is a key. The first column is None if no mask hides columns before it."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
+
+  def seen_by(self, first:UOp, last:UOp, tile:UOp) -> UOp:
+    """Returns whether some row from `first` to `last` may see a column of a tile."""
+    begin, first_column = self.tile(tile)*self.block_n, first_seen(self.walk, first)
+    seen = begin <= last_seen(self.walk, last)
+    return seen if first_column is None else seen & (first_column < begin + self.block_n)
 
   def _beyond(self, x:list[UOp], row:Row, tile:UOp, of_above:Callable[..., UOp], of_beyond:Callable[..., UOp]) -> list[UOp]:
     if not self.cut: return x
