@@ -63,11 +63,13 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Arr
 def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
   def of_q() -> Array: return _rows(lanes, q, M, steps, panels[0])
   def of_k() -> Array: return _rows(lanes, k, 8*accs, steps, panels[1])
+  with lanes.only(~there): lanes.start_nothing()
   with lanes.only(there): return lanes.start_product(acc, accs, of_q, of_k, dtype, False)
 
 def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
   def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]))
   def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
+  with lanes.only(~there): lanes.start_nothing()
   with lanes.only(there): return lanes.start_product(acc, accs, fragments, of_v, dtype, True)
 
 def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, dtype:str) -> Array:
@@ -92,10 +94,11 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly of one group of instructions, with the registers and predicates that they need. A thread skips the group if operand
-  number `there` is 0. (The branch is inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
+  """Returns inline assembly of one group of instructions, with the registers and predicates that they need. A thread skips these
+  instructions, and commits an empty group, if operand number `there` is 0: waits that count groups are then the same for all threads. (The branch is
+  inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
-          "wgmma.commit_group.sync.aligned; over: }"]
+          "over: wgmma.commit_group.sync.aligned; }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
   return f'asm volatile(\n    {quoted}\n    : {both_ways(accs)}\n    : {wrapped(operands, "      ")} : "memory");\nreturn 0.0f;'
 
@@ -183,12 +186,13 @@ def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
   return statement("await_arrivals", barrier, integer(phase % 2), order)
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T, with 64 rows of Q, 8 rows of K for each C fragment in `acc` (a placeholder), and 16*steps columns of both. `q` and `k` are
-  INDEXes of their first units; `panels` has the distance between panels in bytes, of Q and of K. Warpgroups where `there` is false do nothing.
-  Returns a statement."""
+  INDEXes of their first units; `panels` has the distance between panels in bytes, of Q and of K. Warpgroups where `there` is false start an
+  empty group. Returns a statement."""
   return statement("start_scores", acc[0], q, k, there, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
 def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc += P V, with the A fragments `p` (a placeholder, 16 keys each) and one row of V for each key. `panel` is the distance between V's
-  panels in bytes. `place` selects C fragments of `acc`; None stands for all. Warpgroups where `there` is false do nothing. Returns a statement."""
+  panels in bytes. `place` selects C fragments of `acc`; None stands for all. Warpgroups where `there` is false start an empty group. Returns a
+  statement."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, order:UOp, rows:int, dtype:str) -> UOp:

@@ -16,6 +16,7 @@ from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.rows import misfit
 from attn.emulator import plan
 from attn.emulator.checks import EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
+from attn.emulator.machine import Frame
 from attn.emulator.plan import Plan
 from attn.kernels.amd.backward import AmdBackward, AmdTrip
 from attn.kernels.mma.backward import MmaTrip
@@ -280,6 +281,32 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
   plant(monkeypatch)
   with pytest.raises(error, match=text):
     check_backward_kernels("sm_90", H=2, Hkv=1, Sq=350, Sk=70, D=16, causal=True, only="dkdv", extras=dict(alibi_slopes=floats(2)**2))
+
+def test_warpgroups_skip_tiles_that_they_do_not_see(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Two blocks of two warpgroups have two tiles and four tiles. In one tile of each block, a warpgroup sees nothing. Then it starts none of the three
+  products for dq, and two of the four products for dk and dv."""
+  started, start = list[int](), Frame.start_product
+  def counted(frame:Frame, *args:Any) -> Any:
+    started.append(int(frame.active.reshape(-1, hopper.GROUP).any(axis=1).sum()))
+    return start(frame, *args)
+  monkeypatch.setattr(Frame, "start_product", counted)
+  check_backward_kernels("sm_90", H=1, Sq=256, Sk=256, D=128, causal="top-left")
+  assert sum(started) == 3*(12 - 2) + 4*12 - 2*2
+
+def only_the_first_row_sees(m:pytest.MonkeyPatch) -> None:
+  wrong(m, Scores, "seen_by", lambda seen: lambda self, first, last, tile: seen(self, first, first, tile))
+def only_the_last_row_sees(m:pytest.MonkeyPatch) -> None:
+  wrong(m, Scores, "seen_by", lambda seen: lambda self, first, last, tile: seen(self, last, last, tile))
+def no_empty_group(m:pytest.MonkeyPatch) -> None: m.setattr(Frame, "start_nothing", lambda frame: None)
+
+@pytest.mark.parametrize("plant, error, text", ((only_the_first_row_sees, AssertionError, "dq: "), (only_the_last_row_sees, AssertionError, "dq: "),
+                                                (no_empty_group, EmulatorError, "not waited for|no barrier between|still reads")))
+@pytest.mark.usefixtures("without_places")
+def test_planted_fault_of_skipped_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception],
+                                        text:str) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error, match=text):
+    check_backward_kernels("sm_90", H=1, Sq=256, Sk=384, D=32, window=(60, 10), only="dq", tiles=lambda t: replace(t, groups=2, block_n=16))
 
 # ***** all gradients at once *****
 

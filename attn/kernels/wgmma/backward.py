@@ -11,6 +11,7 @@ mbarrier when its part is complete. A warpgroup that has waited for the mbarrier
 warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
 """
 from __future__ import annotations
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from attn.chips import Chip
@@ -137,7 +138,8 @@ class WgmmaBackward:
       s = self.state.store([self.state.statements.first])
       s = s.expected(self.warp_rows.warps.at, self.tile.threads)
       s = self.fetch(s.do(*self.warp_rows.copies(s.shared)), self.ring_at(self.walked.begin, 0))
-    return s.store(store_all(s.acc, [nv.zero(s.done)]*s.acc.max_numel()))
+    cleared = [s.acc] if self.tile.keys else [s.acc, s.scores, s.dp]     # a skipped product leaves what is there
+    return s.store([x for to in cleared for x in store_all(to, [nv.zero(s.done)]*to.max_numel())])
 
   def ring_at(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
@@ -193,6 +195,13 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   of: WgmmaBackward
   ring_place: RingPlace
 
+  @functools.cached_property
+  def there(self) -> UOp:
+    """Whether one of this warpgroup's rows may see a row of the tile. If not, the warpgroup skips products of the tile, and the tensor cores are free
+    for the other warpgroups. A block that owns keys has registers for this only if no term changes scores."""
+    if not self.masked or self.of.tile.groups == 1 or (self.of.tile.keys and not self.score.raw): return wgmma.EVERYWHERE
+    first = self.of.group.first_row + wgmma.group(self.warp_rows.warps.at.wave)*wgmma.M
+    return self.score.seen_by(first, first + (wgmma.M - 1), self.tile_number)
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
@@ -201,18 +210,19 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]
 
-  def product(self, s:WgmmaBackwardState, acc:UOp, which:int) -> WgmmaBackwardState:
+  def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
     """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. `which` chooses the two tensors of the product: 0
-    for S, 1 for dP. The result is written to `acc`."""
+    for S, 1 for dP. The result is written to `acc`. Warpgroups where `there` is false start an empty group."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
-    return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.warp_rows.mat.unit//wgmma.K, panels, self.warp_rows.p.dtype))
+    return s.do(wgmma.scores(acc, first, s.shared[b.base], s.done, a.units*self.warp_rows.mat.unit//wgmma.K, panels, self.warp_rows.p.dtype, there))
 
   # ***** the steps that WarpTrip does not define *****
   def start(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
-    s = self.product(s, s.scores, 0)
-    return self.product(s, s.dp, 1) if self.needs_dp else s
+    there = wgmma.EVERYWHERE if self.of.tile.keys else self.there     # of keys, a predicate for all products would spill registers
+    s = self.product(s, s.scores, 0, there)
+    return self.product(s, s.dp, 1, there) if self.needs_dp else s
 
   def lse(self, s:WgmmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
@@ -240,7 +250,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
     s = s.store(store_all(getattr(s, kind), weights[0]))
-    return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, rows.p.dtype, rows.accumulators(name)))
+    return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, rows.p.dtype, rows.accumulators(name),
+                             self.there))
 
   # ***** dQ of a block that owns keys *****
   @property
