@@ -23,7 +23,8 @@ from attn.tinygrad_compat import Context, Tensor, UOp, compiled, device_of, devi
 from attn.values import FLOATS
 
 PROGRAM = "python -m attn.measure.sanitize"
-TOOLS = ("racecheck", "memcheck", "initcheck", "synccheck")
+# Tools, with their arguments. By default racecheck (2025.3) reports no hazard for the kernel that lacks a barrier, only with `hazard`.
+TOOLS = {"racecheck": ("--racecheck-report", "hazard"), "memcheck": (), "initcheck": (), "synccheck": ()}
 PARTS = 4                                            # processes of each tool
 UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_KERNEL: on sm_90 dispatch chooses wgmma by itself
 
@@ -204,7 +205,7 @@ def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
   """Runs calls, or a planted fault, in a new process, under a tool or without one ("")."""
   command, begin = [sys.executable, "-m", "attn.measure.sanitize", "--here", json.dumps(list(names))], time.perf_counter()
   env = os.environ | {"DEV": "CUDA", "PARALLEL": "0"}
-  done = subprocess.run([*([sanitizer, "--tool", tool] if tool else []), *command], capture_output=True, text=True, env=env)
+  done = subprocess.run([*([sanitizer, "--tool", tool, *TOOLS[tool]] if tool else []), *command], capture_output=True, text=True, env=env)
   seconds, kernels = time.perf_counter() - begin, list[str]()
   for line in done.stdout.splitlines():
     if line.startswith(LAUNCHED): kernels += json.loads(line.removeprefix(LAUNCHED))

@@ -63,8 +63,10 @@ def test_the_calls_of_planted_faults_are_right_without_them() -> None:
 CLEAN = "========= COMPUTE-SANITIZER\nkernels run: [\"attn_mma_sm_90\"]\n========= ERROR SUMMARY: 0 errors\n"
 CLEAN_RACECHECK = CLEAN.replace("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 RACE = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at attn_mma_sm_90_float16+0x4a10
-=========     and Read access at attn_mma_sm_90_float16+0x5020 [3520 hazards]
+========= Error: Potential RAW hazard detected at __shared__ 0x400 in block (0,0,0) :
+=========     Write Thread (0,0,0) at attn_mma_sm_90_float16+0x42b0
+=========     Read Thread (0,3,0) at attn_mma_sm_90_float16+0x4350
+=========     Current Value : 253
 =========
 ========= Warning: Race reported between Read access at attn_tiled_sm_90+0x10
 =========     and Write access at attn_tiled_sm_90+0x20 [4 hazards]
@@ -87,7 +89,7 @@ OUTSIDE = """========= COMPUTE-SANITIZER
 
 def test_findings_are_read() -> None:
   assert not reports_in(CLEAN) and not reports_in(CLEAN_RACECHECK)
-  assert reports_in(RACE) == [ToolReport("Error: Race reported between Write access at attn_mma_sm_90_float16+0x4a10", "attn_mma_sm_90_float16"),
+  assert reports_in(RACE) == [ToolReport("Error: Potential RAW hazard detected at __shared__ 0x400 in block (0,0,0) :", "attn_mma_sm_90_float16"),
                             ToolReport("Warning: Race reported between Read access at attn_tiled_sm_90+0x10", "attn_tiled_sm_90")]
   first, second = reports_in(OUTSIDE)
   assert str(first) == "Invalid __global__ write of size 16 bytes, in attn_mma_sm_90_float16"
@@ -120,6 +122,7 @@ def test_exit_code(answer:Answer, told:str, monkeypatch:pytest.MonkeyPatch, caps
   seen = list[tuple[str, str]]()
   def run(command:list[str], env:dict[str, str], **kwargs:Any) -> SimpleNamespace:
     tool, names = command[2] if command[0] == "the tool" else "", json.loads(command[-1])
+    assert not tool or tuple(command[3:-5]) == TOOLS[tool]
     assert env["DEV"] == "CUDA" and command[-5:-1] == [sys.executable, "-m", "attn.measure.sanitize", "--here"]
     seen.extend((tool, name) for name in names)
     output, code = answer(tool, names)
