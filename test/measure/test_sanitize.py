@@ -112,7 +112,7 @@ def but(tool:str, name:str, answer:tuple[str, int]) -> Answer:
   return lambda t, names: answer if t == tool and name in names else well(t, names)
 
 @pytest.mark.parametrize("answer, told", (
-  (well, ""), (but("racecheck", "decode", (RACE, 0)), "racecheck: Error: Race reported"),
+  (well, ""), (but("racecheck", "decode", (RACE, 0)), "racecheck: Error: Potential RAW hazard"),
   (but("initcheck", "decode", ("", 0)), "initcheck: compute-sanitizer printed no summary"),
   (but("", "decode", ("no GPU", 1)), "without a tool: exit code 1: no GPU"), (but("synccheck", "decode", (CLEAN, 3)), "synccheck: exit code 3"),
   (but("racecheck", "a barrier less", (CLEAN_RACECHECK, 0)), "racecheck does not report the planted fault, a barrier less"),
