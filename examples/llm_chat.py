@@ -8,6 +8,7 @@ MODEL=latent TOKENS=6 QUESTIONS=1 LAYERS=1 python examples/llm_chat.py"""
 from __future__ import annotations
 import contextlib, importlib.util, io, json, os, struct, sys, tempfile, threading, types, urllib.request
 os.environ.setdefault("DEV", "EMU::gfx942")
+os.environ.setdefault("CACHELEVEL", "0")      # the thread of the HTTP server cannot use the disk cache that this thread opens
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
