@@ -117,35 +117,37 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
   return attend(prepare(q, k, v, AttentionOptions(**options)))
 
 def attend(c:CheckedCall) -> Any:
-  """Runs a checked call of `attention`. Returns o, or (o, lse) if the call asks for lse."""
+  """Runs a call of `attention` whose arguments have been checked. Returns o, or (o, lse) if the call asks for lse."""
   check_devices(c)
   o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
-  """Returns the kernel, its tile and the number of key ranges that `attention` chooses for these arguments, and why it doesn't choose the other
-  kernels. `arch` may be any chip."""
+  """Chooses the kernel for a call of `attention` with these arguments, and runs nothing. Returns the kernel, its tile, the number of key ranges, and
+  the reason against each other kernel. With `arch` the chip need not be present."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
-  """Returns what computes the gradients of `attention` for these arguments: the backward kernels, or tinygrad and the reason why the backward kernels
-  can't. Raises NotImplementedError for a term of the score that has no derivative, and names the term."""
+  """Chooses how the gradients of a call of `attention` with these arguments are computed, and runs nothing. Returns the backward kernels, or else the
+  reason why tinygrad's automatic differentiation computes the gradients. Raises NotImplementedError for a term of the score that has no derivative,
+  and names the term."""
   call = prepare(q, k, v, options_of("attention", options))
   check_differentiable(call.problem)
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
-  """Returns which of the inputs "k" and "v" are pages that no kernel can read in place. Every call copies these inputs."""
+  """Returns which of the inputs "k" and "v" are pages (blocks of cache rows) that no kernel can read in place. Every call of `attention` copies these
+  inputs."""
   return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
 
 def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
-  """Describes what shares of tiles a kernel of a call skips and masks."""
+  """Returns a text for `explain`: which share of its tiles a kernel skips because of masks, and in which share it computes the mask."""
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
-  """Prints and returns the kernel, its tile and the number of key ranges that `attention` chooses for these arguments, and why it doesn't choose the
-  other kernels.
+  """Prints which kernel `attention` chooses for these arguments, with its tile and its number of key ranges, and why it doesn't choose the other
+  kernels. Returns the choice. Runs no kernel.
 
     attn.explain(q, k, v, causal=True)                                # for the device of q
     attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients

@@ -1,5 +1,6 @@
-"""The key/value cache for decoding: buffers of a fixed capacity, in which each batch has filled some rows. One call appends new rows in place and
-attends over them. Rows beyond the filled length have no effect, even if they are NaN."""
+"""The key/value cache for decoding: buffers of a fixed capacity, in which each batch has filled some rows. `append_kv` writes new rows in place.
+`attention_with_kv_cache` appends new rows and then attends over all filled rows. Rows beyond the filled length have no effect, even if they are
+NaN."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,13 @@ def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names i
 
 def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, layout:str="bhsd",
                    device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
-  """Returns (k_cache, v_cache), zeros: `capacity` rows of `width` elements for each batch and key/value head, in `layout` "bhsd" (B, Hkv,
-  capacity, width) or "bshd" (B, capacity, Hkv, width)."""
+  """Allocates a key/value cache. Returns (k_cache, v_cache), filled with zeros: `capacity` rows of `width` elements for each batch and key/value
+  head.
+
+    k_cache, v_cache = attn.empty_kv_cache(batch, heads, capacity, width)
+
+  `layout` is "bhsd" for the shape (batch, heads, capacity, width), or "bshd" for (batch, capacity, heads, width). `heads` counts key/value heads.
+  With several devices each device gets a copy. Raises ValueError for a size that is not a positive whole number."""
   layout = values.word("layout", layout, ("bhsd", "bshd"))
   batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
@@ -43,9 +49,10 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
 
 def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=None, *, dtype:DType|str=dtypes.half,
                       device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
-  """Returns a cache of pages (k_pages, v_pages), zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size, Hkv, Dv), Dv = D by default. An
-  allocator decides which pages a sequence gets and which are free: examples/serve.py has one. On several devices each page is sharded along its
-  heads."""
+  """Allocates a key/value cache in pages. Returns (k_pages, v_pages), filled with zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size,
+  Hkv, Dv). Dv is D by default. An allocator decides which pages a sequence gets and which pages are free: examples/serve.py has one. On several
+  devices each page is sharded along its heads. Raises ValueError for a size that is not a positive whole number, or if the devices cannot share the
+  heads evenly."""
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
   dtype = check_out_dtype("dtype", dtype)
@@ -58,7 +65,8 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   return zeros(sizes[3]), zeros(sizes[4])
 
 def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
-  """Returns (rows of `new`, capacity of `cache`). Raises ValueError if the shape or dtype of `new` doesn't fit those of `cache`."""
+  """Checks that the new rows `new` have the shape, dtype and device of `cache`, apart from the number of rows. Returns (number of new rows, capacity
+  of the cache). Raises ValueError if `new` doesn't fit."""
   rows = AXES[layout].index("rows")
   got, want = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
   if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -90,11 +98,12 @@ def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
     if got.get(axis) != want.get(axis): raise ValueError(f"{name} has {axis} {got[axis]}: must be that of {of}, {want[axis]}")
 
 def has_threads(device:str|tuple[str, ...]|None) -> bool:
-  """Returns whether a workgroup has threads on the device. On a CPU core a workgroup has no threads."""
+  """Returns whether a workgroup has several threads on the device. On a CPU core it has one."""
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
 def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]) -> bool:
-  """Returns whether two caches share memory. `places` says where the rows of each cache lie in a buffer, or is None if that is not known."""
+  """Returns whether the caches of k and v share memory. `places` says where the rows of each cache lie in a buffer, or has None for a cache where
+  that is not known. `sizes` are the lengths of a cache's axes."""
   if len(parts) == 1: return False
   x, y = (part.cache for part in parts)
   if places[0] is not None and places[1] is not None:
@@ -104,7 +113,7 @@ def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]
   return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
 
 def buffer_of(u:UOp) -> UOp:
-  """Returns the buffer under a view, even if writes to this buffer are pending."""
+  """Returns the buffer that the view `u` reads, even if writes to this buffer are pending."""
   while u.op is not Ops.BUFFER and u.src: u = u.src[0]
   return u
 
@@ -116,14 +125,14 @@ def _kernel(name:str, a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """New rows that are checked and ready to be written into caches. `launches` holds one entry for each cache (one or two): the cache, its new rows,
-  and the kernel that writes these rows."""
+  """Checked new rows, ready to be written into caches. `launches` has one entry for each cache (k and v, or only k): the cache, its new rows, and the
+  kernel that writes these rows."""
   launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
   table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
   def append(self) -> None:
-    """Writes the new rows into the caches. Every tensor that shares a buffer with a cache then contains these rows."""
+    """Launches the kernels that write the new rows into the caches. Every tensor that shares a buffer with a cache then contains these rows."""
     for cache, rows, fxn in self.launches:
       tensors = rows.contiguous(), self.start, *(t.contiguous() for t in self.table)
       if (buffer := buffer_under(cache.uop)) is None or not isinstance(cache.device, str):
@@ -131,8 +140,9 @@ class NewRows:
       else: written_to(buffer, Tensor.custom_kernel(Tensor(buffer), *tensors, fxn=fxn)[0].uop.src[1])
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
-  """Returns where the rows of a cache lie in the buffer that the cache is a view of. Returns None if the cache is a buffer of its own, or has one
-  buffer on each of several devices. Raises ValueError if the cache is a computed value, or a view in which two rows lie in the same memory."""
+  """Returns where the rows of a cache lie in the buffer that the cache is a view of: the steps between rows, heads and batches. Returns None if the
+  cache is a whole buffer, or lies on several devices. Raises ValueError if the cache is a computed value, or a view in which two rows lie in the same
+  memory."""
   found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
   if found is None:
     try: whole_buffer(name, cache.uop)
@@ -155,7 +165,7 @@ class OfCache:
   cache: Tensor
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
-  """Checks the arguments of `append_kv` for caches that are pages. Returns the new rows, ready to be written."""
+  """Checks the arguments of `append_kv` for caches that are pages, and prepares the write. Returns the new rows, ready to be written."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
   k_new, k_cache = parts[0].new, parts[0].cache
   pages = check_pages(k_new, k_cache, parts[-1].cache, options, "cache_seqlens", ("k_new", "k_cache", f"{parts[-1].name}_cache"))
@@ -182,8 +192,8 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
 
 def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout:str, layout_of_cache:str,
               pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
-  """Prepares the kernel launches that append the new rows to each cache. `sizes` are the numbers of batches, new rows and rows of capacity on one
-  device."""
+  """Prepares the kernel launches that append the new rows to each cache, and returns them. `sizes` are, for one device, the number of batches, of new
+  rows per batch, and of rows that a cache can hold per batch."""
   B, new, capacity = sizes
   places = [rows_in(f"{x.name}_cache", x.cache, layout_of_cache) for x in parts]
   if overlap(parts, places, dict(zip(AXES[layout_of_cache], local_shape(parts[0].cache)))): raise ValueError(OVERLAP)
@@ -200,7 +210,8 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
 def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None) -> list[OfCache]:
-  """Pairs the new rows of k and v with their caches. If V is part of K, returns only the pair of k."""
+  """Pairs the new rows of k and v with their caches. If V is part of K, returns only the pair of k. Raises ValueError if only one of v_new and
+  v_cache is given, or if a tensor of new rows is empty."""
   for one, other, x, y in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
     if x is None and y is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
   given = [("k", k_new, k_cache), ("v", v_new, v_cache)][:1 if v_new is None else 2]
@@ -212,7 +223,7 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None)
 
 def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, layout:str,
           block_table:Tensor|None=None) -> NewRows:
-  """Checks the arguments of `append_kv`. Returns the new rows, ready to be written."""
+  """Checks the arguments of `append_kv` and prepares the write. Returns the new rows, ready to be written."""
   layout, parts = check_cache_layout("layout", layout), _parts(k_new, v_new, k_cache, v_cache)
   cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   if values.tensor_or_none("block_table", block_table) is not None:
@@ -234,37 +245,40 @@ def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|No
 
     lengths = attn.append_kv(k_new, v_new, k_cache, v_cache, lengths)
 
-    k_new, v_new      (B, Hkv, new, D). v_new and v_cache are None if V is part of K, as in MLA.
-    k_cache, v_cache  (B, Hkv, capacity, D), memory that does not overlap. They may be views of larger buffers with constant strides, such as slices
-                      of one tensor for K and V and all layers. Other views of that tensor then show the new rows, too.
-    cache_seqlens     rows filled before: an int or a Variable for all batches, or int32 (B)
-    layout            "bhsd", "bshd" or "nsd", of new rows and caches
-    block_table       int32 (B, max_blocks): the caches are pages (pages, page_size, Hkv, D) in every layout, as in `attention`, and rows go to the
-                      pages that the table says. Never append to a page that sequences share: the emulator stops if two rows go to one place.
+    k_new, v_new      (B, Hkv, new, D). v_new and v_cache are None if V is part of K, as in multi-head latent attention (MLA).
+    k_cache, v_cache  (B, Hkv, capacity, D), in memory that does not overlap. Both may be views of larger buffers with constant strides, such as
+    slices of one tensor for K and V and all layers. Other views of that tensor then show the new rows, too.
+    cache_seqlens     number of rows already filled: an int or a Variable for all batches, or int32 (B)
+    layout            "bhsd", "bshd" or "nsd" (B*Hkv, rows, D): the axes of new rows and caches
+    block_table       int32 (B, max_blocks). With it the caches are pages (pages, page_size, Hkv, D) in every layout, as in `attention`, and new rows
+    go to the pages that the table names. Never append to a page that sequences share: the emulator stops if two rows go to one place.
 
-  An overflow that the host knows raises ValueError: cache_seqlens + new > capacity for an int, or for the value that a Variable is bound to. With
-  lengths in a Tensor only the device knows: rows that don't fit are dropped, and the returned length is the capacity."""
+  If the host knows cache_seqlens (an int, or the value that a Variable is bound to), cache_seqlens + new > capacity raises ValueError. If
+  cache_seqlens is a Tensor, only the device knows the lengths: rows that don't fit are dropped, and the returned length is the capacity."""
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, block_table)
   rows.append()
   return rows.filled
 
 def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *,
                             causal:bool|str=True, layout:str="bhsd", **options:Any) -> Any:
-  """Appends k_new and v_new to the caches in place, as `append_kv` does, then attends over all cache_seqlens + new rows of each batch.
+  """Appends k_new and v_new to the caches in place, as `append_kv` does, and then attends over all cache_seqlens + new rows of each batch.
 
     k_cache, v_cache = attn.empty_kv_cache(B, Hkv, 4096, D)
     o = attn.attention_with_kv_cache(q, k_new, v_new, k_cache, v_cache, lengths)
 
-    q        (B, H, Sq, D), in `layout`
-    k_new, v_new, k_cache, v_cache, cache_seqlens  as in `append_kv`, in `layout`
-    causal   True is bottom-right: the last query sees every row
-    options  those of `attention`, except dropout and those that say where rows lie
+    q                 (B, H, Sq, D)
+    k_new, v_new      (B, Hkv, new, D), as in `append_kv`
+    k_cache, v_cache  (B, Hkv, capacity, D), as in `append_kv`. Views of larger buffers are read in place.
+    cache_seqlens     number of rows filled before the call, as in `append_kv`
+    causal            True (default) is bottom-right: the last query sees every row
+    layout            axes of q, new rows and caches: "bhsd", "bshd" or "nsd", as in `append_kv`
+    options           other options of `attention`, except dropout, kv_lengths, the cu_seqlens and max_seqlen arguments, and those for rows sharded
+    over devices
 
-  Returns what `attention` returns. A wrong argument raises an error before any row is appended.
+  Returns o, or (o, lse) with return_lse, as `attention` does. A wrong argument raises an error before any row is appended.
   Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
-  MLA: with v_dim, v_new and v_cache are None, and V is k_cache[..., :v_dim] (D=576, v_dim=512: one cache for keys and values).
-  Pages: with block_table the caches are pages, as in `append_kv`.
-  Views of larger buffers are read in place."""
+  MLA: with v_dim, v_new and v_cache are None, and V is k_cache[..., :v_dim]. For D=576 and v_dim=512 one cache holds keys and values.
+  Pages: with block_table the caches are pages, as in `append_kv`."""
   for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
     if name in options: raise ValueError(f"{name} with a cache: give cache_seqlens instead, the rows filled before the new ones")
   for name in ("sequence_order", "sequence_lengths"):

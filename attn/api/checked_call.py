@@ -1,5 +1,5 @@
-"""Checks a call of `attention` before anything runs: where its tensors lie, which optional tensors it has, and the Problem that describes the
-call."""
+"""Checks a call of `attention` before anything runs. Finds where its tensors lie and which optional tensors it has, and makes the `Problem` that
+describes the call."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn import values
@@ -24,8 +24,9 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class CheckedCall:
-  """A checked call of `attention`: its problem, and q, k, v and the optional tensors by name. `problem` covers one device. If devices share the rows
-  of a sequence, `shards` is given, and `problem` covers all devices."""
+  """A checked call of `attention`. `problem` describes it: shapes, dtypes and options. `tensors` has q, k, v and the optional tensors by name. `at`
+  says on which devices they lie. `problem` is the work of one device, except if devices share the rows of a sequence: then `shards` says which rows
+  each device has, and `problem` is the whole call."""
   problem: Problem
   tensors: dict[str, Tensor]
   arch: Chip|None
@@ -48,12 +49,12 @@ class CheckedCall:
     return SharedRows(self.problem, self.arch, self.at, self.shards)
 
 def known(n:int|UOp|Tensor) -> int|None:
-  """Returns a number of rows if the host knows it (an int, or the value that a Variable is bound to), else None."""
+  """Returns the number of rows `n` if the host knows it (an int, or the value that a Variable is bound to), else None."""
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
-  """Returns numbers of rows as an int32 tensor (batch). `n` is such a tensor, or one number for all batches: an int or a tinygrad Variable. Raises
-  ValueError if the host knows the number and it lies outside 0..capacity."""
+  """Returns `n`, a number of rows for each batch, as an int32 tensor (batch). `n` is such a tensor, or one number for all batches: an int or a
+  tinygrad Variable. Raises ValueError if the host knows the number and it lies outside 0..capacity."""
   if isinstance(n, Tensor):
     values.dtype_name(name, n.dtype, ("int32",))
     placed = place(name, n, at)
@@ -65,8 +66,9 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
   return of_each_device(Tensor.full((batch,), n, dtype=dtypes.int, device=at.device).contiguous(), at.axis(("batch",)))
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
-  """Raises ValueError if packed sequences are out of order, end beyond `rows` rows, or are longer than `longest`. The check runs only on the
-  emulator, where the host reads the numbers at no cost. On other devices, output rows outside the sequences are 0."""
+  """Raises ValueError if packed sequences are out of order, end beyond `rows` rows, or are longer than `longest`. `cu` has the row where each
+  sequence begins, then the end of the last sequence. The check runs only on the emulator, where the host reads `cu` at no cost. On other devices,
+  output rows outside the sequences are 0."""
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
@@ -74,20 +76,20 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
-  """Returns whether V is part of K, which is so if the caller gives v_dim instead of v. Raises ValueError if the caller gives neither or both."""
+  """Returns whether V is part of K: then the caller gives v_dim instead of v. Raises ValueError if the caller gives neither or both."""
   if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
   if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: v_dim says that V is k[..., :v_dim], so v must be None")
   return v is None
 
 def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:
-  """Shape of k[..., :v_dim]."""
+  """Returns the shape of k[..., :v_dim], for a k of this `shape`. Raises ValueError if k has fewer columns."""
   if v_dim > shape[-1]: raise ValueError(f"v_dim={v_dim}: must lie in 1..{shape[-1]}, the columns of k, which has shape {shape}")
   return (*shape[:-1], v_dim)
 
 @dataclass(frozen=True)
 class PlacedInputs:
-  """q, k and v, each checked, and where they lie. `tensors` has no v if V is part of K. `shapes` are the shapes of q, k and v on one device: q in
-  `layout`, k and v in `layout_of_keys`. `types` are the dtype names of q, k and v."""
+  """Checked inputs q, k and v, and where they lie. `tensors` has no v if V is part of K. `shapes` are the shapes on one device: q in `layout`, k and
+  v in `layout_of_keys`. `types` are the dtype names of q, k and v."""
   tensors: dict[str, Tensor]
   shapes: dict[str, tuple[int, ...]]
   types: list[str]
@@ -99,7 +101,8 @@ class PlacedInputs:
   @property
   def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
   def keys(self, axis:str) -> int:
-    """Returns the size of k along the axis "batch" or "rows", or 1 if the layout has no such axis. For a cache the rows are its capacity."""
+    """Returns the size of k along the axis "batch" or "rows", or 1 if the layout has no such axis. For a cache, the size along "rows" is its
+    capacity."""
     axes = AXES[self.layout_of_keys]
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
@@ -123,8 +126,8 @@ def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_
   return PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Checks q, and k and v in pages, and finds where they lie. In the result the shapes of k and v on one device are (sequences, Hkv, rows that a
-  sequence may have, width)."""
+  """Checks q, and the k and v that lie in pages (blocks of cache rows), and finds where they lie. The result describes k and v on one device as
+  (sequences, Hkv, rows that a sequence may have, width)."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None
   pages = check_pages(q, k, v, options, lengths_name)
@@ -139,7 +142,7 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
   return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
 def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
-  """Returns the optional tensors that the call gives, in the order of EXTRAS. Each tensor is placed on the devices of q."""
+  """Returns the optional tensors that the call gives, by name, in the order of `EXTRAS`. Each tensor is checked and placed on the devices of q."""
   extras: dict[str, Tensor] = {}
   def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)
   for name, tensor in TERM_TENSORS.items():
@@ -169,7 +172,7 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
   return {name: extras[name] for name in EXTRAS if name in extras}
 
 def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
-  """Raises ValueError if o cannot be written to the buffer `out`: its shape, dtype, device or sharding is not that of o."""
+  """Raises ValueError if the buffer `out` differs from the output o in shape, dtype, device or sharding."""
   if (out := options.out) is None: return
   check_output("out", out.uop)
   want = (*q.shape[:-1], width)
@@ -180,17 +183,17 @@ def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
     raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
 
 def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
-  """Returns the dtype of o: `out_dtype` if given, else the dtype of `out` if given, else the dtype of q."""
+  """Returns the dtype name of the output o: `out_dtype` if given, else the dtype of the buffer `out` if given, else the dtype of q."""
   if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
   return x.types[0] if options.out is None else dtype_of("out", options.out)
 
 def tensor_kind(name:str, t:Tensor) -> TensorKind:
-  """Returns the shape and the dtype name of a tensor of mod_tensors, after a check."""
+  """Checks one tensor of mod_tensors (the tensors that a user's own score function reads). Returns its shape and its dtype name."""
   return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
 
 def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
-  """Checks a call of `attention` and returns it with its problem. Error messages call kv_lengths by `lengths_name`, the caller's name for it. With
-  `in_place`, kernels read k and v where they lie if k and v are views of a buffer."""
+  """Checks the arguments of a call of `attention` and returns the checked call. `lengths_name` is what error messages call kv_lengths: a caller may
+  have another name for it. With `in_place`, kernels read a k and v that are views of a buffer where they lie, without a copy."""
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)

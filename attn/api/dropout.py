@@ -1,4 +1,4 @@
-"""Dropout for users of `attention`: the seed, and the mask of the elements of P that dropout keeps."""
+"""Dropout for users of `attention`: the random seed, and the mask that says which attention weights dropout keeps."""
 from __future__ import annotations
 from typing import Any
 from attn import values
@@ -9,35 +9,37 @@ from attn.tinygrad_compat import Tensor, dtypes
 from attn.values import static_shape
 
 def check_seed(name:str, x:Any) -> Tensor:
-  """Returns the seed x, uint32 (2), after a check. Raises ValueError for another shape or dtype."""
+  """Returns the dropout seed x unchanged if it is a uint32 Tensor of shape (2,). Raises ValueError otherwise."""
   values.dtype_name(name, values.tensor(name, x).dtype, ("uint32",))
   if (shape := static_shape(name, x.shape)) != (2,): raise ValueError(f"{name} has shape {shape}: must be (2,)")
   return x
 
 def drawn_seed(at:Placement) -> Tensor:
-  """Draws a seed from tinygrad's random generator, on the first device of the placement. The seed is made of 16-bit halves, because fp32 holds
-  numbers of 16 bits exactly."""
+  """Draws a dropout seed, uint32 (2), from tinygrad's random generator, on the first device of `at`. Each number is joined from two random 16-bit
+  halves, because the generator gives fp32 numbers, which hold 16 bits exactly."""
   halves = (Tensor.rand(2, 2, device=at.device if isinstance(at.device, str) else at.device[0])*STEPS_OF_P).cast(dtypes.uint)
   return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
-  """Returns, on each device, uint32 (2): the numbers of the device's first batch and first head within the whole tensors. `p` is the problem of one
-  device."""
+  """Returns the numbers of each device's first batch and first head within the whole tensors, for tensors sharded along batch or heads: uint32 (2) on
+  each device. `p` is the problem of one device."""
   batch, head = (p.B, 0) if at.shared == "batch" else (0, p.H)
   firsts = [n for i in range(at.count) for n in (i*batch, i*head)]
   return Tensor(firsts, dtype=dtypes.uint, device=at.device[0]).shard(tuple(at.device), 0)
 
 def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start:int=0, head_start:int=0) -> Tensor:
-  """Shows which elements of P `attention` keeps with dropout_p=p and this dropout_seed: bool (B, H, Sq, Sk) on the seed's device, True for kept.
+  """Shows which attention weights (elements of P, the softmax of the scores) `attention` keeps with dropout_p=p and dropout_seed=seed. Returns bool
+  (B, H, Sq, Sk) on the seed's device, True for kept.
 
     seed                     uint32 (2)
-    p                        probability with which an element becomes 0
+    p                        probability that an element becomes 0
     B, H, Sq, Sk             shape of the scores; in layout "thd" a batch is a sequence
     batch_start, head_start  number of the first batch and of the first head, for a part of the mask
 
-  Element (b, h, i, j) is kept if a 16-bit number is at least p * 2^16, rounded. The number is half j % 2 of word j % 8 // 2 of Philox4x32-7 (Salmon
-  et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counter (i, j // 8, h, b) and the key `seed`.
-  Raises ValueError or NotImplementedError for other shapes, dtypes or numbers than these."""
+  Element (b, h, i, j) is kept if its 16-bit random number is at least p * 2^16, rounded. That number comes from the generator Philox4x32-7 (Salmon et
+  al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counter (i, j // 8, h, b) and the key `seed`: it is half j % 2 of the result's
+  word j % 8 // 2.
+  Raises ValueError or NotImplementedError for other shapes, dtypes or numbers."""
   check_seed("seed", seed)
   p = check_dropout_p("p", p)
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1") for name, n in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]

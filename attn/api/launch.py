@@ -1,4 +1,4 @@
-"""Runs a checked call: launches its kernels, allocates their buffers, and attaches the gradient."""
+"""Runs a checked call of `attention`: allocates the output buffers, launches the kernels, and attaches the gradient."""
 from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,8 +27,8 @@ OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.at
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """Adds the tensors that dropout needs to a checked call: a seed (a new one if the caller gives none), and, if devices share batches or heads, the
-  number of each device's first batch and first head."""
+  """Returns the checked call with the tensors that dropout needs: a seed (a new one if the caller gives none), and, if devices share batches or
+  heads, the number of each device's first batch and first head."""
   if not c.problem.dropout_p and not c.problem.first_batch_and_head: return c
   t = dict(c.tensors)
   if c.problem.dropout_p and "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
@@ -37,8 +37,9 @@ def seeded(c:CheckedCall) -> CheckedCall:
 
 @cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
-  """Returns the kernel functions that `choice` launches, in order. Equal arguments return identical objects, because tinygrad's schedule cache
-  compares by identity. The last kernel has the gradient attached, so it is called on all tensors of `launched(p)`."""
+  """Returns the kernel functions that compute the problem `p` by `choice`, in the order of their launches. Equal arguments return identical objects,
+  because tinygrad's schedule cache compares functions by identity. The gradient is attached to the last kernel. So this kernel gets all tensors that
+  `launched(p)` names for it."""
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
@@ -54,18 +55,19 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
 
 def launched(p:Problem) -> list[tuple[str, ...]]:
-  """Returns the names of the tensors that each kernel launch gets: the arguments of its kernel, and for `combine` also the inputs that get a
-  gradient."""
+  """Returns, for each kernel launch, the names of the tensors that it gets: the arguments of its kernel. The kernel `combine`, which merges the
+  results of key ranges, also gets the inputs that need a gradient."""
   if p.num_splits == 1: return [tuple(arguments(p))]
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
 def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
-  """Returns the results that the call asks for: o (copied into `out` if the call gives `out`), then lse and lse_rest if the call asks for them."""
+  """Returns the results that the call asks for: o, then lse and lse_rest (what rounding to float32 removed from lse) if the call asks for them.
+  Copies o into the buffer `out` if the call gives one."""
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
-  """Returns a buffer for the output `name` of a kernel of `p`: the buffer that the call gives, or a new one."""
+  """Returns a buffer for the output `name` of a kernel for the problem `p`: the buffer that the call gives, or a new one."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
@@ -75,12 +77,12 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
-  """Returns x if x is a whole buffer, else a copy of x in a buffer of its own."""
+  """Returns the input x if it is a whole buffer, else a copy of x in a new buffer."""
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches the kernel that `choice` names. If the keys are divided into ranges, launches a kernel that writes partial results, and then `combine`,
-  which merges them."""
+  """Launches the attention kernel that `choice` names. If the choice divides the keys into ranges, this kernel writes one partial result per range,
+  and the kernel `combine` then merges them."""
   p = replace(c.problem, num_splits=choice.work.splits)
   t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
@@ -96,8 +98,8 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """Wraps a kernel function for one call, and gives the kernel the call's Variables. The inputs of the call are kept for its gradient. They are not
-  kept if the call is one device's part of a larger call, because the gradient then belongs to the larger call."""
+  """Returns the kernel function `fxn` for one call: with the call's Variables. The call's inputs are kept for its gradient, unless the call is one
+  device's part of a larger call. The gradient then belongs to the larger call."""
   if not c.variables and not c.part: return fxn
   def called(*placeholders:UOp) -> CheckedKernel:
     kernel = fxn(*placeholders)
@@ -109,19 +111,20 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a call in which several devices share the rows of a sequence."""
+  """Runs a checked call in which several devices share the rows of a sequence."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # raises as in run_three_pass
   return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))
 
 def check_devices(c:CheckedCall) -> None:
-  """Raises ValueError if the call is for a chip that is not the chip of its devices."""
+  """Raises ValueError if the call asks for kernels of another chip than its devices have."""
   for device in (c.at.device,) if isinstance(c.at.device, str) else c.at.device:
     if c.arch is not None: check_device(c.arch.name, device)
 
 def run(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call. Returns o, then lse and lse_rest if the call asks for them."""
+  """Runs a checked call of `attention`. Returns a list: o, then lse and lse_rest (what rounding to float32 removed from lse) if the call asks for
+  them."""
   if c.shards is not None: return run_across(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)

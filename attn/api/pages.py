@@ -1,4 +1,4 @@
-"""Keys and values in pages: blocks of rows. A table says for each sequence which pages hold its rows, in order."""
+"""Keys and values in pages. A page is a block of rows. A table says for each sequence which pages hold its rows, in order."""
 from __future__ import annotations
 from dataclasses import replace
 import numpy as np
@@ -13,8 +13,8 @@ from attn.tinygrad_compat import Tensor, UOp, buffer_under
 from attn.values import static_shape
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
-  """Checks q, the pages k and v (pages, page_size, Hkv, D), and the block table. Returns the Pages. Error messages call q, k and v by the caller's
-  `names`."""
+  """Checks q, the pages k and v (pages, page_size, Hkv, D), and the block table, which says which pages a sequence has. Returns the size and number
+  of pages. Error messages call q, k and v by `names`, the names that the caller's own arguments have."""
   table = options.block_table
   assert table is not None
   of_q, of_k, of_v, of_table = (static_shape(name, values.tensor(name, t).shape) for name, t in zip((*names, "block_table"), (q, k, v, table)))
@@ -47,8 +47,8 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
   return pages
 
 def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
-  """Raises ValueError if a cache has only one page and a used entry of the block table is not 0. The check runs where the host can read the table at
-  no cost. A kernel for one page does not read the table, so the emulator could not catch a wrong entry."""
+  """Raises ValueError if a cache has only one page but a used entry of the block table is not 0. The check runs only where the host can read the
+  table at no cost, as on the emulator. A kernel for a single page does not read the table, so nothing else would catch a wrong entry."""
   entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows
   if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
   used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
@@ -56,8 +56,8 @@ def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:P
     raise ValueError(f"block_table has an entry {wrong[0]} for rows that {lengths_name} counts: there is one page, so it must be 0")
 
 def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
-  """Returns where q and the pages lie: on one device, or on several devices that share the heads, as the shards of a model do. Raises
-  NotImplementedError for any other sharding."""
+  """Returns where q and the pages lie: on one device, or sharded along the heads over several devices. Raises NotImplementedError for any other
+  sharding."""
   if q.device is None: raise ValueError(f"{names[0]} is a constant without a device: call .contiguous() on a device first")
   if isinstance(q.device, str): return Placement(q.device)
   axes = (AXES[layout], AXES["bshd"], AXES["bshd"])
@@ -71,14 +71,15 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             "sharded, because it joins the heads of all sequences")
 
 def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
-  """Returns pages in a form that kernels can read, and where their rows lie: in a buffer of their own, or in a larger buffer of which the pages are a
-  view. Pages that are a view are copied unless each row is contiguous in the buffer and rows lie a constant stride apart."""
+  """Returns pages that kernels can read, and where their rows lie in a buffer. Pages that are a view of a larger buffer are read in place if each row
+  is contiguous and rows lie a constant stride apart. Otherwise the pages are copied."""
   if not isinstance(t.device, str): return t, whole_places(local_shape(t), "bshd")
   if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
   return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes `plain_attention` with keys and values in pages. If an entry of the table is not the number of a page, its rows count as 0."""
+  """Computes attention of keys and values in pages by tinygrad's own operations, without one of these kernels. An entry of the block table that is
+  not the number of a page stands for rows of zeros."""
   assert p.pages is not None
   if p.varlen:
     raise NotImplementedError("block_table with layout='thd': no kernel with matrix instructions supports this problem (attn.explain says why); "

@@ -1,4 +1,5 @@
-"""`scaled_dot_product_attention` with the arguments of tinygrad and PyTorch, and `install`, which replaces the method of Tensor with that name."""
+"""`scaled_dot_product_attention` with the arguments of tinygrad and PyTorch, and `install`, which makes the method of Tensor with that name use
+attn's kernels."""
 from __future__ import annotations
 import contextlib, math, warnings
 from collections import deque
@@ -14,8 +15,8 @@ from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_c
 from attn.values import static_shape
 
 def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
-  """Checks the arguments of `scaled_dot_product_attention`. Returns (q, k, v) with four dimensions, the options of `attention`, and the shape of the
-  output."""
+  """Translates the arguments of `scaled_dot_product_attention` into those of `attention`. Returns (q, k, v) with four dimensions, the options of
+  `attention`, and the shape of the output. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit together."""
   q, k, v, mask = x.query, x.key, x.value, x.attn_mask
   check_dropout_p("dropout_p", x.dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
@@ -65,15 +66,15 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
     query       (..., H, Sq, D), float16, bfloat16 or float32
     key         (..., Hkv, Sk, D)
     value       (..., Hkv, Sk, Dv)
-    attn_mask   bool (True: seen), or numbers added to the scores; broadcastable to (..., H, Sq, Sk)
+    attn_mask   bool (True: the query sees the key), or numbers added to the scores; broadcastable to (..., H, Sq, Sk)
     is_causal   query i sees keys j <= i, counted from the first query (`attention(causal=True)` counts from the last)
-    enable_gqa  H may be a multiple of Hkv
+    enable_gqa  H may be a multiple of Hkv: query heads share key/value heads
     scale       factor of the scores, 1/sqrt(D) by default
-    dropout_p   at least 0 and less than 1, as `attention` has it; active only where tinygrad's TRAINING is set, like all of its dropout
+    dropout_p   probability that an attention weight becomes 0, at least 0 and less than 1; active only where tinygrad's TRAINING is set
 
   If float32 meets one 16-bit dtype, query, key and value are rounded to 16 bits, and the result is float32.
   A query that sees no key gives 0; tinygrad's own function gives NaN.
-  key and value may be slices of a cache whose length a tinygrad Variable says: see `install`.
+  key and value may be slices of a cache whose length is a tinygrad Variable: see `install`.
   Raises RuntimeError for attn_mask with is_causal, ValueError or NotImplementedError for other arguments that don't fit together."""
   return attended(SdpaCall(**locals()))
 
@@ -87,7 +88,8 @@ def attended(x:SdpaCall) -> Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-  """The outcome of one call of `Tensor.scaled_dot_product_attention`: the kernel, or None and the reason why tinygrad's own function ran."""
+  """What `install` decided for one call of `Tensor.scaled_dot_product_attention`. `kernel` is the name of the kernel, or None if the function that
+  was there before `install` computed the call. `reason` says why."""
   kernel: str|None
   reason: str
 
@@ -95,8 +97,8 @@ NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """What `install` has replaced: the function that `Tensor.scaled_dot_product_attention` was before. This is tinygrad's own function, whose calls are
-  `rerouted`, or a function of another library."""
+  """The state of `install`. `before` is the function that `Tensor.scaled_dot_product_attention` was before `install`. If that is tinygrad's own
+  function, `rerouted` redirects its calls; otherwise it is a function of another library, and `rerouted` is None."""
   active: bool = False
   before: Any = None
   rerouted: Rerouted|None = None
@@ -114,8 +116,8 @@ def _decide(x:SdpaCall) -> Decision:
   return Decision(choice.kernel, str(choice))
 
 def _attended_if_possible(call:SdpaCall) -> Tensor|None:
-  """Decides whether a kernel computes a call of scaled_dot_product_attention, and notes the decision. If so, computes the call and returns the
-  result. Otherwise warns (once for each reason) and returns None."""
+  """Computes a call of scaled_dot_product_attention if a kernel can, and returns the result. Otherwise warns (once for each reason) and returns None.
+  Records the decision in either case."""
   try: decision = _decide(call)
   except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
   decisions.append(decision)
@@ -138,17 +140,17 @@ def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, scale:fl
   return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale))
 
 def install() -> deque[Decision]:
-  """Makes `Tensor.scaled_dot_product_attention` run one of these kernels if a kernel can compute the call, and otherwise the function that was there
-  before.
+  """Makes `Tensor.scaled_dot_product_attention` run attn's kernels. A call that no kernel can compute goes to the function that was there before, and
+  warns with the reason, once for each reason.
 
-  Returns the list of decisions. It grows with every call (under TinyJit: with every capture) and keeps the latest 1024. A call that goes to the
-  earlier function also warns with the reason, once for each reason.
-  Keys and values may be slices of a cache whose length tinygrad Variables say, as in tinygrad's models. They are read in place, by one kernel for all
-  lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If such a length is an int, one kernel serves all lengths from the second length
-  on, except where TRAINING is set.
-  A name that was bound to tinygrad's method earlier, as extra/models/unet.py binds one when it is imported, reaches these kernels as well.
-  Attention that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four dimensions, counts as a call. Blocks with latent
-  attention of tinygrad.llm get their cache in half.
+  Returns the list of decisions, which says for each call what computed it and why. The list grows with every call (under TinyJit: with every capture)
+  and keeps the latest 1024.
+  Keys and values may be slices of a cache whose length depends on tinygrad Variables, as in tinygrad's models. They are read in place, one kernel
+  serves all lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If the length of such a slice is an int, one kernel serves all
+  lengths from the second length on, except where TRAINING is set.
+  Other names of tinygrad's method, such as the one that extra/models/unet.py binds when it is imported, reach these kernels as well.
+  Attention that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four dimensions, counts as a call. The latent attention
+  (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
   A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
     if (own := method_of_tinygrad(NAME)) is not None:
@@ -162,8 +164,8 @@ def install() -> deque[Decision]:
   return decisions
 
 def uninstall() -> None:
-  """Puts back the function that `Tensor.scaled_dot_product_attention` was before `install`. Does nothing if it is already back. If another library
-  has meanwhile installed a function of its own, that function stays, and reaches the earlier function instead of these kernels."""
+  """Puts back the function that `Tensor.scaled_dot_product_attention` was before `install`. Does nothing without an `install` before. If another
+  library has meanwhile installed a function of its own, that function stays, and reaches the earlier function instead of attn's kernels."""
   installation.active = False
   if installation.rerouted is not None: installation.rerouted.end()
   elif Tensor.scaled_dot_product_attention is _installed: setattr(Tensor, NAME, installation.before)
@@ -173,7 +175,10 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:
-  """Context manager that calls `install` at the beginning of a with statement and `uninstall` at its end: `with attn.installed() as decisions: ...`.
+  """Context manager that calls `install` at its beginning and `uninstall` at its end. Gives the list of decisions.
+
+    with attn.installed() as decisions: ...
+
   If such statements are nested, only the outermost one calls `uninstall`."""
   outermost = not installation.active
   try: yield install()

@@ -1,5 +1,5 @@
 """Runs `scaled_dot_product_attention` on keys and values whose length depends on Variables, or grows from call to call. One kernel serves all
-lengths. It reads keys and values in place if they are slices of a cache, and else in copies of the largest size."""
+lengths. The kernel reads slices of a cache in place. Other keys and values are first copied into buffers of the largest size."""
 from __future__ import annotations
 import math
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True, eq=False)
 class SdpaCall:
-  """The arguments of `scaled_dot_product_attention`."""
+  """The arguments of a call of `scaled_dot_product_attention`, unchecked."""
   query: Tensor
   key: Tensor
   value: Tensor
@@ -29,23 +29,23 @@ class SdpaCall:
   scale: float|None
   @property
   def dropped(self) -> float:
-    """Probability with which elements of P become 0: dropout is active only where tinygrad's TRAINING is set."""
+    """Probability that dropout makes an attention weight 0. It is 0 unless tinygrad's TRAINING is set."""
     return self.dropout_p if TRAINING else 0.0
   @property
   def sliced(self) -> bool:
-    """Whether the size of any tensor depends on a Variable."""
+    """Whether the size of query, key or value depends on a Variable."""
     return any(map(is_symbolic, (self.query, self.key, self.value)))
 
 @dataclass(frozen=True)
 class SlicedCall:
-  """A checked call of attention on keys of any length. The problem's Sq is the largest number of queries that the Variables allow; q and the result
-  have `rows` queries. `column` is a mask that is the same for all keys."""
+  """A checked call of attention whose number of keys may change from call to call. `call` has room for the largest number of queries; the first
+  `rows` of them are real. `column` is a mask with one column, which treats all keys alike."""
   call: CheckedCall
   rows: Size
   column: Tensor|None = None
   def choice(self) -> Choice: return self.call.choice()
   def run(self) -> Tensor:
-    """Computes the attention. Returns its output o (B, H, rows, Dv)."""
+    """Computes the attention. Returns the output o (B, H, rows, Dv)."""
     o, = run(self.call)
     o = (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
     return o if self.column is None else hidden_by(o, self.column)
@@ -55,16 +55,16 @@ def is_symbolic(t:Any) -> bool:
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
-  """Returns the dtype in which a call computes, and the dtype of its result. If float32 meets a 16-bit dtype, the call rounds its inputs to 16 bits,
-  and the result is float32, like the result of tinygrad's own function."""
+  """Returns the dtype in which attention is computed, and the dtype of its result. If float32 meets a 16-bit dtype, the inputs are rounded to 16
+  bits, and the result is float32, like the result of tinygrad's own function. Raises ValueError for two different 16-bit dtypes."""
   types = [values.dtype_name(name, values.tensor(name, t).dtype, FLOATS) for name, t in (("query", query), ("key", key), ("value", value))]
   if len(narrow := set(types) - {"float32"}) > 1:
     raise ValueError(f"query, key and value have dtypes {', '.join(types)}: must be the same, or float32 and one 16-bit dtype")
   return (narrow.pop() if narrow else "float32"), "float32" if "float32" in types else types[0]
 
 def hidden_by(o:Tensor, column:Tensor) -> Tensor:
-  """Applies a mask (..., rows, 1), which adds the same number to all scores of a row, to the output o. A finite number does not change the weights.
-  -inf hides the row."""
+  """Applies a mask (..., rows, 1), which treats all keys alike, to the output o. A finite number does not change the weights. -inf or False hides the
+  row: its output is 0. NaN and +inf give NaN."""
   if column.dtype == dtypes.bool: return column.where(o, 0)
   return (column == -math.inf).where(0, (column.abs() < math.inf).where(o, math.nan))
 
@@ -74,7 +74,7 @@ def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
                               "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
 def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
-  """Returns a mask that is the same for all keys, after a check. `queries` are (B, H, Sq)."""
+  """Returns `mask`, whose only column applies to all keys, after checking its dtype, device and shape. `queries` are the sizes (B, H, Sq)."""
   if mask.dtype != dtypes.bool: values.dtype_name("attn_mask", mask.dtype, FLOATS)
   if mask.device not in (None, device): raise ValueError(f"attn_mask is on {mask.device} but query on {device}: must be on the same device")
   if mask.ndim > 4 or any(n != 1 and not same_size(n, full) for n, full in zip(mask.shape[-2::-1], queries[::-1])):
@@ -82,21 +82,22 @@ def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
   return mask
 
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
-  """Returns the (window, top_left) of a problem that stand for the same mask as attn_mask and is_causal."""
+  """Translates attn_mask and is_causal into (window, top_left), the fields of `Problem` for the same mask. Raises NotImplementedError if attn_mask is
+  not the causal mask."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
   if is_causal_mask(mask, n_q, n_k): return (-1, 0), False
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "
                             "Tensor.full(shape, -inf).triu(keys - queries + 1), and masks of one column")
 
 def _copied(t:Tensor, rows:int) -> tuple[Tensor, InBuffer]:
-  """Returns a copy of keys or values (B, heads, S, D) with room for `rows` rows, and where its rows lie."""
+  """Returns a copy of the keys or values t (B, heads, S, D) in a buffer with room for `rows` rows, and where the rows lie in that buffer."""
   B, heads, _, width = t.shape
   shape = int(B), rows, int(heads), int(width)
   return t.transpose(1, 2).pad_to(shape).contiguous(), InBuffer(whole_places(shape, "bshd"), 1, rows)
 
 def sliced_call(x:SdpaCall) -> SlicedCall:
-  """Checks the arguments of `scaled_dot_product_attention` and returns the checked call with its problem, in which the number of keys is a Variable.
-  An int becomes a Variable of attn. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit together."""
+  """Checks the arguments of `scaled_dot_product_attention` and returns a checked call in which the number of keys is a Variable. If the number of
+  keys is an int, attn makes a Variable for it. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit together."""
   dtype, out_dtype = dtypes_of(x.query, x.key, x.value)
   q, k, v = (t.cast(FLOATS[dtype]) for t in (x.query, x.key, x.value))
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
@@ -149,9 +150,10 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
   return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
 
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
-  """Returns the checked call if one kernel shall serve all lengths, or None if a kernel shall be made for this length only. One kernel serves a
-  length that Variables say. One kernel also serves slices of a cache that had another length in an earlier call, because compiling a kernel for each
-  length takes long. Such a slice of a cache has no gradient, so where TRAINING is set a kernel is made for its length."""
+  """Returns a checked call whose kernel serves all numbers of keys, or None if a kernel shall be made for this number of keys only. Compiling a
+  kernel for each length takes long. So one kernel serves all lengths if the length depends on Variables, or if the keys are a slice of a cache that
+  had another length in an earlier call. Where TRAINING is set, a slice with an int length gets a kernel of its own, because only this kernel has a
+  gradient."""
   if x.sliced: return sliced_call(x)
   if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None
   try: call = sliced_call(x)

@@ -1,5 +1,5 @@
-"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v, as tinygrad's models with latent attention
-(MLA) and extra/models/t5.py do."""
+"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v. tinygrad's models with latent attention
+(MLA) and extra/models/t5.py do so."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad
 
 class WrittenScores(NamedTuple):
-  """The scores of attention that a model writes out itself: q times the transposed keys, times `scale`, plus masks."""
+  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`."""
   q: UOp
   keys: UOp
   scale: float = 1.0
@@ -19,16 +19,16 @@ class WrittenScores(NamedTuple):
 AttendWritten = Callable[[Tensor, Tensor, Tensor, Tensor|None, float], Tensor|None]     # of q, k, v, mask and scale; None if no kernel computes it
 
 def uncast(u:UOp) -> UOp:
-  """Returns the UOp under casts between floating-point dtypes, and under assignments such as scores += bias."""
+  """Removes casts between floating-point dtypes and assignments such as scores += bias from a UOp. Returns the UOp below them."""
   while True:
     if u.op is Ops.CAST and dtypes.is_float(u.src[0].dtype): u = u.src[0]
     elif (value := just_stored(u)) is not None: u = value
     else: return u
 
 class WrittenOut:
-  """Watches a model's matrix products and softmaxes. When the model multiplies softmax(scores) by values, calls `attend`, which computes the
+  """Watches a model's matrix products and softmaxes. When the model multiplies softmax(scores) by values, the function `attend` computes the
   attention by a kernel. If `attend` returns None, the model's own product is computed. A product or softmax is remembered only as long as other code
-  still refers to its result."""
+  refers to its result."""
   def __init__(self, attend:AttendWritten) -> None:
     self.attend, self.watching = attend, True
     self.products: WeakKeyDictionary[UOp, WrittenScores] = WeakKeyDictionary()
@@ -47,13 +47,14 @@ class WrittenOut:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Context manager in which no attention is recognised. It is needed while tinygrad's own attention runs, which is written out in the same way."""
+    """Context manager that stops the recognition of written-out attention. It is needed while tinygrad's own attention runs, because that function is
+    written out in the same way."""
     self.watching = False
     try: yield
     finally: self.watching = True
 
   def scores(self, u:UOp) -> WrittenScores|None:
-    """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` was not made from a matrix product that was
+    """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` does not come from a matrix product that was
     watched."""
     if (u := uncast(u)) in self.products: return self.products[u]
     if u.op not in (Ops.ADD, Ops.MUL): return None
@@ -82,8 +83,8 @@ class WrittenOut:
 
   @staticmethod
   def init_state(own:Callable[..., None], block:Any, x:Tensor) -> None:
-    """Makes the cache of a block with latent attention in float16, the dtype of the caches of tinygrad's other blocks. tinygrad makes it in float32,
-    but no kernel takes rows of 576 float32 numbers."""
+    """Creates the cache of a latent attention (MLA) block of tinygrad.llm in float16, the dtype of the caches of tinygrad's other blocks. tinygrad
+    itself creates it in float32, but no kernel reads float32 rows of 576 numbers."""
     new = not hasattr(block, "cache_k")
     own(block, x)
     if new: block.cache_k = Tensor.empty(*block.cache_k.shape, dtype=dtypes.half, device=block.cache_k.device)
