@@ -1,23 +1,24 @@
 """Compiles CUDA source to SASS, the machine code of NVIDIA's chips, with nvcc and cuobjdump or nvdisasm of a CUDA toolkit."""
 from __future__ import annotations
 import os, shutil, subprocess, tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from attn.tinygrad_compat import CompileError
 
 DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ("-c",)}
 
-def _tool(*names:str) -> str|None:
-  """Returns the first tool of `names` that is found on PATH or in the folder of a CUDA toolkit. That folder is the one that CUDA_HOME or CUDA_PATH
-  names, the folder of nvcc, or the usual folder."""
+def toolkit_program(*names:str, also:Iterable[str]=()) -> str|None:
+  """Returns the path of the first program of `names` that is found on PATH, in the folder of a CUDA toolkit, or in the folders `also`. The toolkit's
+  folder is the one that CUDA_HOME or CUDA_PATH names, the folder of nvcc, or the usual folder."""
   nvcc = shutil.which("nvcc")
   homes = [Path(os.environ[x])/"bin" for x in ("CUDA_HOME", "CUDA_PATH") if x in os.environ]
   homes += [Path(nvcc).resolve().parent] if nvcc is not None else []
-  where = os.pathsep.join([os.environ.get("PATH", ""), *map(str, homes), "/usr/local/cuda/bin"])
+  where = os.pathsep.join([os.environ.get("PATH", ""), *map(str, homes), "/usr/local/cuda/bin", *also])
   return next((found for name in names if (found := shutil.which(name, path=where)) is not None), None)
 
 def missing() -> str|None:
   """Returns a sentence that names the tools which are needed for SASS and not installed. None if all tools are installed."""
-  lacking = [words for names, words in ((("nvcc",), "nvcc"), (DISASSEMBLERS, "cuobjdump or nvdisasm")) if _tool(*names) is None]
+  lacking = [words for names, words in ((("nvcc",), "nvcc"), (DISASSEMBLERS, "cuobjdump or nvdisasm")) if toolkit_program(*names) is None]
   return f"no {' and no '.join(lacking)} on PATH, in CUDA_HOME or in /usr/local/cuda: SASS needs a CUDA toolkit" if lacking else None
 
 def _run(*command:str) -> str:
@@ -29,7 +30,7 @@ def sass(source:str, arch:str) -> str:
   """Compiles a CUDA source to SASS for `arch`, such as "sm_90" (compiled as sm_90a, because sm_90 has no wgmma). Raises RuntimeError if a tool is not
   installed, and CompileError with the compiler's message if the source does not compile."""
   if (words := missing()) is not None: raise RuntimeError(words)
-  nvcc, disassembler = _tool("nvcc"), _tool(*DISASSEMBLERS)
+  nvcc, disassembler = toolkit_program("nvcc"), toolkit_program(*DISASSEMBLERS)
   assert nvcc is not None and disassembler is not None
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
   with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ fault show that a tool would report a fault: one kernel lacks a barrier, another
 The command prints a table of the tools, and then the findings. The exit code is 0 if there are no findings and both planted faults are reported, 1
 if not, and 2 if the machine lacks compute-sanitizer or a CUDA device."""
 from __future__ import annotations
-import contextlib, json, os, re, shutil, subprocess, sys, time
+import contextlib, json, os, re, subprocess, sys, time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ import numpy as np
 from attn.api.attention import attention
 from attn.api.cache import attention_with_kv_cache
 from attn.choose import backward_tiles, tile_lists
+from attn.isa.sass import toolkit_program
 from attn.kernels.mma import forward as mma_forward
 from attn.kernels.parts.grid import workgroup
 from attn.tinygrad_compat import Context, Tensor, UOp, compiled, device_of, device_seconds, dtypes
@@ -36,7 +37,8 @@ class SmallCall:
 
   q, kv: the shapes of q, and of k and v (None: that of q)
   kernel: the value of ATTN_KERNEL
-  tensors: options that are tensors, by name: (the numbers, their dtype)
+  options: options that are no tensors, by name
+  tensors: options that are tensors, by name, as arrays; floats become float32
   gradients: also compute the gradients of all inputs of floats
   new: number of rows that the call appends to the cache"""
   name: str
@@ -174,6 +176,7 @@ HEADER, SUMMARY, KERNEL = re.compile(r"COMPUTE-SANITIZER$"), re.compile(r"(?:ERR
 
 @dataclass(frozen=True)
 class ToolReport:
+  """A finding of a tool: its first line, and the name of the kernel in it ("" if no line names one)."""
   text: str
   kernel: str
   def __str__(self) -> str: return f"{self.text}, in {self.kernel}" if self.kernel else self.text
@@ -222,10 +225,8 @@ def here(names:list[str]) -> None:
       print(LAUNCHED + json.dumps(ran), flush=True)
 
 def compute_sanitizer() -> str|None:
-  """Returns the path of compute-sanitizer. It is on PATH, or where CUDA or the package nvidia-cuda-sanitizer-api is installed, or nowhere (None)."""
-  folders = [os.environ.get("PATH", ""), *(f"{x}/bin" for x in (os.environ.get("CUDA_PATH", ""), "/usr/local/cuda") if x),
-             *(f"{x}/nvidia/cu13/bin" for x in sys.path if x)]
-  return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+  """Returns the path of compute-sanitizer, from PATH, a CUDA toolkit or the package nvidia-cuda-sanitizer-api. None if it is not installed."""
+  return toolkit_program("compute-sanitizer", also=[f"{x}/nvidia/cu13/bin" for x in sys.path if x])
 
 def lacking(sanitizer:str|None) -> str|None:
   """Returns a sentence that says what this command needs and the machine lacks. None if it lacks nothing."""
