@@ -315,7 +315,7 @@ class Frame(Threads):
     new = warpgroup_product(rows, columns, old)
     self.under_way.product(acc.array, {index: new[4*i:4*i + 4] for i, index in enumerate(indices)}, operands)
     return np.zeros(self.T, np.float32)
-  def start_nothing(self) -> None: self.under_way.nothing()
+  def start_nothing(self, acc:RegisterPointer) -> None: self.under_way.product(acc.array, {}, [])
   def wait_products(self, but:int) -> Array:
     self.under_way.wait_products(but)
     return np.zeros(self.T, np.float32)

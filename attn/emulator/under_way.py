@@ -35,7 +35,7 @@ class Copy:
 class Running:
   """An asynchronous matrix product (wgmma) that warpgroups have started, with the registers that it writes and the operands that it reads."""
   product: Product
-  accumulators: Registers|None      # None for a group without products
+  accumulators: Registers
   operands: list[Operand]
 
 class UnderWay:
@@ -76,10 +76,6 @@ class UnderWay:
     accumulators.coming |= dict.fromkeys(results, product)
     for x in operands: x.hold(product)
 
-  def nothing(self) -> None:
-    """Starts an empty group of products in the active threads."""
-    if self.f.active.any(): self.products.append(Running(Product(self.f.start(), {}, self.f.active), None, []))
-
   def wait_products(self, but:int) -> None:
     """Makes the active threads wait for the products that they have started, except the last `but` products of each thread."""
     left, active, later = [], self.f.active, np.zeros(self.f.T, np.int32)     # later: number of products that a thread has started since
@@ -97,13 +93,11 @@ class UnderWay:
 
   def _finish(self, running:Running, done:Array) -> None:
     """Writes a product's results for the threads in `done`."""
-    if running.accumulators is not None:
-      for i, value in running.product.results.items(): running.accumulators.put(i, value, done)
+    for i, value in running.product.results.items(): running.accumulators.put(i, value, done)
     for x in running.operands: x.read_until_now(done)
 
   def _release(self, running:Running) -> None:
     """Forgets a product that all its threads have waited for."""
-    if running.accumulators is not None:
-      for i in running.product.results:
-        if running.accumulators.coming.get(i) is running.product: del running.accumulators.coming[i]
+    for i in running.product.results:
+      if running.accumulators.coming.get(i) is running.product: del running.accumulators.coming[i]
     for x in running.operands: x.release(running.product)

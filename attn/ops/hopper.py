@@ -60,17 +60,20 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Arr
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
 
+def _start(lanes:Lanes, there:Array, acc:Any, *product:Any) -> Array:
+  """Starts a product in the warpgroups where `there` is true, and an empty group in the others."""
+  with lanes.only(~there): lanes.start_nothing(acc)
+  with lanes.only(there): return lanes.start_product(acc, *product)
+
 def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
   def of_q() -> Array: return _rows(lanes, q, M, steps, panels[0])
   def of_k() -> Array: return _rows(lanes, k, 8*accs, steps, panels[1])
-  with lanes.only(~there): lanes.start_nothing()
-  with lanes.only(there): return lanes.start_product(acc, accs, of_q, of_k, dtype, False)
+  return _start(lanes, there, acc, accs, of_q, of_k, dtype, False)
 
 def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
   def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]))
   def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
-  with lanes.only(~there): lanes.start_nothing()
-  with lanes.only(there): return lanes.start_product(acc, accs, fragments, of_v, dtype, True)
+  return _start(lanes, there, acc, accs, fragments, of_v, dtype, True)
 
 def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, dtype:str) -> Array:
   def of_x() -> Array: return _columns(lanes, x, K*steps, M, 0)

@@ -70,8 +70,8 @@ class Lanes(Protocol):
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on; with `more` the product is added to the fragments. `a` and `b`
     are functions that read the operands, as bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for the product,
     no thread may access the fragments or write the operands."""
-  def start_nothing(self) -> None:
-    """Starts an empty group of products, which `wait_products` counts as a product."""
+  def start_nothing(self, acc:Any) -> None:
+    """Starts an empty group in place of a product of the C fragments from `acc` on. `wait_products` counts the group as a product."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array) -> None:
