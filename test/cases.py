@@ -13,10 +13,12 @@ from attn.chips import Chip, get_chip
 from attn.choose import backward_tiles, dispatch
 from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
+from attn.emulator.machine import Frame
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
+from attn.ops.hopper import GROUP
 from attn.problem import OF_MASKS, OF_TERMS, Problem, problem_of
 from attn.reference import Options, arrange, restore, rounded
 from attn.score.terms import TERM_TENSORS
@@ -130,6 +132,15 @@ def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> Non
   """Makes dispatch use a copy of a kernel's record in which these fields are changed."""
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
+
+def count_products(monkeypatch:pytest.MonkeyPatch) -> list[int]:
+  """Returns a list to which the emulator adds, whenever a kernel starts a product by wgmma, the number of warpgroups that start it."""
+  started, start = list[int](), Frame.start_product
+  def counted(frame:Frame, *args:Any) -> np.ndarray:
+    started.append(int(frame.active.reshape(-1, GROUP).any(axis=1).sum()))
+    return start(frame, *args)
+  monkeypatch.setattr(Frame, "start_product", counted)
+  return started
 
 def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_wgmma") -> None:
   """Makes dispatch choose one kernel on wgmma (or on another unit, by the ending of its kernels' names) for all gradients also for few queries and

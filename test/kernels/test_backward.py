@@ -38,7 +38,7 @@ from attn.reference import rounded, visible
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 from attn.values import LOG2E
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
-from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chip, chips_in_turn, floats, in_turn, ints, normal, problem
+from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chip, chips_in_turn, count_products, floats, in_turn, ints, normal, problem
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -285,11 +285,7 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
 def test_warpgroups_skip_tiles_that_they_do_not_see(monkeypatch:pytest.MonkeyPatch) -> None:
   """Two blocks of two warpgroups have two tiles and four tiles. In one tile of each block, a warpgroup sees nothing. Then it starts none of the three
   products for dq, and two of the four products for dk and dv."""
-  started, start = list[int](), Frame.start_product
-  def counted(frame:Frame, *args:Any) -> Any:
-    started.append(int(frame.active.reshape(-1, hopper.GROUP).any(axis=1).sum()))
-    return start(frame, *args)
-  monkeypatch.setattr(Frame, "start_product", counted)
+  started = count_products(monkeypatch)
   check_backward_kernels("sm_90", H=1, Sq=256, Sk=256, D=128, causal="top-left")
   assert sum(started) == 3*(12 - 2) + 4*12 - 2*2
 
@@ -297,7 +293,7 @@ def only_the_first_row_sees(m:pytest.MonkeyPatch) -> None:
   wrong(m, Scores, "seen_by", lambda seen: lambda self, first, last, tile: seen(self, first, first, tile))
 def only_the_last_row_sees(m:pytest.MonkeyPatch) -> None:
   wrong(m, Scores, "seen_by", lambda seen: lambda self, first, last, tile: seen(self, last, last, tile))
-def no_empty_group(m:pytest.MonkeyPatch) -> None: m.setattr(Frame, "start_nothing", lambda frame: None)
+def no_empty_group(m:pytest.MonkeyPatch) -> None: m.setattr(Frame, "start_nothing", lambda frame, acc: None)
 
 @pytest.mark.parametrize("plant, error, text", ((only_the_first_row_sees, AssertionError, "dq: "), (only_the_last_row_sees, AssertionError, "dq: "),
                                                 (no_empty_group, EmulatorError, "not waited for|no barrier between|still reads")))

@@ -11,7 +11,6 @@ from attn.chips.shapes import RatedUpTo
 from attn.choose.dispatch import forward_of
 from attn.choose.tiles import wgmma_tile
 from attn.emulator.checks import DivergentBarrier, EmulatorError, LdsRace, Misaligned, NotWaitedFor
-from attn.emulator.machine import Frame
 from attn.kernels.parts.grid import workgroup
 from attn.kernels.parts.memory.layouts import SwizzledPanels
 from attn.kernels.parts.program.blocks import Descending
@@ -24,7 +23,7 @@ from attn.ops.operation import OPERATIONS
 from attn.ops.renderers import render
 from attn.ops.softmax import LOWEST
 from attn.tinygrad_compat import UOp, dtypes
-from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, change_kernel, check, check_kernels, every_other, in_turn, problem
+from cases import DTYPES, DTYPES_AND_MASKS, GPU, WIDTHS, change_kernel, check, check_kernels, count_products, every_other, in_turn, problem
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
 either = pytest.mark.parametrize("chip", ("sm_90", GPU))
@@ -172,12 +171,7 @@ def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
 def test_warpgroups_without_queries(rows:int, idle:int, monkeypatch) -> None:
   """Warpgroups without queries start no matrix products. In the last block, `idle` of the three warpgroups have no query. Each other warpgroup starts
   two products in each iteration."""
-  tile, started = WgmmaTile(3, 64), list[int]()
-  start = Frame.start_product
-  def counted(frame:Frame, *args) -> np.ndarray:
-    started.append(int(frame.active.reshape(-1, hopper.GROUP).any(axis=1).sum()))
-    return start(frame, *args)
-  monkeypatch.setattr(Frame, "start_product", counted)
+  tile, started = WgmmaTile(3, 64), count_products(monkeypatch)
   check_kernels("sm_90", H=1, Sq=192 + rows, Sk=100, D=32, tile=lambda _: tile)
   assert started == [6 - idle]*4       # two blocks at a time, two iterations
 
