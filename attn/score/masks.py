@@ -39,7 +39,7 @@ def seen_up_to(walk:Walk, row:UOp) -> UOp:
 
 def nearest_first(walk:Walk) -> bool:
   """Returns whether forward loops over keys in descending order. It does so if the last key that a query sees depends on the query, as under a causal
-  mask, and scores go by distance, as with ALiBi. Such scores mostly fall with the distance."""
+  mask, and scores depend on the distance, as with ALiBi. Such scores mostly fall with the distance."""
   row = UOp.variable("row", 0, 2**31 - 1)
   fixed = walk.p.v_in_k or walk.p.batch_invariant      # kernels with an order of their own
   return goes_by_distance(walk.p) and not fixed and row in last_seen(walk, row).toposort()

@@ -177,7 +177,8 @@ class Workgroup:
     listed = list_of(p, tile, given, batch, first_head, own.first//tile.block_m)
     walked = blocks_seen(walk, first_query, last_query, tile.block_n) if listed is None else listed.blocks
     order: TileList|Descending|None = listed
-    if listed is None and "do" not in given and not split and nearest_first(walk):
+    forward = "do" not in given
+    if forward and listed is None and not split and nearest_first(walk):
       order = Descending(walked, as_index(walk.count), tile.block_n)
       walked = order.blocks
     scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, order=order, cut=cut_off(walk, tile))
