@@ -69,7 +69,8 @@ def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
          out_dtype:str) -> tuple[Array, Array]:
   """Textbook attention in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 1, with all keys in one tile): P = exp(S - max S) rounded to
-  `dtype`, O rounded to `out_dtype`. O is divided by the sum of P before rounding, or, if `out_dtype` is finer than `dtype`, after rounding."""
+  `dtype`, O rounded to `out_dtype`. O is divided by the sum of the unrounded P. If `out_dtype` is finer than `dtype`, O is divided by the sum of the
+  rounded P."""
   o, lse = _attention(q, k, v, scale, window, offset, np.float32, (dtype, out_dtype), options)
   return rounded(o, out_dtype), lse
 

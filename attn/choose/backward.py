@@ -69,7 +69,7 @@ def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=
 class ChosenKernel:
   """A kernel that takes part in the computation of gradients.
 
-    tile: None if the kernel has only one
+    tile: the tile that was chosen, or None for a kernel that has nothing to choose
     over: "keys" or "queries": the rows of the tiles that `explain` counts. "" if it counts none
     parts: number of parts into which it divides its sums; 0: no parts
     tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""

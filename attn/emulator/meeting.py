@@ -84,7 +84,8 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Notes that threads have found the number that they waited for."""
+    """Records that threads no longer wait, because the counter has reached the number of their turn. Their waves then know everything that was
+    complete when other waves passed the turn."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)

@@ -126,8 +126,8 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns a comparison of integers as clauses: all clauses must hold, and in each of them at least one condition. Returns None if no clause
-    consists of edges (limits such as j <= i) alone."""
+    """Returns a comparison of integers as clauses. The comparison is true if all clauses are true. A clause is true if at least one of its
+    conditions is true. Returns None if every clause has a condition that is no edge (a limit such as j <= i)."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)

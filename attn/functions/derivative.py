@@ -53,7 +53,8 @@ def _exponent_of_sigmoid(u:UOp) -> UOp|None:
   return power.src[0] if one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2 else None
 
 def _limit_of_symbol(u:UOp) -> float:
-  """Returns an upper limit for the absolute value of a constant, a symbol, an element of a tensor, or an integer. A score may be -inf."""
+  """Returns an upper limit for the absolute value of a constant, a symbol, an element of a tensor, or an integer. The limit of the score is infinity,
+  because a score may be -inf."""
   if u is SCORE: return math.inf
   return _LARGEST if u.op is Ops.INDEX and dtypes.is_float(u.dtype) else max(abs(u.vmin), abs(u.vmax))
 

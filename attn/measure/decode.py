@@ -109,7 +109,7 @@ def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
 
 def compare(row:DecodeStep) -> dict[str, Any]:
-  """Times our kernel and its peers for one row."""
+  """Times attn's kernel and its peers for one row of the table. Returns the row's figures."""
   import torch
   torch.cuda.init()
   torch.zeros(1, device="cuda")

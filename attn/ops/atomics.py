@@ -51,7 +51,7 @@ def with_scope(arch:str) -> list[str]:
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 
 def in_global(at:UOp, dtype:DType, name:str) -> UOp:
-  """Returns the INDEX `at`. Raises ValueError if it does not belong to a buffer of this type in global memory."""
+  """Returns `at`. Raises ValueError unless `at` is an INDEX of a buffer in global memory with elements of `dtype`. `name` names it in the message."""
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
     raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
   return at

@@ -130,7 +130,8 @@ def exponent_of(group:Workgroup, row:Row) -> Exponent:
   return Exponent.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
 def exact_exponent(p:Problem, log_sum:UOp, *rest:UOp) -> Exponent:
-  """Makes the `Exponent` for scores in natural logarithm from a query's lse. `rest`, if given, is the part of the lse that rounding lost."""
+  """Makes the number that turns a query's scores into P, from the query's lse. The scores are natural logarithms. `rest`, if given, is the part of
+  the lse that rounding lost."""
   return Exponent.of(p, log_sum, *rest) if rest else Exponent(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
