@@ -25,12 +25,13 @@ MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices whose chip may have a
 PLAIN_DEVICES = (*MATRIX_DEVICES, "CPU", "CL", "METAL", "NV")   # devices that run kernels of plain UOps, without a matrix unit
 
 class KernelFunction(Protocol):
-  """A function for `Tensor.custom_kernel(..., fxn=...)`."""
+  """Type of a function that `Tensor.custom_kernel(..., fxn=...)` takes: it gets a placeholder for each tensor and returns the kernel."""
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """Returns (buffer, first element, number of elements): the memory that a kernel writes if `u` is its output. None if `u` has no memory of its own.
-  A slice of a buffer without gaps, once it is `contiguous()`, is a region of the buffer: tinygrad gives this part of the buffer to the kernel."""
+  """Returns the memory that a kernel writes if `u` is its output, as (buffer, first element, number of elements). Returns None if `u` has no memory
+  of its own. A slice of a buffer without gaps, once it is `contiguous()`, is a region of the buffer: tinygrad gives this part of the buffer to the
+  kernel."""
   count, sliced = u.max_numel(), False
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
     if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # one device's buffer of a tensor on several
@@ -49,15 +50,16 @@ def whole_buffer(name:str, u:UOp) -> None:
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
 def check_output(name:str, u:UOp) -> None:
-  """Raises ValueError if `u`, an output of attention, is not a buffer or a contiguous part of one, or begins at an address to which kernels cannot
-  write rows."""
+  """Raises ValueError if `u`, an output of attention, is not a buffer or a contiguous part of one. Also raises ValueError if `u` begins at an address
+  to which kernels cannot write rows, one that is not a multiple of UNIT_BYTES."""
   whole_buffer(name, u)
   if (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """Returns `u`, or a copy of `u` if it is a slice that begins inside one of the aligned units in which kernels read rows. The copy is made from the
-  tensor under `contiguous()`, because tinygrad's own kernels read a `contiguous()` slice by whole vectors, wherever the slice begins."""
+  """Makes sure that an input begins at a multiple of UNIT_BYTES in its buffer, because kernels read rows in units of this size. Returns `u` if it
+  does, and a copy of `u` if it does not. The copy is made from the tensor under `contiguous()`, because tinygrad's own kernels read a `contiguous()`
+  slice by whole vectors, wherever the slice begins."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return copied(u)
@@ -76,8 +78,8 @@ def check_means(sink:UOp, arch:Chip) -> None:
     if need > most: raise NotImplementedError(f"{sink.arg.name} needs {need} {what}: {arch.name} has {most}")
 
 def checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
-  """Returns the AST of the kernel `program`. Raises NotImplementedError as `check_means` does. The program must be the identical object for the same
-  kernel, because its AST is kept."""
+  """Returns the AST of the kernel that the function `program` builds. Raises NotImplementedError if the kernel needs more than the chip has
+  (`check_means`). The AST is kept for each `program`, so a caller should pass the identical function object for the same kernel."""
   return ast_of(_checked_ast, program, arch, *placeholders)
 
 def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
@@ -86,8 +88,8 @@ def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UO
 
 @dataclass(frozen=True)
 class CheckedKernel:
-  """A kernel's AST that also checks the tensors on which the kernel is called. Without the check tinygrad would run the kernel even if an output is a
-  view, and would drop the result."""
+  """AST of a kernel, with a check of the tensors on which the kernel is called. Without the check tinygrad would run the kernel even if an output is
+  a view, and would drop the result."""
   sink: UOp
   outputs: tuple[str, ...]   # names of the leading arguments, which the kernel writes
   arch: str|None = None      # the chip that the caller named
@@ -95,7 +97,7 @@ class CheckedKernel:
   variables: tuple[UOp, ...] = ()            # bound Variables that the kernel takes besides its tensors
   kept: bool = False         # keep the inputs, so that a gradient can be taken after the outputs are computed
   takes: int|None = None     # number of leading tensors that the kernel uses, None for all; the rest only have to exist when it runs
-  small: bool = False        # compile at the first call, as for every kernel that needs no lowering
+  small: bool = False        # compile as soon as it is called. Other kernels wait, unless an earlier process has lowered them
   def call(self, *srcs:UOp, grad_fxn:Callable[..., Any]|None=None, **kwargs:Any) -> UOp:
     for name, src in zip(self.outputs, srcs): check_output(name, src)
     devices = srcs[0].device
@@ -113,7 +115,7 @@ class CheckedKernel:
     return called
 
 def default_arch() -> str:
-  """Architecture of tinygrad's default device. Raises ValueError if the device has no matrix unit that these kernels support."""
+  """Name of the chip of tinygrad's default device. Raises ValueError if the device has no matrix unit that these kernels support."""
   device = Device.DEFAULT
   target = device_of(device).renderer.target
   if device.split(":")[0] not in MATRIX_DEVICES:

@@ -1,4 +1,4 @@
-"""The gradient of attention, as the grad_fxn of its kernels.
+"""Gradient of attention, in the form of a grad_fxn: the function by which tinygrad differentiates a custom kernel.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. Or one
@@ -32,7 +32,7 @@ from attn.tinygrad_compat import Tensor, UOp, differentiated, wanted_of
 from attn.values import FLOATS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
-SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # a buffer is sharded as this tensor
+SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # the tensor like which a buffer is sharded
 
 def no_second_derivative(*args:UOp, **kwargs:Any) -> Any:
   raise NotImplementedError("attention has no second derivative: its gradient cannot be differentiated again. ATTN_KERNEL=three_pass has one")
@@ -44,8 +44,8 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients by the name of their output. tinygrad passes only the gradients that exist, in the order of the outputs. o and lse
-  differ in their shapes, so the shape says which output a gradient belongs to."""
+  """Returns the given gradients by the name of the output that they belong to, "o" or "lse". tinygrad passes only the gradients that exist, in the
+  order of the outputs. o and lse differ in their shapes, so the shape says which output a gradient belongs to."""
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -53,21 +53,21 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
                               f"{' and '.join(outputs)} {'have' if len(outputs) > 1 else 'has'} a gradient function")
   return found
 
-# ***** by tinygrad *****
+# ***** gradients that tinygrad computes *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of the float inputs that the outputs depend on, from the gradients `given` of o and lse: tinygrad differentiates
-  `three_pass`."""
+  """Lets tinygrad compute the gradients: it differentiates `three_pass`. `given` has the gradients of o and lse. Returns the gradients of all float
+  inputs on which o or lse depends, by name."""
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
   return {list(inputs)[slot]: g for slot, g in found.items()}
 
 def gradients_by_tinygrad(p:Problem, arch:Chip) -> list[str]:
-  """Returns the names of the tensors of terms whose gradients no kernel computes."""
+  """Returns the names of those tensors of terms (such as ALiBi slopes) whose gradients no kernel computes. tinygrad computes these gradients."""
   return [*(name for name, tensor in TERM_TENSORS.items() if not tensor.summed), *tensors_by_tinygrad(p, arch)]
 
-# ***** by the kernels *****
+# ***** gradients that kernels compute *****
 
 @dataclass(frozen=True)
 class BackwardLaunch:
@@ -79,16 +79,17 @@ class BackwardLaunch:
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get
 
 def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
-  """Returns, for the kernels "dq" and "dkdv", which lists of visible tiles each one loops over; None for a kernel that loops over neighbouring
-  tiles."""
+  """Returns two lists of tiles to make, one for the kernel "dq" and one for "dkdv". Such a list names the tiles that the mask leaves visible. An
+  entry is None if its kernel needs no list, because it loops over all tiles between a first and a last one. Both are None if the tensors lie on
+  several devices."""
   if not isinstance(device, str): return None, None
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name: "forward" (which writes lse), "dq" and "dkdv", or in place of these two "delta", "all" and
-  "finish", and also "dbias0", "dbias1", ... for the sums over scores of `kernel_sums`. Equal arguments return identical objects, because tinygrad's
-  schedule cache compares by identity."""
+  """Returns the kernel launches of backward by name. "forward" writes lse. "dq" and "dkdv" compute the gradients of q, k and v; in place of these two
+  there may be "delta", "all" and "finish". "dbias0", "dbias1", ... compute the sums over scores of `kernel_sums`. Equal arguments return identical
+  objects, because tinygrad's schedule cache compares by identity."""
   return _backward_kernels(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
 
 @cache_of_kernels
@@ -111,16 +112,16 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """Runs a launch on the tensors `t`. Returns `t` with the outputs of the launch added. If `t` lacks a tensor that the launch writes, this tensor
-  gets a new buffer. If `t` has it, the launch adds to it. Then each output depends on the others: when one is realized, all are, and no later one
-  runs the launch again, which would add a second time."""
+  """Runs a launch on the tensors `t`, and returns `t` with the outputs of the launch added. If an output is missing in `t`, it gets a new buffer. If
+  an output is in `t`, the launch adds to it. Then each output depends on the others: if one is realized, all are. So the launch runs only once; a
+  second run would add a second time."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
     axis = lies.axis
     if name in ("lse", "lse_rest", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
     if name == "dq_sums": axis = None if axis is None else 0
-    elif len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # parts are axis 0
+    elif len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # axis 0: parts
     return empty(shape, FLOATS[dtype], t["q"].device, axis).uop
   srcs = [t[name] if name in t else buffer(name) for name in launch.shapes]
   after = dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel)))
@@ -131,13 +132,14 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
 def like(g:UOp, out:UOp) -> UOp:
-  """Returns `g`, the gradient of the output `out`, as a buffer with the dtype and sharding of `out`."""
+  """Returns the gradient `g` of an output in a buffer of its own, cast to the dtype of the output and sharded like it. `out` is the output."""
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes gradients with the backward kernels: those of q, k, v and the sinks, and of a bias if its gradient is a sum over scores. `given` has the
-  gradients of o and lse. `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs again."""
+  """Computes gradients with the backward kernels: those of q, k, v and the sinks, and those that are sums over scores, such as the gradient of a
+  bias. `given` has the gradients of o and lse. `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs
+  again."""
   p = replace(of_backward(p), num_splits=1)
   lists = lists_of(p, arch, inputs["q"].device)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
@@ -157,8 +159,8 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch], inputs:dict[str, UOp], t:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients that are sums over scores, by the names of the tensors: of a bias, and of mod_tensors. A mod_tensor that score_mod reads
-  at several places has a sum for each of them."""
+  """Computes the gradients that are sums over scores, and returns them by the names of their tensors: a bias, or mod_tensors. If score_mod reads a
+  mod_tensor at several places, one sum is computed for each place, and these sums are added."""
   found = dict[str, UOp]()
   for n, x in enumerate(kernel_sums(p, arch)):
     name, sums = x.tensor, written_by(kernels[f"dbias{n}"], t, p.layout)[f"d{x.tensor}"]
@@ -170,14 +172,16 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns into how many fp32 parts each device divides the sum for each gradient. `sums` are the sums of `parts.sums`. If several devices have
-  the same keys, or the same tensor of a term, there is at least one part, because the parts of all devices are then added."""
+  """Returns into how many fp32 parts each device divides its sum for each gradient. `parts` has the numbers for one device, and `sums` are the sums
+  to which the numbers `parts.sums` belong. If several devices have the same keys, or the same tensor of a term, the number is at least 1, because the
+  parts of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """Returns the gradient of the tensor `of`. If kernels wrote the gradient in parts, adds the parts."""
+  """Returns the complete gradient of the tensor `of`. If kernels wrote the gradient in parts, adds up these parts and casts the sum to the tensor's
+  dtype."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
@@ -187,23 +191,24 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
   weight = lse.isinf().where(0.0, (further if rest is None else further - rest).exp())
   return -(weight*delta).sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2])
 
-# ***** the grad_fxn, which takes either way *****
+# ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns an output of attention in the state after `call` has written it. If `call` has already run, an empty call (attn/calls/history.py) stands
-  for it, and the output is returned unchanged."""
+  """Returns an output of attention as it is after `call` has written it. If `call` has already run, history.recalled has put an empty call in its
+  place; then the output is returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
-  """Returns the shapes of the outputs over all devices. A caller may have given other shapes to the buffers that the kernel wrote."""
+  """Returns the shapes of o, lse and lse_rest over all devices, by name. The buffers that the kernel wrote may have other shapes, because a caller
+  may have provided them."""
   sizes = dict(zip(AXES[p.layout], q.shape))
   log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))
   return {"o": (*q.shape[:-1], p.Dv), "lse": log_sum, "lse_rest": log_sum}
 
 @dataclass(frozen=True)
 class AttentionGradient:
-  """The grad_fxn of the kernel that computes `problem`, or of the last kernel if several compute it. `names` are the names of the tensors that the
-  kernel was called on."""
+  """Gradient function (grad_fxn) of the kernel that computes `problem`, or of the last kernel if several compute it. `names` are the names of the
+  tensors that the kernel was called on."""
   problem: Problem
   arch: Chip|None
   names: tuple[str, ...]
@@ -211,8 +216,8 @@ class AttentionGradient:
     """Returns the gradient function of the same kernel, called without the tensors whose numbers are in `missing`."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of those
-    outputs that have one. The last of `args` is the call, unless the call is given by name."""
+    """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of the
+    outputs, without those outputs that have no gradient. The last element of `args` is the call, unless the call is given by name."""
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
@@ -232,6 +237,6 @@ class AttentionGradient:
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
-  """Returns the grad_fxn of a kernel: the function by which tinygrad gets its gradient. Equal arguments return the identical object, because
-  tinygrad's caches compare by identity."""
+  """Returns the grad_fxn of a kernel that computes `p`. Equal arguments return the identical object, because tinygrad's caches compare by
+  identity."""
   return AttentionGradient(p, arch, tuple(names))

@@ -1,4 +1,4 @@
-"""Keeps the inputs of attention, for gradients that are taken after its outputs were computed.
+"""Keeps the inputs of attention, so that gradients can be taken after the outputs were computed.
 
 As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by its buffer in
 all expressions. A gradient would stop at such a buffer and be 0, without an error message. Therefore this module keeps the inputs of each call as
@@ -13,7 +13,8 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-  """An input of a call of attention. If the kernel got a copy of a tensor, `tensor` is the original, because the copy is not kept."""
+  """Input of a call of attention. `copied` says that the kernel got a copy of the tensor. `tensor` is then the original, because the copy is not
+  kept."""
   tensor: Tensor
   copied: bool
   @staticmethod
@@ -24,8 +25,12 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-  """A call of attention whose gradient may be taken later. `outputs` has for each output a weak reference to its buffer, and its shape. `inputs` has
-  the call's inputs; an input that is itself an output of the call is given by the output's number. `gradient` is the call's gradient function."""
+  """Call of attention whose gradient may be taken later.
+
+    outputs: for each output, a weak reference to its buffer, and its shape
+    inputs: the call's inputs; an input that is itself an output of the call is given by the output's number
+    gradient: the call's gradient function
+    captured: whether TinyJit captured the call; the inputs are then not kept"""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
   inputs: tuple[Input|int, ...]
   gradient: Callable[..., Any]
@@ -34,8 +39,8 @@ class Origin:
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
   def those_there(self) -> tuple[list[UOp], Callable[..., Any]]:
-    """Returns the outputs that still exist, and the gradient function of a call that has only these outputs. Raises RuntimeError if the gradient
-    needs an output that no longer exists."""
+    """Returns the outputs of the call that still exist, and a gradient function that works with only these outputs. Raises RuntimeError if the
+    gradient needs an output that no longer exists."""
     found = [(of(), shape) for of, shape in self.outputs]
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
@@ -45,20 +50,22 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """The call that made an output, and the other outputs that must exist for the gradient of this output."""
+  """Record of an output: the call `of` that made it, and `needs`, other outputs of the call. The record keeps those outputs alive as long as this
+  output exists, because the gradient of this output needs them."""
   of: Origin
   needs: tuple[UOp, ...]
 
 made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
 
 def lies_in(u:UOp) -> UOp:
-  """Returns the buffer of an output. For a tensor on several devices, returns the UOp that stands for the buffers on all devices."""
+  """Returns the UOp of the buffer that holds an output of attention. For a tensor on several devices, this UOp stands for the buffers on all
+  devices."""
   while u.op in (Ops.RESHAPE, Ops.AFTER): u = u.src[0]
   return u
 
 def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[..., Any]) -> None:
-  """Keeps the inputs of a call as long as the first of its outputs exists. Under TinyJit no inputs are kept, because the next call has other
-  inputs."""
+  """Keeps the inputs of a call as long as the first of its outputs exists. Under TinyJit no inputs are kept, because each replay of the captured call
+  has other inputs."""
   buffers = [lies_in(u) for u in outputs]
   def kept(u:UOp) -> Input|int: return buffers.index(lies_in(u)) if lies_in(u) in buffers else Input.of(u)
   origin = Origin(tuple((ref(buffer), u.shape) for buffer, u in zip(buffers, outputs)), () if capturing else tuple(map(kept, inputs)),
@@ -66,7 +73,7 @@ def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[.
   for i, buffer in enumerate(buffers): made[buffer] = Made(origin, tuple(buffers[1:]) if i == 0 else ())
 
 def depends_on(u:UOp) -> Iterable[UOp]:
-  """UOps that the value and the gradient of `u` depend on. The buffers that a call of attention writes to are not among them."""
+  """Returns the UOps on which the value and the gradient of `u` depend. Leaves out the buffers that a call of attention writes to."""
   if u.op is Ops.DETACH: return ()
   if is_after_a_call(u): return u.src[1:]
   if u.op not in (Ops.CALL, Ops.FUNCTION): return u.src
@@ -76,8 +83,9 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Returns two lists. The first has the calls of attention that `root` depends on and of which an output is now only a buffer: the expression that
-  computed the output is lost. The oldest call comes first. The second has the UOps that say which buffer comes after which call."""
+  """Finds the calls of attention whose expressions are lost: `root` depends on an output of such a call, but only the output's buffer is left.
+  Returns two lists. The first list has these calls, the oldest first. The second list has the AFTER UOps under `root`, which say that a buffer is
+  read after a call has written it."""
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()
@@ -95,7 +103,7 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
   """Context in which the outputs that `root` depends on are expressions of their inputs again, in all tensors. Raises RuntimeError if the inputs were
-  not kept."""
+  not kept because TinyJit captured the call, or if an output that the gradient needs no longer exists."""
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:
     yield

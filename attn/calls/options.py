@@ -54,7 +54,7 @@ def check_tensors(name:str, x:Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class KernelOptions:
-  """The checked options of `flash_attention_fn`: everything besides shapes and dtypes that a kernel is specialised on."""
+  """Checked options of `flash_attention_fn`: everything besides shapes and dtypes that a kernel is specialised on."""
   causal: bool|str = option(False, check_causal, 'False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i')
   softmax_scale: float|None = option(None, unless_none(check_softmax_scale), "factor of the scores, any positive number; 1/sqrt(D) by default")
   layout: str = option("bhsd", check_layout, '"bhsd" (B, H, S, D), "bshd" (B, S, H, D), "nsd" (B*H, S, D), "thd" (total, H, D): sequences in a row')
@@ -80,7 +80,7 @@ class KernelOptions:
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions(KernelOptions):
-  """The options of `attention`, checked as far as possible without q, k and v."""
+  """Checked options of `attention`. The checks are those that need no q, k and v."""
   v_dim: int|None = option(None, unless_none(check_v_dim), "V is k[..., :v_dim] and v is None: latent attention (MLA), which reads K once")
   alibi_slopes: Tensor|None = option(None, values.tensor_or_none, "(H) or (B, H): adds -slope * abs(i + offset - j)")
   bias: Tensor|None = option(None, values.tensor_or_none, "added to the scores, broadcastable to (B, H, Sq, Sk); -inf masks")
@@ -108,7 +108,8 @@ class AttentionOptions(KernelOptions):
 DEFAULTS = {f.name: f.default for f in fields(AttentionOptions)}
 
 def options_of(function:str, given:dict[str, Any]) -> AttentionOptions:
-  """Checks the options `given` to `function` by name, and returns their record. Raises ValueError for an unknown option."""
+  """Checks options and returns them as a record. `given` has them by name, as a caller gave them to `function`. Raises ValueError for an unknown
+  option."""
   if unknown := sorted(given.keys() - DEFAULTS.keys()):
     raise ValueError(f"{unknown[0]}={values.shown(given[unknown[0]])}: {function} has no such option; it has {', '.join(DEFAULTS)}")
   return AttentionOptions(**given)

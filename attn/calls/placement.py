@@ -15,8 +15,9 @@ AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "
 
 @dataclass(frozen=True)
 class Placement:
-  """Where the tensors of a call lie. `device` is the device of all tensors, or a tuple of several devices. `shared` says what several devices divide
-  among them: "batch", "heads", "keys" (rows of k and v), or "rows" (rows of q, k and v). It is None if each device computes everything."""
+  """Devices of a call's tensors, and how the tensors are divided among them. `device` is the device of all tensors, or a tuple of several devices.
+  `shared` says what several devices divide among them: "batch", "heads", "keys" (rows of k and v), or "rows" (rows of q, k and v). It is None if each
+  device computes everything."""
   device: str|tuple[str, ...]
   shared: str|None = None
   @property
@@ -44,7 +45,8 @@ def device_names(name:str, x:Any) -> tuple[str, ...]:
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
-  """Returns where q, k and v lie. Raises ValueError for a sharding that these kernels do not support."""
+  """Returns on which devices q, k and v lie, and along which axis they are sharded. Raises ValueError for a sharding that these kernels do not
+  support."""
   for name, t in (("k", k), ("v", v)):
     if t.device != q.device:
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
@@ -66,11 +68,12 @@ def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Returns the number of the dimension of a term's tensor that belongs to the queries, or None if there is no such dimension."""
+  """Returns which dimension of the tensor `name` has one element for each query, as a number. Returns None if `name` is not a tensor of a term (such
+  as a bias), or if it has no such dimension."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
-  """Gradient function (grad_fxn) of `sharded_with_gradient`."""
+  """Gradient function (grad_fxn) of `sharded_with_gradient`: gathers the sharded gradient on the device of the whole tensor."""
   return (Tensor(g).to(call.src[1].device).uop,)
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
@@ -87,7 +90,7 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
     return t
   axis = at.axis(extra_axes(name, tuple(map(int, t.shape))))
-  if at.shared == "rows" and t.device == at.device and t.uop.axis is not None and t.uop.axis == rows_dimension(name): return t     # as q's rows
+  if at.shared == "rows" and t.device == at.device and t.uop.axis is not None and t.uop.axis == rows_dimension(name): return t     # sharded like q
   if not isinstance(t.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same devices")
     if t.uop.axis == axis: return t

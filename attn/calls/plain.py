@@ -1,4 +1,4 @@
-"""Computes attention by `three_pass`, in tensor operations, with the layout and the dtypes of the problem."""
+"""Computes attention in tensor operations instead of kernels. `three_pass` computes it; this module adapts layouts and dtypes."""
 from __future__ import annotations
 from typing import Any
 from attn.kernels.three_pass import three_pass
@@ -24,8 +24,9 @@ def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else 
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Returns (o, lse, lse_rest) for q, k, v and the optional tensors by name. o has the problem's out_dtype. Sharded tensors are whole here, while the
-  problem describes one device's part. So batches and heads are counted from the first one of the whole tensors."""
+  """Computes a problem by `three_pass`, and returns (o, lse, lse_rest). `t` has q, k, v and the optional tensors by name. o has the problem's
+  out_dtype. If tensors are sharded, the problem describes one device's part, but `t` has the whole tensors. Batches and heads are then counted from
+  the first one of the whole tensors."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "first_batch_and_head" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in (*TERM_TENSORS, *MOD_TENSORS)}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})
@@ -38,7 +39,7 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
   return o, lse, rest
 
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
-  """Returns the outputs, changed so that they have no gradient: taking a gradient raises the error of `check_differentiable`."""
+  """Makes the outputs refuse a gradient: taking the gradient of a returned output raises the error of `check_differentiable`."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
   outputs = [x.detach().contiguous().uop for x in (o, lse)]
   call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # an empty call, which only carries the gradient

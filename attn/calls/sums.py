@@ -11,9 +11,9 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Returns a part of the gradient of a tensor of mod_tensors, in fp32 and in the tensor's shape: the part that comes from the element
-  `p.by_element`, one of the places at which score_mod reads the tensor. `sums` is what the kernel `backward_dbias` computed with a tile of block_m x
-  block_n."""
+  """Computes one part of the gradient of a mod_tensor, from sums over scores. score_mod may read the tensor at several places, called elements; the
+  part belongs to the element with the number `p.by_element`. `sums` is the result of the kernel `backward_dbias` with a tile of block_m x block_n.
+  Returns the part in fp32 and in the tensor's shape."""
   assert p.by_element is not None
   element = float_elements(p)[p.by_element]
   index, shape = simple_index(element), [int(n) for n in tensor_of(element).shape]
@@ -41,16 +41,16 @@ def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
   tiles, the sum of its tiles. Returns (B, H, Sq + Sk - 1): one sum for each number i - j from 1 - Sk to Sq - 1."""
   batches, heads = (int(n) for n in sums.shape[:2])
   m, n = of.block_m, of.block_n
-  width = m + n - 1                               # distances of one tile: x - y + n - 1 of its row x and its column y
+  width = m + n - 1                               # number of distances in one tile: row x and column y have the distance x - y + n - 1
   of_tiles = sums.reshape(batches, heads, of.phases, of.offsets, m, n).flip(-1).pad((None, None, None, None, None, (0, m)))
   skewed = of_tiles.flatten(4)[..., :m*width].reshape(batches, heads, of.phases, of.offsets, m, width).sum(4)
-  pieces = ceildiv(width, n)                      # of n distances each
+  pieces = ceildiv(width, n)                      # each has n distances
   skewed = skewed.pad((None, None, None, None, (0, pieces*n - width))).reshape(batches, heads, of.phases, of.offsets, pieces, n).flip(3)
   # tile t of a diagonal lies t*n keys further on: its piece k has the distances of piece k - 1 of tile t - 1
   total = of.offsets + pieces - 1
   rows = functools.reduce(operator.add, [skewed[:, :, :, :, k].pad((None, None, None, (k, total - of.offsets - k), None)) for k in range(pieces)])
   of_phases, further = rows.flatten(3), (of.phases - 1)*m
   found = functools.reduce(operator.add, [of_phases[:, :, u].pad((None, None, (u*m, further - u*m))) for u in range(of.phases)])
-  # the first distance is that of the last tile: x - y - (offsets - 1 - offset_0)*n
+  # the first distance belongs to the last tile: x - y - (offsets - 1 - offset_0)*n
   first = -(n - 1) - (of.offsets - 1 - of.offset_0)*n
   return within_tensor(found, [(0, 0), (0, 0), (first - (1 - of.keys), of.queries - 1 - first - (int(found.shape[-1]) - 1))])

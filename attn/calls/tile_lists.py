@@ -1,4 +1,5 @@
-"""Makes the lists of tiles that kernels loop over (attn/kernels/tile_lists.py), on the device."""
+"""Makes, on the device, the lists of tiles that kernels loop over. attn/kernels/tile_lists.py describes the lists and has the kernels that make
+them."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from attn.problem import Shapes
 from attn.tinygrad_compat import Tensor, UOp, ast_of, capturing, inside_function
 from attn.values import INTS, cache_of_kernels
 
-MOST_KEPT = 64     # lists that a process keeps
+MOST_KEPT = 64     # most results of `kept_lists` that a process keeps
 
 @cache_of_kernels
 def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
@@ -21,7 +22,8 @@ def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
   return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]
 
 def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
-  """Returns the lists. `given` has the tensors that the mask reads. Lists of a mask that reads no tensor are made once and kept."""
+  """Returns the tensor with the lists of tiles that `x` describes. `given` has the tensors that the mask reads. If the mask reads no tensor, the
+  lists are made once and kept for later calls."""
   mask = x.p.mask_mod
   assert mask is not None
   return new_lists(x, device, given) if elements_of(mask.value) or capturing or inside_function() else kept_lists(x, device)
@@ -30,7 +32,8 @@ def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor
 def kept_lists(x:ListedBlocks, device:str) -> Tensor: return new_lists(x, device, {}).realize()
 
 def new_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
-  """Returns the lists, as an expression of the tensors that the mask reads."""
+  """Makes the lists of tiles that `x` describes anew. Returns them as a tensor that is not realized yet: an expression of the tensors that the mask
+  reads."""
   t = dict(given)
   for kernel, shapes in list_launches(x):
     for name, (shape, dtype) in shapes.items():

@@ -1,5 +1,5 @@
-"""Counts the tiles that kernels skip, mask, or compute without a mask. The numbers come from the intervals and lists that the kernels use, but on the
-host: only lists are made by kernels."""
+"""Counts the tiles that kernels skip, mask, or compute without a mask. The host computes these numbers, from the same intervals and lists of tiles
+that the kernels use. Only the lists are made by kernels."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +29,9 @@ SKIPPED, WITH_MASK, NO_MASK = range(3)     # what a kernel does in a tile: nothi
 
 @dataclass(frozen=True)
 class Neighbours:
-  """Tiles of workgroups that loop over neighbouring tiles. The arrays have the numbers of `Blocks`, for each sequence and each block of rows."""
+  """Tiles over which workgroups loop, if each workgroup loops over one interval of tiles. The arrays have one element for each sequence and each
+  block of rows. A workgroup computes the tiles from `begin` up to `end`, and computes no mask in the tiles from `full_begin` up to `full_end`.
+  `tiles` is the number of all tiles, visited or not."""
   tiles: int
   begin: Array
   full_begin: Array
@@ -40,16 +42,19 @@ class Neighbours:
   @property
   def plain(self) -> Array: return self.full_end - self.full_begin
   def all_masked(self) -> Neighbours:
-    """Returns these tiles for a kernel that computes masks in every tile over which it loops."""
+    """Returns a copy for a kernel that computes masks in every tile: no tile counts as computed without a mask."""
     return replace(self, full_end=self.full_begin)
   def kinds(self) -> Array:
-    """Returns what becomes of each tile: (sequences, 1, blocks, tiles)."""
+    """Returns for each tile whether it is skipped, computed with a mask or computed without (SKIPPED, WITH_MASK, NO_MASK). Shape of the array:
+    (sequences, 1, blocks, tiles)."""
     def inside(first:Array, end:Array) -> Array: return (first[..., None] <= (n := np.arange(self.tiles))) & (n < end[..., None])
     return (inside(self.begin, self.end).astype(np.int8) + inside(self.full_begin, self.full_end))[:, None]
 
 @dataclass(frozen=True)
 class Listed:
-  """Tiles of workgroups that loop over lists (attn/kernels/tile_lists.py). `lists` has the lists: (batches, heads, blocks, length)."""
+  """Tiles over which workgroups loop, if each workgroup loops over a list of tiles (attn/kernels/tile_lists.py). `lists` has the shape (batches,
+  heads, blocks, length). A list has the number of tiles that need a mask, the number of all tiles in the list, and then the tiles, those that need a
+  mask first. `tiles` is the number of all tiles, visited or not."""
   tiles: int
   lists: Array
   @property
@@ -57,10 +62,11 @@ class Listed:
   @property
   def plain(self) -> Array: return self.lists[..., 1] - self.lists[..., 0]
   def all_masked(self) -> Listed:
-    """Returns these tiles for a kernel that computes masks in every tile over which it loops."""
+    """Returns a copy for a kernel that computes masks in every tile: no tile counts as computed without a mask."""
     return replace(self, lists=np.concatenate([self.lists[..., 1:2], self.lists[..., 1:]], -1))
   def kinds(self) -> Array:
-    """Returns what becomes of each tile: (batches, heads, blocks, tiles)."""
+    """Returns for each tile whether it is skipped, computed with a mask or computed without (SKIPPED, WITH_MASK, NO_MASK). Shape of the array:
+    (batches, heads, blocks, tiles)."""
     found = np.full((*self.lists.shape[:-1], self.tiles), SKIPPED, np.int8)
     for place in np.ndindex(*found.shape[:-1]):
       partly, count, *order = self.lists[place]
@@ -71,7 +77,7 @@ TILES_OF = {"keys": "key", "queries": "query"}
 
 @dataclass(frozen=True)
 class Shares:
-  """Numbers of tiles of all workgroups, by what becomes of them."""
+  """Numbers of tiles that all workgroups skip, mask, and compute without a mask. `over` says what a tile's columns are, "keys" or "queries"."""
   over: str
   skipped: int
   masked: int
@@ -84,13 +90,14 @@ def shares_of(over:str, x:Neighbours|Listed) -> Shares:
   visited, plain = int(x.visited.sum()), int(x.plain.sum())
   return Shares(over, x.visited.size*x.tiles - visited, visited - plain, plain)
 
-# ***** from intervals *****
+# ***** tiles of intervals *****
 
 FIRST_ROW, LAST_ROW, SEQUENCE = (UOp.variable(name, 0, FAR, param=True) for name in ("first_row", "last_row", "sequence"))
 LENGTH_TENSORS = ("kv_lengths", "kv_starts", "cu_seqlens_q", "cu_seqlens_k")      # tensors that say which queries and keys exist
 
 def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
-  """Computes an integer of a kernel on the host. `given` has the numbers of symbols, and of the tensors that the kernel loads from."""
+  """Evaluates an integer expression of a kernel on the host, with numpy. `given` has the values of symbols, and the contents of the tensors from
+  which the expression loads."""
   rules = ALU | {Ops.MAX: np.maximum, Ops.FLOORDIV: np.floor_divide, Ops.FLOORMOD: np.mod, Ops.CAST: np.asarray, Ops.LOAD: np.asarray}
   found = dict(given)
   for u in value.toposort(lambda u: u not in given):
@@ -102,8 +109,8 @@ def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
   return found[value]
 
 def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:Mapping[str, Array]) -> Neighbours:
-  """Returns the tiles of `width` keys, or queries, over which each workgroup loops. `lengths` has the numbers of the problem's tensors among
-  LENGTH_TENSORS."""
+  """Returns the tiles over which each workgroup loops, with an interval of tiles for each. A tile is `width` keys or queries, as `over` says.
+  `lengths` has the contents of the problem's tensors among LENGTH_TENSORS."""
   shapes: Shapes = {name: p.extras[name] for name in lengths}
   tensors = {name: UOp.placeholder(shape, INTS[dtype], slot) for slot, (name, (shape, dtype)) in enumerate(shapes.items())}
   x = extent(p, SEQUENCE, tensors)
@@ -117,12 +124,13 @@ def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:M
   return Neighbours(ceildiv(columns, width), *[np.broadcast_to(on_host(n, given), shape)
                                                for n in (blocks.begin, blocks.full_begin, blocks.full_end, blocks.end)])
 
-# ***** of a call *****
+# ***** tiles of a call *****
 
-MOST_PAIRS = 2**26     # pairs of a query and a key, over all lists, that the emulator looks at: some seconds
+MOST_PAIRS = 2**26     # most pairs of a query and a key, over all lists, for which the emulator makes lists: this takes some seconds
 
 class NotCounted(Exception):
-  """Says why tiles are not counted. `least` are the tiles that are known to be skipped: those outside the intervals; None: none is known."""
+  """Exception that says why tiles can't be counted. `least` counts the tiles that are skipped at least, namely those outside the intervals. It is
+  None if nothing is known."""
   def __init__(self, reason:str, least:Shares|None=None) -> None:
     super().__init__(reason)
     self.least = least
@@ -133,8 +141,8 @@ def check_realized(name:str, t:Tensor) -> Tensor:
   return t
 
 def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Tensor]) -> Array:
-  """Returns the lists of tiles over which workgroups loop, as numbers. The lists are made on the device of the call, where later calls need them, or,
-  for another chip than the device's, on the emulator."""
+  """Returns the lists of tiles over which workgroups loop, as a numpy array. If the device of the call has the chip `arch`, the lists are made there,
+  and later calls use them. For another chip, the emulator makes them."""
   here, mask = arch_of(device), x.p.mask_mod
   assert mask is not None
   read = {name: check_realized(name, given[name]) for name in (f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value))}
@@ -143,13 +151,14 @@ def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Ten
   return tile_lists(x, on := f"EMU::{arch.name}", {name: t.to(on).realize() for name, t in read.items()}).numpy()
 
 def columns_of_trip(kernel:str, tile:BlockTile) -> int:
-  """Returns how many keys, or queries, an iteration of a kernel takes."""
+  """Returns how many keys, or queries, one iteration of a kernel's loop computes."""
   return dual_wave.TRIP_KEYS if kernel == "dual_wave" else tile.block_n
 
 def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, device:str|tuple[str, ...],
                   given:Mapping[str, Tensor]) -> Neighbours|Listed:
-  """Returns the tiles of keys, or of queries, over which a kernel's workgroups loop. `device` and `given` are the device and the optional tensors of
-  a call. Raises NotCounted if tensors or Variables that decide have no numbers yet."""
+  """Returns the tiles over which a kernel's workgroups loop. They are tiles of keys or of queries, as `over` says. `device` and `given` are the
+  device and the optional tensors of a call. Raises NotCounted if the tiles depend on tensors or Variables whose values are not known yet, or if
+  devices share a sequence."""
   if p.dealt is not None: raise NotCounted("devices share the rows of a sequence")
   if p.sk_variable is not None: raise NotCounted("Variables say how many keys there are")
   lengths = {name: check_realized(name, given[name]).numpy() for name in LENGTH_TENSORS if name in p.extras}

@@ -28,7 +28,8 @@ def terms_of(x:UOp) -> list[UOp]:
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
-  """Returns a size as Problem's Count, with the bound Variables in it. Returns None if the size is not a sum of bound Variables and a constant."""
+  """Describes a number of rows as a constant plus bound Variables. Returns it as the Count of a Problem, with the bound Variables. Returns None if
+  the number is not such a sum."""
   if isinstance(n, int): return Count((), n), ()
   terms = terms_of(n)
   constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)
@@ -47,8 +48,8 @@ def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
 
 @dataclass(frozen=True)
 class InBuffer:
-  """Where keys or values (B, Hkv, S, D) lie in the buffer that they are a view of. If heads are repeated in the tensor, each `group` of neighbouring
-  heads of the tensor is one head in the buffer."""
+  """Position of keys or values (B, Hkv, S, D) in the buffer that they are a view of. If heads are repeated in the tensor, each `group` of
+  neighbouring heads of the tensor is one head in the buffer."""
   places: Strided
   group: int
   rows: int       # largest number of rows
@@ -61,13 +62,13 @@ def flat_buffer(t:Tensor) -> Tensor:
   return t.contiguous().flatten() if buffer is None else Tensor(buffer.flatten())
 
 def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
-  """Returns where the rows lie in a tensor of this shape that is a buffer of its own."""
+  """Returns the start and the strides of a tensor's rows if the tensor fills its buffer, without gaps. `shape` is the tensor's shape."""
   sizes = dict(zip(AXES[layout], shape))
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Returns whether `distance` can be written as a sum of steps. Each step is (elements, n): moving by so many elements, at most n times, forward or
-  back."""
+  """Returns whether `distance` is a sum of steps. `steps` has pairs (elements, n): such a step moves by `elements` elements, forward or back, and may
+  be taken at most n times."""
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
   if not step: return meet(distance, rest)
@@ -76,8 +77,8 @@ def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
   return any(meet(distance - i*step, rest) for i in times)
 
 def room_for_rows(places:Strided, batches:int, heads:int, width:int) -> int:
-  """Largest number of rows that a cache may have where its rows lie: they end within the buffer, before the rows of the next head or batch begin.
-  Raises ValueError if the cache has no stride between its rows."""
+  """Returns the largest number of rows that a cache at these places may have: its rows must end within the buffer, and before the rows of the next
+  head or batch begin. Raises ValueError if the cache has no stride between its rows."""
   if not places.row: raise ValueError("a cache of one row: nothing says how far apart its rows lie")
   end = places.start + (batches - 1)*places.batch + (heads - 1)*places.head + width
   steps = [step for step, n in ((places.batch, batches), (places.head, heads)) if n > 1 and step > places.row]
@@ -151,7 +152,8 @@ def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|N
 # ***** the causal mask *****
 
 def just_stored(u:UOp) -> UOp|None:
-  """Returns the value that has just been stored to a tensor, if one store wrote all its elements. Returns None for any other tensor."""
+  """Returns the value with which a tensor has just been filled: the graph has exactly one pending store to the tensor, and this store writes all
+  elements. Returns None for any other tensor."""
   if u.op is not Ops.AFTER or len(u.src) != 2 or u.src[1].op is not Ops.STORE: return None
   stored_to, value = u.src[1].src[:2]
   return value if stored_to is u.src[0] else None
