@@ -2,14 +2,13 @@
 
 - device.py: tinygrad's device, plan.py: UOps compiled to a program (program.py), launch.py: a grid of workgroups, machine.py: the interpreter
 - threads.py: thread numbers and masks, memory.py: buffers and registers, alu.py: arithmetic, matrix.py: matrix instructions, chips.py: targets
-- checks.py: kinds of errors, shadow.py: accesses to each location of LDS, under_way.py: asynchronous operations not yet waited for
-- meeting.py: workgroups that add, draw tickets and wait for turns
-- ranges.py: ranges of a program's integers, offsets.py: terms of the offsets of buffer instructions
-- listing.py: place of an operation in Python and in C, probe.py: values inside a kernel, banks.py: LDS bank conflicts
+- checks.py: kinds of errors, shadow.py: accesses to each location of LDS, under_way.py: asynchronous operations that are not complete
+- meeting.py: atomic operations by which the workgroups of one launch work together
+- ranges.py: range of every integer of a program, offsets.py: terms of the offsets of buffer instructions
+- listing.py: lines of Python and of C that an operation comes from, probe.py: values inside a kernel, banks.py: LDS bank conflicts
 
 ATTN_EMU_CHECKS=0 turns the sanitiser off. ATTN_EMU_BANKS=1 counts LDS bank conflicts and prints them for each kernel.
-ATTN_EMU_ORDER and ATTN_EMU_RESIDENT choose how workgroups with atomic operations run (launch.py).
-"""
+ATTN_EMU_ORDER and ATTN_EMU_RESIDENT choose how workgroups with atomic operations run (launch.py)."""
 from attn.emulator.checks import (AccessError, AtomicRace, BadEntry, BadOperand, Deadlock, Divergence, DivergentBarrier, DivergentMatrix,
                                   EmulatorError, LaunchLimit, LdsLimit, LdsRace, LimitExceeded, Misaligned, NegativePart, NeverWritten, NotWaitedFor,
                                   OutOfBounds, OutOfScope, Overflow, Race, SharedSlot, UninitialisedRead, UnwrittenOutput)

@@ -1,9 +1,8 @@
-"""Meaning of tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
+"""Functions that compute tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
 
 The last axis of a value is the thread. Its length is the number T of threads. If the value is equal in all threads, the length is 1 or the axis is
 absent. A vector has its elements on the first axis. A bfloat16 is kept as its 16 bits in uint16, like HIPRenderer's `unsigned short`. Arithmetic on
-bfloat16, which only CUDARenderer emits, is done in fp32 and rounded.
-"""
+bfloat16, which only CUDARenderer emits, is done in fp32 and rounded."""
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np
@@ -22,14 +21,14 @@ def numpy_dtype(dt:DType) -> np.dtype[Any]:
 def elements(dt:DType) -> int: return VECTORS[dt][1] if dt in VECTORS else 1
 
 def literal(value:Any, dt:DType) -> Array:
-  """Returns the value of a constant. A constant of a vector type has this value in every element."""
+  """Returns the value of a constant `value` of type `dt`. If `dt` is a vector type, every element of the vector is this value."""
   to = numpy_dtype(dt)
   if dt == dtypes.bfloat16: return float_to_bf16(np.asarray(value, np.float32))[()]
   if dtypes.is_int(dt): value = (int(value) - dt.min) % 2**(8*to.itemsize) + dt.min
   return np.full((elements(dt), 1), value, to) if dt in VECTORS else to.type(value)
 
 def stack(*xs:Array) -> Array:
-  """Stacks scalars (T,) into one vector (n, T), or (n, 1) if each scalar is equal in all threads."""
+  """Stacks n scalars (T,) into one vector (n, T). If each scalar is equal in all threads, the vector is (n, 1)."""
   out = np.empty((len(xs), max(np.size(x) for x in xs)), xs[0].dtype)
   for i, x in enumerate(xs): out[i] = x
   return out
@@ -64,7 +63,7 @@ def cast(x:Array, src:DType, dst:DType) -> Array:
   return np.asarray(x).astype(to)
 
 def bitcast(x:Array, dst:DType) -> Array:
-  """Reinterprets the bits as another type; the number of a vector's elements may change."""
+  """Reinterprets the bits of a value as the type `dst`. If the types have different sizes, the number of a vector's elements changes."""
   to, x = numpy_dtype(dst), np.asarray(x)
   if x.dtype.itemsize == to.itemsize: return x.view(to)
   rows = np.ascontiguousarray((x if x.ndim > 1 else x.reshape(1, -1)).T).view(to)   # (T, elements)

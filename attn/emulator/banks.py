@@ -38,7 +38,8 @@ _READ_B128: dict[str, tuple[list[int], ...]] = {   # family with waves of 64 lan
 
 @functools.cache
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
-  """Returns the number of banks, and the lanes of each phase, for an access of `nbytes` per lane."""
+  """Returns the number of LDS banks, and the lanes of each phase, for an access of `nbytes` per lane. A phase is a group of lanes that LDS serves
+  together."""
   banks = 64 if family == "cdna4" and read else 32
   if read and nbytes == 16 and wave == 64:
     groups = _READ_B128.get(family, _READ_B128["cdna3"])
@@ -52,7 +53,7 @@ class BankCounter:
     """Prints the counts of a kernel to stderr."""
     for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
-    """Counts one access of all threads. `address` (T,) is the byte address of each thread."""
+    """Adds the phases and cycles of one access by all threads to the counts. `address` (T,) holds the byte address of each of the T threads."""
     verb = "read" if read else "write"
     use = self.uses.setdefault((buffer, verb, nbytes), BankUse(buffer, verb, nbytes))
     banks, groups = phases(self.family, self.wave, read, nbytes)

@@ -55,12 +55,13 @@ DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("
 # ***** the layouts *****
 
 class Layout:
-  """Layout of a matrix over a lane's elements and over lanes. `spec` is "element-factors lane-factors -> row-factors column-factors", where each
-  letter names one factor of an index. A lane factor that is in neither the row nor the column means that lanes hold duplicates."""
+  """Layout of a matrix over the elements of a lane and over lanes. `spec` is "element-factors lane-factors -> row-factors column-factors". Each
+  letter
+  names one factor of an index. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
-    self.split = [size[x] for x in e], [size[x] for x in l]     # axes of the register array: factors of the element, the wave, factors of the lane
+    self.split = [size[x] for x in e], [size[x] for x in l]     # sizes of the axes of the register array, before and after the axis of waves
     self.matrix_split = [size[x] for x in rows + cols]
     duplicate = "".join(x for x in l if x not in rows + cols)
     self.duplicated = len(e) + 1 + l.index(duplicate) if duplicate else None          # axis of the duplicates
@@ -111,8 +112,9 @@ def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
   return MatrixInstruction(ab, ab, Layout("ab hn -> ahb n", a=M*M//64//4, b=4, h=groups, n=M), dtype, families)
 
 def _blocks(dtype:str, *families:str) -> MatrixInstruction:
-  """Makes the layouts of the MFMA instruction 4x4x4 of 16 blocks. Block b lies in lanes 4b to 4b + 3 and is treated like a wave of its own. Lane i of
-  a block holds row i of A at all four k, and column i of B and of D."""
+  """Makes the layouts of the MFMA instruction 4x4x4 with 16 blocks. Each block is a separate product. Block b lies in lanes 4b to 4b + 3, which the
+  layouts
+  treat like a wave of 4 lanes. Lane i of a block holds row i of A at all four k, and column i of B and of D."""
   ab = Layout("k i -> i k", k=4, i=4)
   return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
 
@@ -128,8 +130,11 @@ def _wmma4(dtype:str) -> MatrixInstruction:
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where groupID g = lane/4 and t = lane%4. Element (c, r, p) of A is row 8r+g, k =
-  (c, t, p). B has column g. C has (row 8r+g, column 2t+p)."""
+  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where g = lane/4 (PTX: groupID) and t = lane%4. The element with the factors (c,
+  r, p)
+  in a lane's part of A is in row 8r+g. Its k has the factors (c, t, p). A lane's elements of B are in column g. The element (r, p) of C is in row
+  8r+g
+  and column 2t+p."""
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

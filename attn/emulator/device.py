@@ -20,8 +20,9 @@ from attn.emulator.plan import Plan
 DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
-  """Compiler from source text to the emulator's binary. The renderer in this process has recorded the UOps of each source text, and the compiler
-  looks them up."""
+  """Compiler from source text to the emulator's binary. The renderer in this process records the UOps of each text that it prints. The compiler looks
+  up
+  these UOps."""
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
   @classmethod
@@ -60,7 +61,7 @@ class EmulatedCUDARenderer(_Emulated, OperationsNVCCRenderer):
 def renderer_of(target:Target) -> Renderer: return (EmulatedCUDARenderer if target.arch.startswith("sm_") else EmulatedHIPRenderer)(target)
 
 class EMUProgram(Program["EMUDevice"]):
-  # EMU:0 and EMU:1 share a plan, as long as one of them keeps the program
+  # The devices EMU:0 and EMU:1 share a plan. The plan is dropped when neither device keeps the program any longer.
   plans: ClassVar[weakref.WeakValueDictionary[tuple[str, str, str], Plan]] = weakref.WeakValueDictionary()
   def __init__(self, dev:EMUDevice, obj:TinyELF):
     key, target = (hashlib.sha256(obj.lib).hexdigest(), obj.name, obj.target.arch), obj.target
@@ -98,8 +99,8 @@ class EMUDevice(Compiled):
     return self.cached_renderer[target]
 
 def register() -> None:
-  """Registers the device `EMU` in tinygrad, which finds a device by the module tinygrad.runtime.ops_emu, and starts to remember the kernels that are
-  made for `EMU` (attn/emulator/listing.py)."""
+  """Registers the device `EMU` in tinygrad, as the module tinygrad.runtime.ops_emu, by which tinygrad finds the device. Also starts to remember the
+  kernels that are made for `EMU` (attn/emulator/listing.py)."""
   if "tinygrad.runtime.ops_emu" in sys.modules: return
   watch_kernels("EMU", remember)
   sys.modules["tinygrad.runtime.ops_emu"] = sys.modules[__name__]

@@ -1,11 +1,12 @@
 """Runs a program on a grid of workgroups.
 
-Workgroups that have nothing to do with each other run in ranges, in step. If a program has atomic operations, each workgroup has a `Frame` of its
-own, which stops before each of these operations and lets others run. Two environment variables choose what hardware leaves open. ATTN_EMU_RESIDENT is
-the number of workgroups that the chip holds at the same time; another one starts when one of them ends. ATTN_EMU_ORDER is the number of an order. In
-order 0 the workgroups start in the order of their numbers, and the first one that can run does. Any other number stands for an order drawn at random,
-in which workgroups start, run and add.
-"""
+Workgroups without atomic operations are independent. They run together, in ranges of workgroups that execute each step at the same time. If a program
+has atomic operations, each workgroup has its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.
+
+Two environment variables choose what hardware leaves open. ATTN_EMU_RESIDENT is the number of workgroups that the chip holds at the same time;
+another
+one starts when one of them ends. ATTN_EMU_ORDER is the number of an order. In order 0 the workgroups start in the order of their numbers, and the
+first workgroup that can run does so. Any other number is the seed of a random order in which workgroups start, run and add."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,9 +22,9 @@ from attn.emulator.program import EmulatedProgram
 from attn.emulator.switches import number_of_switch, switch
 
 GRID_LIMIT, WORKGROUP_LIMIT = (2**31-1, 65535, 65535), 1024
-WORKING_SET = 48 << 20   # bytes of live values for which the size of a range of workgroups is chosen: small enough for the caches
-LIVE_TOGETHER = 2 << 30       # bytes of live values of workgroups that are resident at the same time, unless ATTN_EMU_RESIDENT gives their number
-KEEPING = (0.0, 0.5, 0.9, 0.99)    # in an order drawn at random: how likely a workgroup runs on after an atomic operation, if it can
+WORKING_SET = 48 << 20   # most bytes of live values of a range of workgroups that run together: small enough for the caches
+LIVE_TOGETHER = 2 << 30       # most bytes of live values of resident workgroups, unless ATTN_EMU_RESIDENT gives the number of workgroups
+KEEPING = (0.0, 0.5, 0.9, 0.99)    # random order: a launch draws one as the probability that a workgroup continues after an atomic operation
 OVERHEAD = 64            # bytes per thread of the frame itself: numbers of threads, waves and workgroups
 
 @dataclass
@@ -46,7 +47,7 @@ def last_run() -> Launch|None:
 # ***** workgroups that wait for each other *****
 
 class Resident:
-  """A workgroup that has started and not ended. Its frame, which holds its threads and values, is made when the workgroup runs for the first time."""
+  """A workgroup that has started and not ended. When the workgroup runs for the first time, it gets a frame, which holds its threads and values."""
   def __init__(self, make:Callable[[], Frame]):
     self.frame: Frame|None = None
     self.parts = self._parts(make)
@@ -57,8 +58,8 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs workgroups, at most `resident` at the same time. `make` makes the frame of a workgroup, which holds its threads and values. Raises Deadlock
-  if workgroups are left and none can run."""
+  """Runs workgroups, at most `resident` of them at the same time. `make` makes the frame of a workgroup, which holds its threads and values. Raises
+  Deadlock if workgroups are left and none of them can run."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))
@@ -73,8 +74,9 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Makes the error for the case that all workgroups of `frames` wait, so that none can run. `others` is the number of workgroups that have not
-  started."""
+  """Makes the error that is raised if the workgroups of all `frames` wait, so that none of them can run. `others` is the number of workgroups that
+  have
+  not started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 

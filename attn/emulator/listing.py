@@ -1,10 +1,10 @@
-"""Finds where each operation of a program comes from: the line of Python that emitted it, and its statement in the source that the renderer prints.
+"""Finds the place that each operation of a program comes from: the line of Python that emitted it, and its statement in the source that the renderer
+prints.
 
 The UOps of a program contain neither the line nor the statement, and nothing is recorded while a kernel is made and run. The device only remembers,
 for the latest kernels of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and
 lowered again, and the place of each UOp is recorded. If the result equals the failing program, UOp by UOp, the places are valid. This takes about as
-long as making and lowering the kernel did.
-"""
+long as making and lowering the kernel did."""
 from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ import linecache, os
 from attn.tinygrad_compat import Ops, Places, UOp, lowered_with_places, made_with_places, statements, tinygrad_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# files that emit operations on behalf of a kernel; an operation's place is the line of the kernel that called them
+# Files that emit operations on behalf of a kernel. The place of such an operation is the line of the kernel that called the file's function.
 OURS_INSIDE = ("ops/", "kernels/parts/program/statements.py", "kernels/parts/memory/layouts.py", "tinygrad_compat/", "emulator/")
 INTERNAL = (tinygrad_folder, *(str(PACKAGE/name) for name in OURS_INSIDE))
 WIDTH = 160             # characters of a statement that an error shows
 REMEMBERED = 64         # number of kernels that are remembered
 
-_built: dict[UOp, Callable[[], Any]] = {}    # AST -> function that makes it again, the newest last
+_built: dict[UOp, Callable[[], Any]] = {}    # AST -> function that makes the AST again, the newest last
 
 def remember(ast:UOp, again:Callable[[], Any]) -> None:
   """Remembers a kernel's AST and the function `again` that makes this AST a second time."""
@@ -34,7 +34,7 @@ def _short(text:str) -> str:
   return text if len(text) <= WIDTH else text[:WIDTH - 1] + "…"
 
 def _relative(path:str) -> str:
-  """Shortens a file name: relative to the folder that contains `attn`, or to the current folder."""
+  """Returns a shorter form of a file's path: relative to the folder that contains `attn`, or to the current folder. Returns other paths unchanged."""
   for root in (str(PACKAGE.parent), os.getcwd()):
     if path.startswith(root + os.sep): return os.path.relpath(path, root)
   return path
@@ -46,7 +46,7 @@ class Place:
   statement: str
 
   def __str__(self) -> str:
-    """Describes a place for an error message: one line about Python and one line about the source, each only if known."""
+    """Describes the place for an error message: one line about Python and one line about the printed source. Leaves out a line that is not known."""
     found = []
     if self.python is not None:
       file, line = self.python
@@ -67,14 +67,16 @@ def _stores(ast:UOp) -> tuple[UOp, ...]:
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
-  """The place of each UOp of a program: its line in the source and in Python."""
+  """The place of each UOp of a program: its line in the printed source, and the line of Python that emitted it."""
   def __init__(self, uops:list[UOp], name:str, renderer:Any):
     self.source, self.lines = statements(renderer, uops)
     self.python = self._python(uops, name, renderer)
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """Calls `make`, which returns a kernel's AST, lowers it, and lists for each UOp of the program its line in the source and in Python."""
+    """Lists the places of the UOps of a kernel that `make` returns as an AST. Lowers the AST, and finds for each UOp its line in the printed source
+    and in
+    Python."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))
@@ -82,7 +84,9 @@ class Listing:
     return listing
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
-    """Maps lines of the source (from 1) to the lines of Python that they come from, as far as the lines of Python are known."""
+    """Maps the number of a line of the printed source (from 1) to the file and line of Python that emitted it. Leaves out lines for which no line of
+    Python
+    is known."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():
       if line + 1 not in found and (place := self._from(u)) is not None: found[line + 1] = (_relative(place[0]), place[1])
@@ -96,7 +100,7 @@ class Listing:
         made, places = made_with_places(again, _internal)
         if _stores(made if isinstance(made, UOp) else made.sink) != _stores(ast): continue
         same = lowered_with_places(ast, renderer, places)
-      except Exception: continue     # making it again may fail in other circumstances; the error to show is the kernel's own
+      except Exception: continue     # making the kernel again may fail now; the user must see the kernel's own error instead
       if len(same) == len(uops) and all(a is b for a, b in zip(same, uops)): return places
     return {}
 

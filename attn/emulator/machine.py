@@ -23,15 +23,15 @@ from attn.emulator.under_way import UnderWay
 
 Array = NDArray[Any]
 class Suspended(Exception):
-  """Raised by a step that has to wait for another workgroup. The step is run again later."""
+  """Exception that a step raises if it has to wait for another workgroup. The emulator runs the step again later."""
 
 @dataclass
 class Wait:
-  """What the threads of a workgroup wait for: numbers in global memory."""
+  """Counters in global memory that threads of a workgroup wait for. A thread waits until its counter has a certain number."""
   space: Space
   memory: Array       # int32
   at: Array           # element for each waiting thread
-  number: Array       # number for which each of them waits
+  number: Array       # number for which each waiting thread waits
   threads: Array
   @property
   def over(self) -> bool: return bool((self.memory[self.at] == self.number).all())
@@ -40,7 +40,7 @@ class Wait:
     return f"waits until {self.space.name}[{self.at[i]}] is {self.number[i]}, and it is {self.memory[self.at[i]]}"
 
 class Frame(Threads):
-  """One run of a program over a range of workgroups, with all their threads at once."""
+  """One run of a program over a range of workgroups. It executes each step for all their threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
                values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None, meeting:Meeting|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
@@ -98,7 +98,7 @@ class Frame(Threads):
       else: pc = jump
 
   def parts(self) -> Iterator[None]:
-    """Runs the program in parts: yields before each atomic operation, and while a step has to wait."""
+    """Runs the program in parts: yields before each atomic operation, and each time a step has to wait for another workgroup."""
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
     with self._explained():
       try:
@@ -117,7 +117,7 @@ class Frame(Threads):
   def can_run(self) -> bool: return self.wait is None or self.wait.over
 
   def deadlock(self, why:str) -> EmulatorError:
-    """Makes the error Deadlock for the first thread that waits in vain. `why` says what the other workgroups do."""
+    """Makes the error Deadlock for the first thread that still waits. `why` says what the other workgroups do."""
     assert self.wait is not None
     bad, wait = np.zeros(self.T, bool), self.wait
     bad[wait.threads[wait.memory[wait.at] != wait.number]] = True
@@ -139,7 +139,8 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Divides an index by `per`, because the access takes `per` elements at a time. Raises Misaligned if the index is not a multiple of `per`."""
+    """Converts an index that counts elements to an index that counts accesses of `per` elements. Raises Misaligned if the index is not a multiple of
+    `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -152,7 +153,7 @@ class Frame(Threads):
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Sets a loop's variable to i, and switches off threads that are done. Returns False if no thread executes iteration i."""
+    """Sets a loop's variable to i, and deactivates threads whose bound is not greater than i. Returns False if no thread executes iteration i."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -177,8 +178,9 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def arrive(self) -> Array:
-    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier once their copies are complete. All threads of such a
-    workgroup must be active. Other waves may access the copied data after they have waited for the phase; the shadow of LDS checks this."""
+    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier. Their asynchronous copies then count as complete. All
+    threads
+    of such a workgroup must be active. Another wave may access the copied data after it has waited for the phase; the shadow of LDS checks this."""
     self.under_way.commit()
     self.under_way.wait_copies(0)
     here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")

@@ -26,8 +26,8 @@ def warpgroup_operand(a:Array) -> Array:
   return layout.to_matrices(a, lambda x: _parts(x, "u2")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
-  """Computes c + A B^T in fp32: c is (registers, T), A fp32 (warpgroups, 64, k), B fp32 (warpgroups, n, k). The function multiplies for each warp
-  separately: a BLAS library distributes larger products over threads, which costs more than it saves, above all when other processes use the
+  """Computes c + A B^T in fp32: c is (registers, T) for T threads, A fp32 (warpgroups, 64, k), B fp32 (warpgroups, n, k). Multiplies for each warp
+  separately, because a BLAS library distributes larger products over threads. This costs more than it saves, above all when other processes use the
   cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   products = a.reshape(groups, 4, 16, k) @ b[:, None].swapaxes(2, 3)
@@ -36,9 +36,10 @@ def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
 _SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32(2.0**112), np.float32(65536)
 
 def _from_high_half(x:Array) -> Array:
-  """Converts fp16 bits, in the upper halves of the int32 x, to fp32; x is overwritten. Sign, exponent and mantissa moved to their places in an fp32
-  give the value times 2^-112, exactly, for denormals too. inf and NaN become numbers of 2^16 or more, which the function then replaces by inf and
-  NaN."""
+  """Converts fp16 bits, in the upper halves of the int32 x, to fp32, and overwrites x. It moves sign, exponent and mantissa to their places in an
+  fp32. The
+  fp32 is then exactly the value times 2^-112, also for a denormal. inf and NaN become numbers of 2^16 or more. The function replaces these numbers by
+  inf and NaN."""
   x >>= 3
   x &= _SIGN_AND_REST
   found = x.view(np.float32)
@@ -50,7 +51,8 @@ def _from_high_half(x:Array) -> Array:
   return found
 
 def _halves(x:Array) -> Array:
-  """Unpacks the 16-bit numbers in dwords (n, ...), the low one first. Each number goes into the upper half of an int32 (2n, ...)."""
+  """Unpacks the two 16-bit numbers of each dword (n, ...), the low one first. Each number goes into the upper half of an int32. The result is (2n,
+  ...)."""
   halves = np.empty((len(x), 2, *x.shape[1:]), np.int32)
   np.left_shift(x.view(np.int32), 16, out=halves[:, 0])
   np.bitwise_and(x.view(np.int32), np.int32(-65536), out=halves[:, 1])
@@ -75,7 +77,7 @@ _WIDEN: dict[str, Callable[[Array], Array]] = {
   "float16": lambda x: _from_high_half(np.ascontiguousarray(x).view(np.uint16).astype(np.int32) << 16),
   "bfloat16": bf16_to_float,
   "fp8e4m3fnuz": lambda x: _FP8.take(x.view(np.uint8)),
-  "int8": lambda x: x.view(np.int8).astype(np.float64),                              # exact: 16 products below 2^14
+  "int8": lambda x: x.view(np.int8).astype(np.float64),                              # sums are exact: 16 products of at most 2^14
   "tfloat32": lambda x: (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32),  # mma.tf32 reads the upper 19 bits
 }
 

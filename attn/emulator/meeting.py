@@ -1,13 +1,15 @@
-"""What the workgroups of one launch do to each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
+"""Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
 
-A `Meeting` belongs to one launch. It knows which accesses are ordered. Each wave has a clock, and knows for each other wave the clock up to which
-that wave's accesses came before its own. Such knowledge passes from wave to wave in two ways. A wave that passes a turn leaves all that it knows with
-the counter, and a wave that waits for the turn takes it from there. At a barrier the waves of a workgroup share what they know, and what each has
-done until it last settled (on NVIDIA until the barrier).
+A turn is the number that a counter must have before a workgroup may act. A wave passes a turn when it adds 1 to the counter. A wave settles when it
+waits until its own accesses are complete.
 
-If an order is drawn (ATTN_EMU_ORDER), additions do not happen at once. Those of one wave happen in order, but at any time until the wave settles or
-passes a turn.
-"""
+A `Meeting` belongs to one launch. It knows which accesses are ordered. Each wave has a clock. A wave also knows, for each other wave, the clock up to
+which the other wave's accesses came before its own accesses. This knowledge passes from wave to wave in two ways. First, a wave that passes a turn
+stores all that it knows with the counter, and a wave that has waited for the turn takes this knowledge over. Second, the waves of a workgroup share
+at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the barrier).
+
+ATTN_EMU_ORDER may select an order drawn at random. Then an addition does not happen at once: the additions of one wave happen in order, but at any
+time until the wave settles or passes a turn."""
 from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
@@ -46,8 +48,8 @@ class Meeting:
     self.clock, self.settled = np.ones(self.count, np.int32), np.zeros(self.count, np.int32)
     self.added = dict[int, tuple[int, int]]()       # wave -> its clock and step at its last addition
     self.known = dict[int, Array]()                 # wave -> what it knows: a clock for each wave
-    self.left = dict[tuple[Allocation, int], Array]()      # counter -> what those who passed its turns knew
-    self.pending = dict[int, deque[tuple[Array, Array, Array]]]()      # wave -> additions that have not happened: memory, elements, numbers
+    self.left = dict[tuple[Allocation, int], Array]()      # counter -> what the waves that passed its turns knew
+    self.pending = dict[int, deque[tuple[Array, Array, Array]]]()      # wave -> additions that have not happened yet: memory, elements, numbers
     bases = {views[u].base for u in plan.atomics}
     sizes = {base: base.data.size//4 if plan.waits else 0 for base in bases}
     self.traces = {base: Traces(np.full(size, -1, np.int32), np.zeros(size, np.int32)) for base, size in sizes.items()}
@@ -57,11 +59,12 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns what a wave knows: for each wave the clock up to which its accesses came before."""
+    """Returns what a wave knows: for each other wave, the clock up to which that wave's accesses came before the accesses of this wave."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
-    """Returns the waves with threads where `gate` is true: the number of the wave in the launch, and these threads."""
+    """Finds the waves that have threads for which `gate` is true. Returns for each of them the number of the wave in the launch, and these
+    threads."""
     threads = np.flatnonzero(gate)
     return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
 
@@ -74,7 +77,8 @@ class Meeting:
     self.clock[wave] += 1
 
   def barrier(self, f:Threads) -> None:
-    """Notes a barrier of all waves of a workgroup."""
+    """Records a barrier of all waves of a workgroup. From now on each of these waves knows what any of them knew, and the accesses that each of them
+    made before it last settled."""
     if not self.plan.waits and not self.watched: return
     here = range(f.first*self.waves, (f.first + 1)*self.waves)
     if self.plan.chip.family == "nvidia":
@@ -84,14 +88,16 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads no longer wait, because the counter has reached the number of their turn. Their waves then know everything that was
-    complete when other waves passed the turn."""
+    """Records that threads have waited until a counter reached the number of their turn. Their waves now know everything that was complete when other
+    waves
+    passed the turn."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Notes that threads pass a turn. Raises NotWaitedFor if additions by other waves of the workgroup may not be complete."""
+    """Records that threads pass a turn (add 1 to its counter). Raises NotWaitedFor if additions by other waves of the workgroup may not be
+    complete."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       knows = self.of_wave(wave)
@@ -116,12 +122,13 @@ class Meeting:
   # ***** additions *****
 
   def in_order(self, threads:Array) -> Array:
-    """Returns threads in the order in which they execute an atomic operation."""
+    """Returns the order in which threads execute an atomic operation: the order of their numbers, or an order drawn at random (ATTN_EMU_ORDER)."""
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array) -> None:
-    """Adds numbers to the elements `at` of the memory (T,). Raises AtomicRace if another wave of the workgroup has waited for a turn, and a wave may
-    add before that."""
+    """Adds `values` (T,) to the elements `at` (T,) of the memory, in the threads for which `gate` is true. Raises AtomicRace if another wave of the
+    workgroup
+    has waited for a turn, and this wave may add before that turn."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -165,8 +172,9 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Notes an access to `elements`: the numbers of the elements that each thread accesses, (elements of a thread, T). `atomic` tells whether the
-    access is an atomic operation. Raises AtomicRace if the same element was accessed in the other way before, and nothing puts the two accesses in
+    """Records an access to `elements` (elements of a thread, T): the numbers of the elements that each thread accesses. `atomic` tells whether the
+    access is
+    an atomic operation. Raises AtomicRace if an earlier access to one of these elements was of the other kind, and nothing puts the two accesses in
     order."""
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
@@ -187,7 +195,7 @@ def _base(space:Space) -> Allocation:
   return space.base
 
 class WatchedSpace(Space):
-  """A buffer that atomic and other operations access."""
+  """A buffer that both atomic and other operations access. It passes every access on to the `Meeting`, which checks their order."""
   def __init__(self, meeting:Meeting, *args:Any, **more:Any):
     super().__init__(*args, **more)
     self.meeting = meeting
@@ -198,7 +206,7 @@ class WatchedSpace(Space):
     self._note_plain(index, chunk, active, "writes")
     super().store(index, chunk, values, active)
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Notes an atomic operation on `count` elements of 4 bytes from element `at` on."""
+    """Records an atomic operation by each thread for which `gate` is true, on `count` elements of 4 bytes from element `at` on."""
     self.meeting.note(self.f, self, at + np.arange(count)[:, None], gate, verb, atomic=True)
   def _note_plain(self, index:Array, chunk:int, active:Array|None, verb:str) -> None:
     at = np.broadcast_to(self._at(index, chunk, active, verb), self.f.T).astype(np.int64)*chunk

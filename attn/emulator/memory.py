@@ -15,14 +15,14 @@ from attn.emulator.shadow import LdsOperand, LdsShadow
 from attn.emulator.threads import Operand, Product, Threads
 
 Array = NDArray[Any]
-POISON, PADDING = 0xff, 64   # bytes of fresh memory (NaN in every float type); LDS buffers are padded to a multiple of PADDING, and so of every chunk
+POISON, PADDING = 0xff, 64   # value of each byte of fresh memory (NaN in every float type); LDS buffers are padded to a multiple of PADDING bytes
 
 def chunk_type(nbytes:int) -> np.dtype[Any]:
   """Returns the numpy type of `nbytes` bytes, for data that are copied and never interpreted."""
   return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
 
 def divided(x:Array, n:int) -> tuple[Array, Array]:
-  """Returns x//n and x%n. If n is a power of two, uses shifts, which are many times as fast."""
+  """Returns x//n and x%n. Uses shifts if n is a power of two, because they are many times as fast."""
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
@@ -91,7 +91,7 @@ class Space:
   def __init__(self, f:Threads, name:str, data:Array, limit:int, stride:int=0, written:Array|None=None, guarded:bool=False,
                shadow:LdsShadow|None=None, base:Allocation|None=None, begin:int=0):
     self.f, self.name, self.data, self.limit, self.stride, self.shadow = f, name, data, limit, stride, shadow
-    self.base, self.begin = base, begin                                         # its allocation, which is aligned for every type; first byte there
+    self.base, self.begin = base, begin       # allocation, which is aligned for every type, and the buffer's first byte in the allocation
     self.written = written                                                      # flags that stores set
     self.guarded = guarded and written is not None and not bool(written.all())   # can a load find bytes that were never written?
     self.kind = "LDS" if stride else "global memory"
@@ -144,8 +144,9 @@ class Space:
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
   def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
-    """Prepares atomic operations on numbers of 4 bytes, by the threads where `gate` is true; each thread operates on `nbytes` at once. Returns the
-    memory as uint32, and the position of each thread's first number."""
+    """Prepares atomic operations on numbers of 4 bytes. Each thread for which `gate` is true operates on `nbytes` bytes at once. Returns the memory
+    as
+    uint32, and the position of each thread's first number in it."""
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
       raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, at no multiple of {nbytes} bytes")
@@ -157,7 +158,7 @@ class Space:
     return self._view(4).view(np.uint32), at
 
   def note_atomic(self, at:Array, count:int, gate:Array, verb:str) -> None:
-    """Notes atomic operations on `count` elements of 4 bytes from element `at` on, if the emulator compares the accesses to this buffer."""
+    """Records atomic operations on `count` elements of 4 bytes from element `at` on. Does nothing here; `WatchedSpace` overrides it."""
 
   def _check_flags(self, at:Array, chunk:int, active:Array|None) -> None:
     bad = np.broadcast_to((np.atleast_1d(self._view(chunk, True).take(at)).view(np.uint8).reshape(-1, chunk) == 0).any(axis=1), self.f.T)
@@ -192,7 +193,7 @@ class Space:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
-  """The address operand of an operation, made from an INDEX: a buffer and a byte offset for each thread."""
+  """The address operand of an operation: a buffer, and a byte offset for each thread. It is made from an INDEX."""
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
@@ -223,8 +224,9 @@ class Pointer:
     for i in range(nbytes//unit): self.space.store(at + i, unit, raw[:, i], gate)
 
 class Registers:
-  """A register array (REG buffer). Each element is a separate value, so a store by all threads replaces this value and copies nothing. `written`
-  tells, for each element, which threads have written it: all (True), none (False), or a mask."""
+  """A register array (REG buffer). Each element has its own value, so a store by all threads replaces this value and copies nothing. `written` tells
+  for
+  each element which threads have written it: all (True), none (False), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count
@@ -268,7 +270,7 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Returns the value of element i for a matrix product that adds to this element. The product needs no wait for earlier products on the same
+    """Returns the value of element i for a matrix product that adds to this element. Such a product need not wait for earlier products on the same
     accumulators, so the value includes their results."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     return np.where(product.threads, product.results[i], self.values[i])
@@ -293,7 +295,7 @@ class Registers:
 
 @dataclass(frozen=True)
 class RegisterPointer:
-  """The address operand of an operation, made from an INDEX into a register array: one element of the array."""
+  """The address operand of an operation in a register array: one element of the array. It is made from an INDEX."""
   array: Registers
   first: int
 

@@ -1,4 +1,4 @@
-"""Terms of the offset of a buffer instruction, none of which may be negative.
+"""Finds terms of a buffer instruction's offset that may be negative. No term may be negative.
 
 A buffer instruction adds a register and an immediate number, and checks the sum against the range of the buffer. If an offset is a sum, the compiler
 makes a positive constant the immediate and leaves the other terms in the register. If the register is then negative, no document says whether the
@@ -16,13 +16,14 @@ OPERANDS = {"buffer_load": 2, "load_to_lds": 2}     # buffer instruction -> numb
 
 @dataclass(frozen=True)
 class Part:
-  """One term of an offset. `taken` is true if the term is subtracted."""
+  """One term of a buffer instruction's offset. `taken` is true if the term is subtracted."""
   number: UOp
   taken: bool = False
 
 def parts_of(offset:UOp) -> Iterator[Part]:
-  """Yields an offset and all its terms, as the printed text adds them. For a product it also yields the terms of the factors, because a compiler may
-  multiply out the product."""
+  """Yields the offset of a buffer instruction, and every term of the sums in it except constants. If the offset contains a product, also yields the
+  terms
+  of its factors, because a compiler may multiply out the product."""
   if offset.op in (Ops.CAST, Ops.WHERE):
     for x in offset.src[offset.op is Ops.WHERE:]: yield from parts_of(x)
   elif offset.op is not Ops.CONST:

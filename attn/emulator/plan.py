@@ -1,5 +1,6 @@
-"""Compiles a program's linear UOps to a list of closures that run it. The list is a `Plan`, made once per program. `machine.Frame` holds the
-values."""
+"""Compiles a program's linear UOps to a `Plan`: a list of closures that run the program. A plan is made once per program. The values of a run are in
+a
+`machine.Frame`."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
@@ -21,8 +22,9 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """A program compiled for the interpreter. `renderer` is a function that makes the renderer which lowered and printed the program. Errors use this
-  renderer to find the place of an operation in the source."""
+  """A program compiled for the interpreter. `renderer` makes the renderer that lowered and printed the program. Error messages use this renderer to
+  find
+  the place of an operation in the source."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
@@ -85,7 +87,7 @@ class Plan(EmulatedProgram):
     """Adds a step that checks whether the exact value of an integer fits its type, in each thread."""
     ins, (least, most) = [self._slot(s) for s in u.src], held_by(u.dtype)
     fn: Callable[..., Array] = alu(u.op, u.dtype, u.src[-1].dtype) if u.op in GroupOp.ALU else np.asarray
-    exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # holds the sum or product of two numbers
+    exactly = np.dtype(np.int64 if u.dtype.itemsize < 8 else object)      # a type that holds the sum or product of two numbers of u's type
     def step(f:Frame) -> None:
       if not f.checks: return
       exact = f.full(fn(*[np.asarray(f.v[i]).astype(exactly) for i in ins]))
@@ -136,7 +138,7 @@ class Plan(EmulatedProgram):
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes the index of an access in chunks of `chunk` bytes."""
+    """Returns a function that computes each thread's index for an access to `at`. The index counts chunks of `chunk` bytes."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
@@ -273,7 +275,9 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Returns the slots whose values are dropped after each step, and the largest number of bytes per thread that values occupy at the same time."""
+    """Returns for each step the slots whose values are dropped after it. Also returns the largest number of bytes per thread that values occupy at
+    the same
+    time."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

@@ -1,11 +1,10 @@
-"""Probes that show values inside a kernel: `probe("scores", x)` returns x, and the emulator shows it.
+"""Probes that show values inside a kernel: `probe("scores", x)` returns x, and the emulator shows the value of x.
 
     from attn.emulator import probe, probes
     s = probe("scores", s)              # in the kernel
     with probes() as found: o.numpy()   # found["scores"]: one array for each execution; without `probes()` they are printed
 
-On hardware a probe is x itself, with a comment in the source.
-"""
+On hardware a probe has no effect: it is x with a comment in the source."""
 from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any

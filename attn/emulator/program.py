@@ -1,4 +1,4 @@
-"""Program that the emulator runs: its steps, and the buffers and values that they work on. attn/emulator/plan.py makes it from linear UOps."""
+"""Program that the emulator runs: its steps, and the buffers and values that the steps work on. attn/emulator/plan.py makes it from linear UOps."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -43,7 +43,7 @@ class EmulatedProgram:
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Finds where an operation comes from: the line of Python that emitted it, and its statement in the printed source."""
+    """Finds the place that an operation comes from: the line of Python that emitted it, and its statement in the printed source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)

@@ -1,12 +1,12 @@
 """Range of every integer of a program, computed in exact arithmetic from its grid, loops, constants and clamps.
 
-The ranges prove that no integer of a kernel overflows, for any content of its tensors, even on shapes that are too large for this machine: only the
-lowered program is needed. If there is no such proof for an integer, the emulator checks its value at run time (checks.Overflow).
+The ranges prove that no integer of a kernel overflows, for any content of its tensors. Only the lowered program is needed, so the proof is possible
+even for shapes that are too large for this machine. If there is no such proof for an integer, the emulator checks its value at run time
+(checks.Overflow).
 
 Integers that may wrap are left out: arithmetic on unsigned numbers, conversions between unsigned types or between types of the same width (they keep
-the bits), and conversions to fewer than 32 bits. The other integers count or address something. A range is (least, most). If nothing is known about
-a number, its range is the range of its type.
-"""
+the bits), and conversions to fewer than 32 bits. All other integers count or address something. A range is (least, most). If nothing is known about
+a number, its range is the range of its type."""
 from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def both_bits(x:Range, y:Range) -> Range|None:
 
 def some_bits(x:Range, y:Range) -> Range|None: return (0, (1 << max(x[1], y[1]).bit_length()) - 1) if min(x[0], y[0]) >= 0 else None
 
-def differing_bits(x:Range, y:Range) -> Range|None: return (~x[1], ~x[0]) if y == (-1, -1) else some_bits(x, y)     # ~x, part of a minimum
+def differing_bits(x:Range, y:Range) -> Range|None: return (~x[1], ~x[0]) if y == (-1, -1) else some_bits(x, y)     # ~x, in a minimum
 
 OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
   Ops.ADD: lambda x, y: (x[0] + y[0], x[1] + y[1]), Ops.SUB: lambda x, y: (x[0] - y[1], x[1] - y[0]),
@@ -66,7 +66,7 @@ OF_TWO: dict[Ops, Callable[[Range, Range], Range|None]] = {
 
 Sum = dict[UOp|None, int]      # sum of terms: number -> its factor; None -> the constant
 NumberBounds = dict[UOp, Range]       # ranges of numbers under some condition
-MOST_TERMS = 16                # longest sum that is tracked; in a longer one cancelling terms are not found
+MOST_TERMS = 16                # longest sum that is tracked; in a longer sum, terms that cancel are not found
 
 # ranges of conditions, whose values are 1 and 0
 OF_CONDITIONS: dict[Ops, Callable[[Range, Range], Range]] = {
@@ -77,7 +77,7 @@ class Ranges:
   range of its exact result."""
   def __init__(self, uops:list[UOp]):
     self.of, self.beyond, self.sums = dict[UOp, Range](), dict[UOp, Range](), dict[UOp, Sum]()
-    # number of uses of each number, without the uses where a choice or the gate of an access excludes values that do not fit
+    # uses of each number, counted without uses in which a choice (WHERE) or the gate of an access excludes values that do not fit
     self.unguarded = Counter(s for u in uops for s in u.src)
     self.unguarded.subtract(place.src[1] for place in gated(uops))
     for u in uops:
@@ -86,7 +86,9 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of a number, given the range of its exact result. If the number is a sum, the range of the sum narrows it further."""
+    """Returns the range of the number u, given the range `exact` of its exact result. If u is a sum, the range of the sum may narrow it further. Adds
+    u to
+    `beyond` if its exact result must fit its type, and this is not proven."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -138,15 +140,16 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of a choice by a condition such as x < y. The condition narrows the ranges of x and y in the two branches. Maxima and minima
-    are printed as such choices; a branch may be x or y cast to another type."""
+    """Returns the range of a WHERE, which chooses between two values by a condition such as x < y. The condition narrows the ranges of x and y in the
+    two
+    branches. Maxima and minima are printed as such choices; a branch may be x or y cast to another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Returns the ranges of the numbers that a condition compares: first their ranges if the condition is true, then if it is false."""
+    """Returns the ranges of the numbers that a condition compares, first for a condition that is true, then for a condition that is false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -156,7 +159,7 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns the range of a branch's value if the condition selects this branch. The value in the other case does not matter."""
+    """Returns the range of a branch's value in the case that the condition selects this branch. Otherwise the value does not matter."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)
@@ -175,6 +178,6 @@ def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:
-  """Returns x + factor*y."""
+  """Returns the sum of terms x + factor*y. Terms of the same number are combined, and terms with factor 0 are dropped."""
   found = {key: x.get(key, 0) + factor*y.get(key, 0) for key in (*x, *y)}
   return {key: n for key, n in found.items() if n or key is None}

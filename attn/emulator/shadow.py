@@ -1,4 +1,4 @@
-"""Shadow memory of LDS. It records which wave wrote and read each location, and finds faulty accesses."""
+"""Shadow memory of LDS, which records the waves that wrote and read each location, and finds faulty accesses."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,9 @@ Array = NDArray[Any]
 UNDER_WAY = 2**30   # tags of writes that have not arrived begin here, above the tags of all intervals
 
 class Spans:
-  """Record of the spans (ranges of locations) of a buffer that were accessed. For each span it has the last interval between barriers in which a wave
-  accessed it."""
+  """Record of the spans (ranges of locations) of a buffer that were accessed. For each span it has the last interval (time between two barriers) in
+  which
+  a wave accessed the span."""
   def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
@@ -27,17 +28,20 @@ class LdsShadow:
   """Shadow of a LOCAL buffer: the waves that wrote and read each location since the last barrier. A location is `unit` bytes, which is the narrowest
   access in the kernel.
 
-  `writer` holds the tag of the last write, interval * stride + wave, or 0 for a location that was never written. `reader` holds, for each wave, an
-  array with the interval in which the wave last read each location; the array of one wave is called a plane. An interval is the time between two
-  barriers. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves only. Accesses of two waves in
-  intervals of the same number may happen at the same time, even if the waves are at different points of the program. So an access is safe only if a
-  barrier lies between it and the other wave's access: if it is in a later interval.
+  An interval is the time between two barriers. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves
+  only. Accesses of two waves in intervals of the same number may happen at the same time, even if the waves are at different points of the program.
+  So
+  an access is safe only if a barrier lies between it and the other wave's access: it must be in a later interval.
 
-  The tag of a write that is under way has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
+  `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. A write that is
+  under
+  way (an asynchronous copy that is not complete) has the number of its operation, counted from `UNDER_WAY` on, in place of the interval. `reader`
+  holds
+  for each wave an array, called a plane, with the interval in which the wave last read each location.
 
   Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads
-  are never recorded in the planes of `reader`. Reads are first kept in a list, in order, and are recorded in the planes when a write overlaps one of
-  them. Reads from before the last barrier are dropped."""
+  are never recorded in the planes of `reader`. A read is first kept in a list. When a write overlaps a read in the list, all reads of the list are
+  recorded in the planes, in order. Reads from before the last barrier are dropped."""
   def __init__(self, f:Threads, unit:int, locations:int):
     self.f, self.unit, self.waves = f, unit, f.waves
     self.total = locations * f.workgroups
@@ -45,9 +49,9 @@ class LdsShadow:
     self.reader = np.zeros(self.total * self.waves, np.int32) if self.waves > 1 else None
     self.plane = f.wave_of.astype(np.int64) * self.total
     self.written_at, self.read_at = Spans(), Spans()      # since the last barrier
-    self.pending: list[tuple[Array, int, Array|None, Any, int]] = []   # reads: at, per, active, intervals of the waves, the last interval
+    self.pending: list[tuple[Array, int, Array|None, Any, int]] = []   # list of reads: at, per, active, intervals of the waves, the last interval
     self.complete = False               # every location has been written
-    self.full: set[Span] = set()        # spans that are written in all workgroups
+    self.full: set[Span] = set()        # spans that all workgroups have written
     self.looked: dict[Span, int] = {}   # other spans, with the interval in which they were last checked
     self.arriving = list[Span]()        # spans that copies under way write
     self.holding = list[tuple[Product, LdsOperand]]()    # operands that products under way read
@@ -61,22 +65,25 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Tells whether every workgroup has written these locations. To save time, the emulator looks at a span of locations at most once between two
-    barriers. Until the next barrier, a span that was not complete then counts as not written."""
+    """Tells whether every workgroup has written all locations of a span. To save time, the emulator looks at a span at most once between two
+    barriers. If
+    the span was not complete then, it counts as not written until the next barrier."""
     if self.complete or span in self.full: return True
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since
     if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, span[0]:span[1]].all())): self.full.add(span)
     return full
   def coming(self, span:Span) -> bool:
-    """Tells whether an asynchronous copy that is not complete writes to one of these locations."""
+    """Tells whether an asynchronous copy that is not complete writes to a location of the span."""
     return any(_overlap(x, span) for x in self.arriving)
   def kept(self, span:Span) -> bool:
-    """Tells whether an asynchronous product that is not complete reads one of these locations."""
+    """Tells whether an asynchronous product that is not complete reads a location of the span."""
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Returns which accesses are to locations that another wave wrote last, with no barrier since. Such a write may not be complete."""
+    """Returns the mask of threads that access a location which another wave wrote last, with no barrier since. Such a write may not be complete.
+    `tag` holds
+    the tag of the last write for each thread's location."""
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 
@@ -102,8 +109,9 @@ class LdsShadow:
     if not self.arriving or (bad := _some(tag >= self.first*self.f.stride, active)) is None: return None
     return Finding(NotWaitedFor, bad, tag//self.f.stride - self.first, "writes")
 
-  # ***** accesses ***** The `clean_` methods check all locations of an access at once, as one chunk of int32, because numpy gathers and scatters
-  # chunks as fast as numbers. If they find that something may be wrong, the `on_` methods check each location separately.
+  # ***** accesses *****
+  # The `clean_` methods check all locations of a thread's access at once: they read its int32 tags as one chunk, because numpy gathers and scatters a
+  # chunk as fast as a number. If an access may be faulty, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
     """Records the read of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if the read may be faulty."""
@@ -152,7 +160,7 @@ class LdsShadow:
     return None
 
   def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
-    """Records the read of `per` neighbouring locations from `at*per` on, without checks."""
+    """Records the read of `per` neighbouring locations from `at*per` on, without any check."""
     if self.reader is None: return
     self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
@@ -165,7 +173,7 @@ class LdsShadow:
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Writes the reads that are only kept in the list to the planes, except reads from before the last barrier."""
+    """Moves the reads of the list to the planes, except reads from before the last barrier."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
       if last < self.f.since: continue
@@ -195,7 +203,7 @@ class LdsShadow:
 
 @dataclass
 class LdsOperand(Operand):
-  """Locations of LDS that a matrix product reads: in each active thread `per` neighbouring locations from `at*per` on."""
+  """Locations of LDS that a matrix product reads. Each active thread reads `per` neighbouring locations from `at*per` on."""
   shadow: LdsShadow
   at: Array
   per: int
@@ -204,7 +212,7 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the product has read these locations until now: another wave may write them only after a barrier."""
+    """Records that the product has read these locations until now. Another wave may write them only after a barrier."""
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
@@ -215,7 +223,7 @@ def _repeated(x:Array, per:int) -> Array:
   return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)
 
 def _some(bad:Array, active:Array|None) -> Array|None:
-  """Returns which active threads are in `bad`, or None if there are none."""
+  """Returns the mask of active threads in `bad`, or None if there are none."""
   if not bad.any(): return None
   if active is not None: bad = bad & active
   return bad if bad.any() else None

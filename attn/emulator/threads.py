@@ -1,9 +1,8 @@
-"""The threads of a run: their numbers, which of them are active, the barriers that they have passed, and errors that name one of the threads.
+"""Threads of a run: their numbers, which of them are active, the barriers that they have passed, and errors that name one of them.
 
-Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest), so a hardware wave is a run of consecutive threads.
-Divergence is a mask: inactive threads compute garbage, but load, store and check nothing. A loop whose bound differs between threads runs until the
-largest bound.
-"""
+Threads are ordered by workgroup (x fastest), within it by lidx2, lidx1, lidx0 (lidx0 fastest). So the threads of a hardware wave are consecutive. If
+threads diverge, a mask tells which threads are active. An inactive thread computes garbage, but it loads, stores and checks nothing. A loop whose
+bound differs between threads runs until the largest bound."""
 from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,18 +21,19 @@ class Product:
   """An asynchronous matrix product (wgmma) that warpgroups have started."""
   number: int
   results: dict[int, Array]      # element of the accumulators -> its value when the product is done
-  threads: Array                 # mask of the threads that have started it and not waited for it
+  threads: Array                 # mask of the threads that have started the product and not waited for it
 
 class Operand:
-  """An operand of an asynchronous matrix product: locations of LDS, or an element of a register array. The product reads it from its start until it
-  is waited for."""
+  """An operand of an asynchronous matrix product: locations of LDS, or an element of a register array. The product may read the operand at any time
+  from
+  the start of the product until the threads have waited for it."""
   def hold(self, product:Product) -> None: raise NotImplementedError
   def release(self, product:Product) -> None: raise NotImplementedError
   def read_until_now(self, threads:Array) -> None:
     """Records that the product has read the operand until now. `threads` are the threads that have just waited for the product."""
 
 class Threads:
-  """The threads of a range of workgroups."""
+  """The threads of a range of workgroups, which run together: their numbers, the mask of active threads, and the barriers that they have passed."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], checks:bool=True,
                banks:BankCounter|None=None):
     self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks
@@ -47,7 +47,7 @@ class Threads:
     self.mask: Array|None = None if width == threads else self.local_of < threads
     self.valid, self.stack = self.mask, list[Array|None]()
     self.everyone = np.ones(self.T, bool)
-    # barrier intervals: the number of the current one, for each wave
+    # number of each wave's current interval: see note_intervals
     self.interval = self.seen = np.ones((workgroups, self.waves), np.int32)
     self.arrived, self.waited = np.zeros(workgroups, np.int64), np.zeros(workgroups, np.int64)   # phases of the mbarrier
     self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the interval that each phase ended
@@ -62,11 +62,11 @@ class Threads:
     return len(self.started) - 1
 
   def full(self, x:Any) -> Array:
-    """Broadcasts a value, so that it has one column for each thread."""
+    """Broadcasts a value to one column for each thread. The last axis of the result has length T."""
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
-    """Makes an error about the first of the `bad` threads."""
+    """Makes an error of class `kind` that names the first of the `bad` threads. `text` returns the message for the number of a thread."""
     t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
     local, u = t % self.width, self.plan.uops[self.pc]
     where = self.workgroup(self.first + t//self.width)
@@ -85,7 +85,7 @@ class Threads:
   # ***** divergence *****
 
   def also(self, condition:Array) -> Array|None:
-    """Returns which active threads fulfil `condition`. None stands for all threads."""
+    """Returns the mask of the active threads that fulfil `condition`. The result None stands for all threads."""
     m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
     return None if m.all() else m
   def push(self, mask:Array|None) -> None:
@@ -106,8 +106,11 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes all attributes that depend on `interval` and `seen`, after a wave has passed a barrier. `interval` counts, for each wave, the
-    barriers and arrivals that the wave has reached. `seen` is, for each wave, the first interval of other waves that the wave has not waited for."""
+    """Recomputes the attributes that depend on `interval` and `seen`, after a wave has passed a barrier. An interval is the time of a wave between
+    two
+    barriers or arrivals at an mbarrier. `interval` has the number of each wave's current interval. `seen` has, for each wave, the first interval of
+    the
+    other waves that this wave has not waited for."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

@@ -1,10 +1,9 @@
-"""Asynchronous operations that a run has started and not waited for: copies to LDS, and products of a warpgroup. Only the emulator keeps their state;
-the numpy code of an operation (attn/ops) starts, commits and waits for them through `Lanes`.
+"""Asynchronous operations that a run has started and not waited for: copies to LDS, and products of a warpgroup. The state of these operations exists
+only here: the numpy function of an operation (attn/ops) calls methods of `Lanes` that start, commit and wait.
 
 Copies and products are checked as strictly as the documents allow. From the start of an operation until the thread that started it has waited for it,
 no thread may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays record the number
-of the operation, so that an error can name the operation.
-"""
+of the operation, so that an error can name the operation."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,9 @@ Array = NDArray[Any]
 
 @dataclass
 class Copy:
-  """An asynchronous store to LDS that threads have started: the locations that it writes, and the group of copies to which each thread has committed
-  it."""
+  """An asynchronous store to LDS that threads have started: the locations that it writes, and for each thread the group of copies that it belongs to.
+  A
+  thread waits for whole groups of its copies."""
   shadow: LdsShadow
   at: Array        # locations: (locations of a thread, threads)
   by: Array        # threads
@@ -97,7 +97,7 @@ class UnderWay:
     for x in running.operands: x.read_until_now(done)
 
   def _release(self, running:Running) -> None:
-    """Forgets a product that all its threads have waited for."""
+    """Removes a product that all its threads have waited for from the records of its accumulators and operands."""
     for i in running.product.results:
       if running.accumulators.coming.get(i) is running.product: del running.accumulators.coming[i]
     for x in running.operands: x.release(running.product)
