@@ -1,10 +1,10 @@
-"""Kernel sources that are kept between processes: a machine lowers and prints a kernel once, and later processes read the result.
+"""Keeps the sources of kernels between processes: the first process lowers and prints a kernel, and later processes read its source.
 
 The user's cache directory holds the source and the launch parameters of each kernel. The compilers keep the machine code themselves.
 
 The key of an entry covers everything that a source depends on: the kernel's AST and tinygrad's settings, as in tinygrad's own cache within a process;
-the text of attn's operations; and the files of tinygrad that lower and print kernels. attn's kernels for CUDA and AMD are kept, except kernels with a
-Variable."""
+the text of attn's operations; and the files of tinygrad that lower and print kernels. Only attn's kernels for CUDA and AMD are kept, and no kernel
+with a Variable."""
 from __future__ import annotations
 import functools, hashlib, json
 from pathlib import Path
@@ -18,25 +18,26 @@ PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                    # files and folders of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
-  """Returns the paths of the modules in `folder` that `names` name. If a name is the name of a folder, returns all modules in this folder."""
+  """Returns the paths of Python modules. Each name in `names` is a file in `folder`, or a folder in it, which stands for all modules below it."""
   return [path for name in names for path in sorted((folder/name).rglob("*.py") if (folder/name).is_dir() else [folder/name])]
 
 @functools.cache
 def printed_by() -> str:
-  """Digest of all files on which a printed kernel depends: the contents of attn's files, and the names, sizes and times of tinygrad's files."""
+  """Digest of all files that decide how a kernel is printed: the contents of attn's files, and the names, sizes and times of tinygrad's files."""
   digest = hashlib.sha256()
   for path in files(Path(__file__).parent.parent, PRINTING): digest.update(path.read_bytes())
   for path in files(Path(tinygrad_folder), LOWERING): digest.update(f"{path} {(found := path.stat()).st_size} {found.st_mtime_ns}".encode())
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """Key under which a kernel's source is kept, or None if it is not kept. DEBUG and VIZ show how a kernel is lowered, so no kernel is kept if one of
-  them is set. CCACHE=0 switches caches off."""
+  """Returns the key under which a kernel's source is kept, or None if it is not kept. With VIZ, or with DEBUG of at least 3, no kernel is kept,
+  because these settings show how a kernel is lowered. CCACHE=0 switches caches off."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 
 def kept_program(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
-  """Returns the compiled PROGRAM of a kernel. Calls `lowered` only if no earlier process has lowered this kernel."""
+  """Returns the compiled PROGRAM of a kernel. `lowered` is tinygrad's function that lowers, prints and compiles a kernel. If an earlier process has
+  lowered this kernel, `lowered` only compiles the kept source."""
   if (key := key_of(ast, renderer)) is None: return lowered(ast, renderer)
   made = list[UOp]()
   def make() -> bytes:
@@ -52,5 +53,5 @@ def has_program(ast:UOp, renderer:Renderer) -> bool:
 
 @functools.cache
 def keep_programs() -> None:
-  """Makes tinygrad use this module to read and to keep lowered kernels, for the rest of the process."""
+  """Makes tinygrad read lowered kernels from the cache and keep new ones there, for the rest of the process."""
   programs_through(kept_program)

@@ -1,10 +1,9 @@
-"""Fastest tiles, timed by bench.py with TUNE=1 and kept in the user's cache directory. Dispatch reads them on real devices only.
+"""Fastest tiles, timed by bench.py with TUNE=1 and kept in the user's cache directory. They are used on real devices only.
 
 The file has this form: {chip: {class: {"tile": ..., "seconds": ..., "stamp": ...}}}. `class` is a problem class; for a tile of a backward kernel, the
-kernel's name follows. "tile" has the numbers of a shape and of its matrix instruction, or is null if no tile was faster than dispatch's own choice.
-"seconds" is the tile's time, "stamp" the versions with which it was measured. The file is untrusted input: an entry that is invalid, or made with
-other versions, is ignored with one warning that names the file.
-"""
+kernel's name follows. "tile" has the numbers of a shape and of its matrix instruction, or is null if no tile was faster than the tile of attn's
+tables. "seconds" is the tile's time, "stamp" the versions with which it was measured. The file is untrusted input: an entry that is invalid, or made
+with other versions, is ignored with one warning that names the file."""
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
 from collections.abc import Callable
@@ -23,15 +22,15 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """Size class of a problem's head dimensions, one of CLASSES. If D and Dv differ, the larger one decides."""
+  """Size class of a problem's head dimensions: the smallest of CLASSES that is at least D and at least Dv."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
-OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these share a class
+OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these options share a class
 
 def problem_class(p:Problem) -> str|None:
-  """Name of the class of problems that share a tile. All problems of a class have one dtype and one kind of mask. Lengths and the number of heads are
-  rounded up to a power of two, and head dimensions up to one of CLASSES. Returns None for a problem with an option for which the kernel needs more
-  registers: such problems are not timed."""
+  """Returns the name of the class to which a problem belongs. All problems of a class use the same tile. They have one dtype and one kind of mask.
+  Lengths and the number of heads are rounded up to a power of two, and head dimensions up to one of CLASSES. Returns None for a problem with an
+  option for which the kernel needs more registers: such problems are not timed."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
   mask = "window" if hidden.before else "causal" if hidden.after else "full"
@@ -47,7 +46,7 @@ def path() -> Path:
 
 @functools.cache
 def stamp() -> dict[str, str]:
-  """Versions that a measured time depends on: attn, tinygrad, and the compiler of tinygrad's default device."""
+  """Returns the versions that a measured time depends on: attn, tinygrad, and the compiler of tinygrad's default device."""
   try: own = importlib.metadata.version("attn")
   except importlib.metadata.PackageNotFoundError: own = "not installed"
   compiler = device_of(Device.DEFAULT).renderer.compiler
@@ -71,13 +70,13 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
 def said_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Returns a table row in the form in which the file stores it: the numbers of the row by name."""
+  """Converts a table row to the form in which the file of fastest tiles stores it: the numbers of its tile, by name."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Reads an entry of the file of fastest tiles. Returns a table row with the entry's tile, a shape of the class `kind`, for head dimensions up to
-  `up_to`. Returns None if the entry says that dispatch's own choice is fastest (its tile is null). Raises ValueError if the entry has no valid
-  tile."""
+  """Reads a tile from an entry of the file of fastest tiles, and returns it as a table row. `found` is the entry as parsed JSON, `kind` the class of
+  the tile's shape, and `up_to` the largest head dimension of the row. Returns None if the entry's tile is null: attn's own choice is then fastest.
+  Raises ValueError if the entry has no valid tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
   limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]
@@ -94,14 +93,14 @@ def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
 RowCheck = Callable[[UpTo[Any], Chip, Problem], object]     # raises ValueError if a row has no valid tile for a problem on a chip
 
 def check_matrix(row:UpTo[Any], arch:Chip, p:Problem) -> None:
-  """Raises ValueError unless a row has a valid tile for a kernel on a matrix unit."""
+  """Raises ValueError unless the tile of a table row is valid for a kernel on a matrix unit."""
   if row.matrix >= len(matrices := arch.matrix.get(p.dtype, ())):
     raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat, block_n = matrices[row.matrix], row.shape.block_n
   if block_n % mat.M or block_n % mat.span: raise ValueError(f"block_n={block_n}: must be a multiple of {mat.M} and of {mat.span} keys")
 
 def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
-  """Raises ValueError unless a row has a valid tile for a kernel of plain UOps."""
+  """Raises ValueError unless the tile of a table row is valid for a kernel of plain UOps, which uses no matrix unit."""
   tile = row.shape
   if tile.alone == bool(arch.lds): raise ValueError(f"tile {tile}: a workgroup of {arch.name} has {arch.lds} bytes of local memory")
   if tile.alone: whole = tile.keeps_own and not tile.ahead and tile.columns
@@ -116,11 +115,11 @@ def check_stamp(found:Any) -> None:
 
 @functools.cache
 def warn(file:str, reason:str) -> None:
-  """Warns about the file. The cache gives each warning once per process."""
+  """Warns that the file of fastest tiles, or an entry of it, is ignored, and says why. Equal warnings are given once per process."""
   warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it anew", stacklevel=2)
 
 def load() -> dict[str, Any]:
-  """Reads the whole file. A missing file counts as empty. A damaged file also counts as empty, after a warning."""
+  """Reads the whole file of fastest tiles. A missing file counts as empty. A damaged file also counts as empty, after a warning."""
   file = path()
   try: text = user_cache.content_of(file).decode()
   except FileNotFoundError: return {}
@@ -137,8 +136,8 @@ def load() -> dict[str, Any]:
   return found
 
 def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCheck) -> list[UpTo[AnyShape]]:
-  """Fastest measured tile for the class of `p` on this chip, as a table row that is tried before the rows of a table. Empty if no valid tile is
-  known, or if `arch` is not the chip of a real device."""
+  """Returns the fastest measured tile for the class of `p` on this chip, as a list with one table row. Dispatch tries this row before the rows of its
+  tables. Returns an empty list if no valid tile is known, or if `arch` is not the chip of a real device."""
   if not arch.tuned or (name := entry_of(p, kernel)) is None: return []
   if (entry := load().get(arch.name, {}).get(name)) is None: return []
   try:
@@ -150,16 +149,18 @@ def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCh
   return [row] if row is not None else []
 
 def winner(p:Problem, arch:Chip) -> list[UpTo[ForwardShape]]:
-  """Fastest measured tile of the forward kernel on AMD's matrix units."""
+  """Returns the fastest measured tile of the forward kernel on AMD's matrix units, as a list with one table row. The list is empty if no valid tile
+  is known."""
   return kept_rows(p, arch, "", ForwardShape, check_matrix)
 
 def entry_of(p:Problem, kernel:str) -> str|None:
-  """Name of an entry of the file: the problem's class, followed by the kernel's name ("" for forward). None if the problem belongs to no class."""
+  """Returns the name of an entry of the file: the problem's class, followed by the kernel's name ("" for forward). Returns None if the problem
+  belongs to no class."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
-  """Writes `row`, the fastest tile for the class of `p`, to the file. None stands for dispatch's own choice. Raises ValueError if `p` belongs to no
-  class, OSError if the file can't be written."""
+  """Writes the fastest tile for the class of `p` to the file. The tile is the table row `row`; None says that attn's own choice is fastest. Raises
+  ValueError if `p` belongs to no class, OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
     raise ValueError(f"{', '.join(p.options)}: TUNE=1 times tiles only for problems without these options")

@@ -20,8 +20,8 @@ def directory() -> Path:
   return Path(named if os.path.isabs(named) else os.path.expanduser(home))/"attn"
 
 def content_of(path:Path) -> bytes:
-  """Returns the content of a regular file. Never blocks: if the name belongs to a pipe or a device, it is neither waited for nor read. Raises OSError
-  if there is no regular file of that name, or if the file has MOST_BYTES or more."""
+  """Returns the content of a regular file. Never blocks: if the name belongs to a pipe or a device, the function neither waits for it nor reads it.
+  Raises OSError if there is no regular file of that name, or if the file has MOST_BYTES or more."""
   with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as f:
     found = os.fstat(f.fileno())
     if not stat.S_ISREG(found.st_mode): raise OSError(f"{path} is not a regular file")
@@ -43,8 +43,9 @@ def write(path:Path, data:bytes) -> None:
 
 @contextlib.contextmanager
 def only_one(path:Path) -> Iterator[None]:
-  """Context manager that lets only one process at a time read, change and write a file, on systems that have flock. The lock is a second file beside
-  this file, and it is not deleted. Raises OSError if the lock file can't be made."""
+  """Context in which no other process changes a file: only one process at a time can be in the context of this file. It may read, change and write
+  the file there. On systems without flock the context protects nothing. The lock is a second file beside this file, and it is not deleted. Raises
+  OSError if the lock file can't be made."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with open(os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666), "rb") as lock:
     if fcntl is not None: fcntl.flock(lock, fcntl.LOCK_EX)
@@ -58,8 +59,9 @@ def is_kept(kind:str, key:tuple[str, ...]) -> bool:
   return os.path.isfile(_place(kind, key))     # also False if the directory cannot be entered
 
 def kept(kind:str, key:tuple[str, ...], make:Callable[[], bytes]) -> bytes:
-  """Returns the result of `make` for a `kind` and `key`. Reads it from the cache if it is there; otherwise calls `make` and writes the result to the
-  cache. The file begins with the SHA-256 of the data, so a damaged file counts as missing. A cache that can't be read or written is ignored."""
+  """Returns data from the cache, or makes it. The data belongs to a `kind` and a `key`. If the cache does not have it, `make` is called and its
+  result is written to the cache. The file begins with the SHA-256 of the data, so a damaged file counts as missing. A cache that can't be read or
+  written is ignored."""
   path = _place(kind, key)
   with contextlib.suppress(OSError):
     digest, data = (found := content_of(path))[:32], found[32:]
