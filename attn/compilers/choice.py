@@ -21,7 +21,8 @@ NAMES = ("clang", "comgr")   # values of ATTN_COMPILER
 # ***** the probe *****
 
 def _multiplies(i:int, m:Matrix) -> str:
-  """C++ lines that load the operands of a matrix instruction from memory, execute the instruction and store its result."""
+  """Returns C++ lines for the probe that load the operands of a matrix instruction from memory, execute the instruction and store its result. `i`
+  makes their names unique."""
   return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];
@@ -30,8 +31,8 @@ def _multiplies(i:int, m:Matrix) -> str:
 """
 
 def probe_source(arch:str) -> str:
-  """HIP source with all compiler features that kernels for `arch` need: named vectors, buffer loads through a descriptor, the matrix instructions,
-  elementwise builtins, and the device functions that tinygrad declares."""
+  """Returns a small HIP source with all compiler features that kernels for `arch` need: named vectors, buffer loads through a descriptor, the matrix
+  instructions, elementwise builtins, and the device functions that tinygrad declares."""
   chip = CHIPS.get(arch)
   wave = chip.wave if chip is not None else 64
   matrices = [m for rows in chip.matrix.values() for m in rows] if chip is not None else []
@@ -53,8 +54,8 @@ extern "C" __attribute__((global)) void __attribute__((amdgpu_flat_work_group_si
 """
 
 def refusal(found:Found, arch:str) -> str|None:
-  """Returns the compiler's message if it can't compile the kernels for `arch`, else None. Records a success in the user's cache directory, so that
-  the test is not repeated."""
+  """Tests whether a compiler can compile the kernels for `arch`. Returns None if it can, else its error message. A success is recorded in the user's
+  cache directory, so that the test is not repeated."""
   source = probe_source(arch)
   def tried() -> bytes:
     found.compile(source, arch)
@@ -69,14 +70,15 @@ def refusal(found:Found, arch:str) -> str|None:
 # ***** the choice *****
 
 def asked() -> str:
-  """Value of ATTN_COMPILER, or "" if it is not set. Raises ValueError for an unknown name."""
+  """Returns the value of the environment variable ATTN_COMPILER, or "" if it is not set. Raises ValueError if the value is neither "clang" nor
+  "comgr"."""
   if (name := os.environ.get("ATTN_COMPILER", "")) and name not in NAMES:
     raise ValueError(f"ATTN_COMPILER={name!r}: must be {' or '.join(NAMES)}, or not set")
   return name
 
 def compiler_for(arch:str) -> Found:
-  """Compiler of attn's kernels for `arch`, such as "gfx942". Raises NoCompiler if no compiler can compile them, and ValueError for a wrong
-  ATTN_COMPILER or ATTN_CLANG."""
+  """Returns the compiler of attn's kernels for a chip. `arch` is a name such as "gfx942". Raises NoCompiler if no compiler can compile the kernels,
+  and ValueError for a wrong ATTN_COMPILER or ATTN_CLANG."""
   name = asked()
   if name != "comgr" and (tools := clang.named()) is not None: return _named(base_arch(arch), tools)
   return _search(base_arch(arch), name)
@@ -112,13 +114,15 @@ def _search(arch:str, name:str) -> Found:
 def _oldest(arch:str) -> str: return f"LLVM {oldest_for(arch)} or later"
 
 def in_use(arch:str) -> str:
-  """Version of the compiler of attn's kernels for `arch`, or a sentence that says why no compiler can be used."""
+  """Returns the version of the compiler that compiles attn's kernels for `arch`, as text for the user. If no compiler can be used, the text says
+  why."""
   try: return compiler_for(arch).version
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """Returns `chip` with the LLVM release of the compiler for `device`. On an AMD GPU this is the release of the compiler that `compiler_for` returns,
-  if the release is known. Without a compiler the chip is returned unchanged, and `renderer.require` raises before anything runs."""
+  """Returns the chip with the LLVM release of its compiler set. On an AMD GPU this is the release of the compiler that `compiler_for` returns, if the
+  release is known. On other devices, and without a compiler, the chip is returned unchanged. Without a compiler `renderer.require` raises an error
+  before anything runs."""
   if device.split(":")[0] != "AMD": return chip
   try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
   except (NoCompiler, ValueError): return chip

@@ -1,13 +1,11 @@
-"""Compilation of HIP text to assembly and code objects without ROCm, by the clang of the PyPI package `ziglang` (extra `isa`) or another clang or
-hipcc.
+"""Compiles HIP text to assembly and code objects without ROCm, by the clang of the PyPI package `ziglang` (extra `isa`) or another clang or hipcc.
 
     assembly(source, "gfx942")      returns text that `python -m attn.isa FILE.s` can report on
     code_object(source, "gfx942")   returns a linked ELF that tinygrad's AMDProgram can load
 
 The compiler is the program that ATTN_CLANG names (a path or a name on PATH), else the clang of `ziglang`, else a `clang` or `hipcc` that can compile
 for AMD GPUs. Assembly texts and code objects are stored in the user's cache directory. The key consists of the source, the options, the architecture
-and the compiler version.
-"""
+and the compiler version."""
 from __future__ import annotations
 import functools, importlib.metadata, importlib.util, os, re, shutil, subprocess, tempfile
 from dataclasses import dataclass
@@ -41,15 +39,16 @@ PRELUDE = "".join(f'extern "C" inline __attribute__((device, always_inline, {att
 
 @dataclass(frozen=True)
 class Toolchain:
-  """A compiler and its linker, each as the first words of its command line. The linker is None if none was found."""
+  """Compiler and linker. Each is given as the beginning of its command line. The linker is None if none was found. `version` is a text with the
+  compiler's version and where the compiler was found."""
   clang: tuple[str, ...]
   lld: tuple[str, ...]|None
   version: str
   @property
   def llvm(self) -> int:
-    """LLVM release, such as 22."""
+    """LLVM release of the compiler, such as 22."""
     release = llvm_release(self.version)
-    assert release is not None, self.version      # `inspected` has checked it
+    assert release is not None, self.version      # `inspected` has made sure of this
     return release
 
 def _run(command:tuple[str, ...], text:str|None=None) -> subprocess.CompletedProcess[str]:
@@ -61,7 +60,8 @@ def _zig() -> str|None:
   return shutil.which("zig", path=next(iter(spec.submodule_search_locations)))
 
 def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
-  """Returns the command of the linker lld. The compiler's own lld is preferred, so that compiler and linker are of the same release."""
+  """Returns the command of the linker lld, or None if there is none. The compiler's own lld is preferred, so that compiler and linker are of the same
+  release."""
   if clang[-1] == "clang" and len(clang) == 2: return (clang[0], "ld.lld")
   own = _run((*clang, "-print-prog-name=ld.lld")).stdout.strip()
   if (path:=shutil.which(own) or shutil.which("ld.lld")) is not None: return (path,)
@@ -112,8 +112,8 @@ def on_path() -> Toolchain|str:
   return "; ".join(reasons) or "there is no clang or hipcc on PATH"
 
 def toolchain() -> Toolchain:
-  """Returns the compiler that the tools for machine code use. Raises NoCompiler, with what to install, if there is none, and ValueError for a wrong
-  ATTN_CLANG."""
+  """Returns the compiler that the tools for machine code use: the one that ATTN_CLANG names, the clang of the extra `isa`, or one on PATH. Raises
+  NoCompiler, with what to install, if there is none, and ValueError for a wrong ATTN_CLANG."""
   reasons = []
   for find in (named, packaged, on_path):
     if isinstance(found := find(), Toolchain): return found
@@ -121,14 +121,13 @@ def toolchain() -> Toolchain:
   raise NoCompiler(f"no clang of LLVM {OLDEST} or later for AMD's chips: {'; '.join(reasons)}; {INSTALL}")
 
 def found(tools:Toolchain) -> Found:
-  """Makes a `Found` from a toolchain: a compiler that choice.py can choose."""
+  """Makes the record by which choice.py chooses among compilers, from a clang and its linker."""
   return Found("clang", tools.version, lambda source, arch: code_object(source, arch, tools=tools))
 
 # ***** compilation *****
 
 def _fail(arch:str, stderr:str) -> CompileError:
-  """Makes a CompileError from clang's messages. The error contains the source lines that clang quotes, but not clang's counts of errors and
-  warnings."""
+  """Makes a CompileError from clang's messages. Keeps the source lines that clang quotes, and leaves out clang's counts of errors and warnings."""
   text = "\n".join(x for x in stderr.splitlines() if not re.match(r"\d+ (warning|error)s? ", x)).strip()
   return CompileError(f"clang cannot compile this for {arch}:\n{text}")
 
@@ -138,7 +137,7 @@ def _undefined(text:str) -> list[str]:
   return sorted(set(re.findall(r"\b__oc(?:ml|kl)_\w+", re.sub(r"(?m)^\s*\.asciz\s.*$", "", text))))
 
 def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> str:
-  """Compiles a HIP source to assembly text; `options` are added to clang's command line. Raises CompileError with clang's message and the source
+  """Compiles a HIP source to assembly text. `options` are added to clang's command line. Raises CompileError with clang's message and the source
   line."""
   clang, arch = tools or toolchain(), base_arch(arch)
   flags = (*OPTIONS, f"--offload-arch={arch}", *options)
@@ -150,7 +149,7 @@ def assembly(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|N
   return kept("s", (PRELUDE, source, arch, *flags, clang.version), compiled).decode()
 
 def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
-  """Assembles and links assembly text to a code object."""
+  """Assembles and links assembly text to a code object. Raises CompileError for a wrong text, and NoCompiler if there is no linker."""
   clang, arch = tools or toolchain(), base_arch(arch)
   def assembled() -> bytes:
     if clang.lld is None: raise NoCompiler(f"there is no ld.lld beside {clang.version} or on PATH to link a code object with; {INSTALL}")

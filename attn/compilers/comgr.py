@@ -1,4 +1,4 @@
-"""ROCm's compiler library comgr, as tinygrad loads it: its version, and machine code compiled with it. The machine code is stored in the user's cache
+"""Compiles kernels by comgr, ROCm's compiler library, as tinygrad loads it, and finds out its version. The machine code is stored in the user's cache
 directory, separately for each version of comgr."""
 from __future__ import annotations
 import contextlib, functools, io, re
@@ -10,7 +10,7 @@ from attn.cache.user_cache import kept
 EMPTY_KERNEL, ANY_ARCH = 'extern "C" __attribute__((global)) void attn_empty(float* x) { *x = 0.0f; }', "gfx900"
 
 def _compile(compiler:Compiler, source:str) -> bytes:
-  """Compiles a source by comgr. tinygrad's own function prints comgr's diagnostics; this function puts them into the error."""
+  """Compiles a source by comgr. tinygrad's own function prints comgr's messages; here they become part of the error."""
   printed = io.StringIO()
   try:
     with contextlib.redirect_stdout(printed): return compiler.compile(source)
@@ -18,7 +18,7 @@ def _compile(compiler:Compiler, source:str) -> bytes:
 
 @functools.cache
 def _version() -> str:
-  """Version text of comgr, such as "comgr 3.0 with AMD clang version 20.0.0git (roc-7.1.1 ...)"."""
+  """Returns the version of comgr as text, such as "comgr 3.0 with AMD clang version 20.0.0git (roc-7.1.1 ...)"."""
   name = "comgr {}.{}".format(*comgr_version())
   try: lib = _compile(comgr_compiler(ANY_ARCH), EMPTY_KERNEL)
   except CompileError: return f"{name}, which cannot compile even an empty kernel"
@@ -31,7 +31,7 @@ def compile_hip(source:str, arch:str) -> bytes:
   return kept("co", ("comgr", _version(), arch, source), lambda: _compile(comgr_compiler(arch), source))
 
 def loaded_comgr() -> Found|str:
-  """comgr as a `Found`, a compiler that choice.py can choose, or a text that says why comgr can't be loaded."""
+  """Returns comgr as a compiler that choice.py can choose, or a text that says why comgr can't be loaded."""
   try: comgr_compiler(ANY_ARCH)
   except AssertionError as e: return str(e)
   return Found("comgr", _version(), compile_hip)

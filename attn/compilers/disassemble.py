@@ -1,8 +1,7 @@
-"""Disassembler of code objects (ELF) in Python, for kernels of other projects, or kernels whose assembly text is lost.
+"""Disassembles code objects (ELF) in Python: kernels of other projects, or kernels whose assembly text is lost.
 
 tinygrad's tables of AMD's instruction sets decode the instructions. The text begins with the metadata of the ELF's note. The code follows in the form
-that `llvm-objdump -d` prints and `parse.parse` reads. Operands are written in tinygrad's form, which an assembler does not accept.
-"""
+that `llvm-objdump -d` prints and `parse.parse` reads. Operands are written in tinygrad's form, which an assembler does not accept."""
 from __future__ import annotations
 import struct
 from typing import Any
@@ -53,7 +52,8 @@ def _decode(data:bytes, at:int) -> tuple[Any, int]:
   raise ValueError(f"unexpected MessagePack tag {tag:#x}")
 
 def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
-  """Entries of amdhsa.kernels in the ELF's note of type NT_AMDGPU_METADATA, 32 (LLVM, AMDGPUUsage: "Code Object Metadata")."""
+  """Returns the metadata of each kernel in a code object, such as its numbers of registers. It is the list amdhsa.kernels in the ELF's note of type
+  NT_AMDGPU_METADATA, 32 (LLVM, AMDGPUUsage: "Code Object Metadata")."""
   for section in elf_loader(lib)[1]:
     data, at = section.content, 0
     while section.name == ".note" and at + 12 <= len(data):
@@ -64,8 +64,8 @@ def elf_metadata(lib:bytes) -> list[dict[str, Any]]:
   return []
 
 def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
-  """Lists (name, address, contents) of the symbols in a section. Kernels written by hand may have no size: such a kernel extends to the next symbol
-  or to the end of the section."""
+  """Lists the symbols in a section of a code object, as (name, address, contents). Kernels written by hand may have no size: such a kernel extends to
+  the next symbol or to the end of the section."""
   sections = elf_loader(lib)[1]
   by_name = {s.name: s for s in sections}
   table, names = (by_name[n].content for n in ((".symtab", ".strtab") if ".symtab" in by_name else (".dynsym", ".dynstr")))
@@ -79,7 +79,7 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
   return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
-  """Returns the numbers in the metadata as text, in the form of clang's assembly text."""
+  """Returns those metadata of all kernels that are numbers, as text in the form of clang's assembly text."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
   lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):
@@ -91,7 +91,7 @@ def metadata_text(lib:bytes, chip:Chip) -> str:
 # ***** code *****
 
 def _text(ins:Any) -> str:
-  """Returns mnemonic and operands of a decoded instruction."""
+  """Returns a decoded instruction as text: its mnemonic and operands."""
   operands = str(ins).partition("(")[2].removesuffix(")")
   if hasattr(ins, "opx"): return f"v_dual_{_name(ins.opx)} {operands} :: v_dual_{_name(ins.opy)}"
   if not operands and ins.op_name.lower().startswith("s_wait"): operands = "0"      # tinygrad omits a number that is 0

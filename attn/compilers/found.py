@@ -1,4 +1,4 @@
-"""Record of a compiler that was found on this machine, and the error that is raised if no compiler can be used."""
+"""Record of a compiler that was found on this machine, and the error for a machine without a usable compiler."""
 from __future__ import annotations
 import re
 from collections.abc import Callable
@@ -9,12 +9,12 @@ OLDEST = 19                           # oldest LLVM release that compiles the ke
 ROCM = {19: "6.4", 20: "7.0"}         # LLVM release -> oldest ROCm that has it (docs/compilers.md)
 
 class NoCompiler(RuntimeError):
-  """Error: no compiler can compile the kernels for a chip. The message is one sentence: the compilers that were found, why each can't be used, what
-  to install."""
+  """Error: no compiler can compile the kernels for a chip. The message says which compilers were found, why each can't be used, and what to
+  install."""
 
 @dataclass(frozen=True)
 class Found:
-  """HIP compiler for AMD's chips."""
+  """HIP compiler for AMD's chips that was found on this machine."""
   name: str                             # "clang" or "comgr", as in ATTN_COMPILER
   version: str                          # text with the LLVM release and the place of the compiler; part of the key of kept results
   compile: Callable[[str, str], bytes]  # (HIP source, chip) -> linked code object; raises CompileError
@@ -25,7 +25,7 @@ class Found:
     return llvm_release(self.version)
 
 def llvm_release(version:str) -> int|None:
-  """LLVM release in a version text, such as 22 in "clang version 22.1.8"; None if the text contains no release."""
+  """Returns the LLVM release in a version text, such as 22 for "clang version 22.1.8". Returns None if the text contains no release."""
   found = re.search(r"clang version (\d+)\.", version)
   return int(found[1]) if found is not None else None
 
@@ -34,5 +34,5 @@ def oldest_for(arch:str) -> int:
   return max(OLDEST, CHIPS[arch].unit.llvm) if arch in CHIPS else OLDEST
 
 def base_arch(arch:str) -> str:
-  """Name of a chip without its features, such as gfx942 for gfx942:sramecc+:xnack-."""
+  """Returns the name of a chip without its features, such as gfx942 for gfx942:sramecc+:xnack-."""
   return arch.split(":")[0]

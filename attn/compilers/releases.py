@@ -1,8 +1,8 @@
-"""The clang of other LLVM releases than the installed one, to see the machine code that users' compilers make from the kernels.
+"""Provides the clang of LLVM releases other than the installed one, so that one can look at the machine code that users' compilers make from the
+kernels.
 
 Each release comes from a version of the PyPI package `ziglang`. pip installs it into a separate directory of the user's cache directory, where it
-stays.
-"""
+stays."""
 from __future__ import annotations
 import os, shutil, subprocess, sys, tempfile
 from pathlib import Path
@@ -14,7 +14,8 @@ ZIGLANG = {19: "0.14.1", 20: "0.15.2", 21: "0.16.0", 22: "0.17.1"}    # release 
 OLDER = tuple(release for release in ZIGLANG if release < max(ZIGLANG))
 
 def _get(version:str) -> Path:
-  """Directory of this version of `ziglang`, which pip installs if it is missing. Raises NoCompiler, with pip's message, if the installation fails."""
+  """Returns the directory with a version of the package `ziglang`. If the directory does not exist, pip installs this version there. Raises
+  NoCompiler if the installation fails, with pip's message."""
   place = user_cache.directory()/"clangs"/f"ziglang-{version}"
   if place.is_dir(): return place
   try:
@@ -25,7 +26,7 @@ def _get(version:str) -> Path:
       if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.strip().splitlines() or ["nothing"]
         raise NoCompiler(f"pip could not get ziglang {version}: {said[-1]}")
-      try: os.replace(unpacked, place)      # in one step: another process sees all of it or nothing
+      try: os.replace(unpacked, place)      # in one step: another process sees the whole directory or nothing
       except OSError:
         if not place.is_dir(): raise          # otherwise another process was faster
   except OSError as e: raise NoCompiler(f"ziglang {version} can't be stored in {place.parent}: {e}") from None

@@ -1,9 +1,8 @@
-"""Renderers of tinygrad's device AMD. The source of one of attn's kernels goes to the compiler that choice.py finds; any other source goes to
-tinygrad's compiler, as before.
+"""Makes tinygrad's device AMD compile attn's kernels with the compiler that choice.py finds. tinygrad's own kernels are compiled by tinygrad's
+compiler, as before.
 
 The first line of a source marks attn's kernels (ops/renderers.py). tinygrad passes a renderer to its compile workers by its class. A worker therefore
-imports this module, and chooses the same compiler as its parent process.
-"""
+imports this module, and chooses the same compiler as its parent process."""
 from __future__ import annotations
 import functools, shutil
 from typing import Any
@@ -16,8 +15,8 @@ from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer
                                   opened_devices)
 
 class ClangCompiler(Compiler):
-  """Adapter from clang.py to tinygrad's Compiler interface. clang.py has its own cache, whose key contains the compiler's version, so tinygrad gets
-  no cache key."""
+  """Compiler in tinygrad's interface that compiles by clang.py. clang.py has its own cache, whose key contains the compiler's version, so this class
+  passes no cache key to tinygrad."""
   def __init__(self, arch:str):
     self.arch, self.tools = arch, clang.toolchain()
     super().__init__(None)
@@ -27,8 +26,9 @@ class ClangCompiler(Compiler):
     print(disassemble(lib))
 
 class CompilerByMark(Compiler):
-  """Compiler that looks for attn's mark in a source. A source with the mark is a kernel of attn, and the compiler from `compiler_for` compiles it;
-  its cache has the compiler's version in the key. A source without the mark is compiled by the compiler `others`, with tinygrad's own cache."""
+  """Compiler that uses one of two compilers, depending on the first line of a source. If this line is attn's mark, the source is a kernel of attn:
+  the compiler from `compiler_for` compiles it, with a cache whose key contains the compiler's version. Any other source is compiled by the compiler
+  `others`, with tinygrad's own cache."""
   def __init__(self, arch:str, others:Compiler):
     self.arch, self.others = arch, others
     super().__init__(None)
@@ -38,21 +38,21 @@ class CompilerByMark(Compiler):
 
 # tinygrad selects these classes by their names, for DEV=AMD:HIP, DEV=AMD:CLANG and DEV=AMD:HIPCC.
 class AMDHIPRenderer(OperationsHIPRenderer):
-  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and comgr for other kernels."""
+  """Subclass of tinygrad's HIPRenderer that compiles attn's kernels with attn's compiler, and other kernels with comgr."""
   def __init__(self, target:Target):
     super().__init__(target)
     self.compiler = CompilerByMark(target.arch, self.compiler)
 
 class AMDHIPCCRenderer(OperationsHIPCCRenderer):
-  """tinygrad's HIPCCRenderer, with attn's compiler for attn's kernels and ROCm's hipcc for other kernels."""
+  """Subclass of tinygrad's HIPCCRenderer that compiles attn's kernels with attn's compiler, and other kernels with ROCm's hipcc."""
   def __init__(self, target:Target):
     super().__init__(target)
     self.compiler = CompilerByMark(target.arch, self.compiler)
 
 class AMDClangRenderer(OperationsHIPRenderer):
-  """tinygrad's HIPRenderer, with attn's compiler for attn's kernels and the clang of clang.py for other kernels. DEV=AMD uses this renderer if comgr
-  can't be loaded. It prints the same text as tinygrad's HIPRenderer, except for the sine, and exp2 and log2 of doubles: tinygrad expands these
-  functions."""
+  """Subclass of tinygrad's HIPRenderer that compiles attn's kernels with attn's compiler, and other kernels with the clang of clang.py. DEV=AMD uses
+  this renderer if comgr can't be loaded. It prints the same text as tinygrad's HIPRenderer, except for the sine, and exp2 and log2 of doubles:
+  tinygrad expands these functions."""
   def __init__(self, target:Target):
     super().__init__(target, use_hipcc=True)   # with HIPCC the constructor needs nothing installed
     self.compiler = CompilerByMark(target.arch, ClangCompiler(target.arch))
@@ -83,16 +83,16 @@ def missing_c_compiler(device:str) -> str|None:
           "to the path of examples/clang_of_zig.sh in a clone of attn")
 
 def check_opens(device:str) -> None:
-  """Raises NoCompiler if a CPU device lacks a clang to be opened: tinygrad then compiles four programs of its own, unless it finds them in its
-  cache."""
+  """Raises NoCompiler if a CPU device can't be opened because there is no clang. tinygrad compiles four programs of its own when it opens such a
+  device, unless it finds them in its cache."""
   try: device_of(device)
   except FileNotFoundError:
     if (missing := missing_c_compiler(device)) is None: raise
     raise NoCompiler(missing) from None
 
 def require(devices:str|tuple[str, ...]|None) -> None:
-  """Raises an error if attn's kernels can't be compiled for one of `devices`: the NoCompiler or ValueError of `compiler_for`, NoCompiler if a CPU
-  device has no clang, NotImplementedError if the renderer of an AMD GPU doesn't print HIP (DEV=AMD:LLVM)."""
+  """Raises an error if attn's kernels can't be compiled for one of `devices`. For an AMD GPU it is the NoCompiler or ValueError of `compiler_for`, or
+  NotImplementedError if its renderer doesn't print HIP (DEV=AMD:LLVM). For a CPU device without a clang it is NoCompiler."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if (missing := missing_c_compiler(name)) is not None: raise NoCompiler(missing)
     if name.split(":")[0] != "AMD": continue

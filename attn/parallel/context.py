@@ -1,13 +1,12 @@
 """Context parallelism: attention over sequences whose rows are divided among devices. There are three ways:
 
-- Gathering: q, k and v are sharded along their rows. Each device computes its own queries over all keys, some heads in each launch, which writes o to
-  its final place. The device gathers the keys of these heads from all devices. During a launch the keys for the next heads are copied; launches use
-  two buffers in turn.
+- Gathering: q, k and v are sharded along their rows. Each device computes its own queries over all keys. It runs several launches, each for some
+heads, and each writes o to its final place. The device gathers the keys of these heads from all devices. During a launch the keys for the next heads
+are copied; launches use two buffers in turn.
 - Exchange: only k and v are sharded, and every device has all queries. Each device computes all queries over its own keys. Then the devices exchange
-  the results, o and lse in one buffer, and one kernel on each device merges the results.
+the results, o and lse in one buffer, and one kernel on each device merges the results.
 - Ring attention (arXiv 2310.01889): q, k and v are sharded, but no single kernel can compute the problem. A device runs launches over the keys of one
-  device after another, and merges the results. The shards of these keys are copied into two buffers in turn.
-"""
+device after another, and merges the results. The shards of these keys are copied into two buffers in turn."""
 from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +30,16 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, also_after, ast_of, copied, c
 from attn.values import FLOATS, cache_of_kernels
 
 SLOTS = 2             # buffers of a device for the keys of others: one is read while the other is filled
-PARTS_KEPT = 4        # most results that wait to be merged: without a limit the memory would grow with the number of devices
+PARTS_KEPT = 4        # most partial results that wait to be merged: without a limit the memory would grow with the number of devices
 
-# function that computes (o, lse) of a problem from tensors by name on a device. Its last argument has the buffers for the results (o, lse, and the
-# buffers that they are regions of), or is empty.
+# Type of a function that computes (o, lse) of a problem, from tensors by name, on a device. Its last argument has the buffers for the results (o,
+# lse, and the buffers that they are regions of), or is empty.
 Attend = Callable[[Problem, dict[str, Tensor], str, Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class SharedRows:
-  """A problem whose rows are divided among devices. `problem` is the whole problem, without the padding that the devices hold."""
+  """Problem whose rows are divided among devices. `problem` is the whole problem, without the padding that the devices hold. `at` says which devices
+  these are, and `shards` says how the rows are divided."""
   problem: Problem
   arch: Chip
   at: Placement
@@ -48,35 +48,35 @@ class SharedRows:
   def devices(self) -> tuple[str, ...]: return (self.at.device,) if isinstance(self.at.device, str) else self.at.device
   @property
   def own(self) -> Problem:
-    """The problem of one device, with the shapes of the device's results, which include the padding."""
+    """Problem whose outputs have the shapes that one device stores: with the number of queries that a device holds, padding included."""
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
-    """Launches of a device that gathers the keys of all devices, as (heads, problem). `heads` is (first, count), equal on all devices. There is only
-    one launch, for all heads, if there is only one device. There is also only one launch if the kernel divides the keys into ranges, because one
-    buffer holds the results of all ranges."""
+    """Returns the launches of a device that gathers the keys of all devices. Each launch is given as (heads, problem). `heads` is (first, count): the
+    key/value heads of the launch, counted over all batches. They are equal on all devices. One launch computes all heads if there is only one device.
+    One launch also computes all heads if the kernel divides the keys into ranges, because one buffer holds the results of all ranges."""
     p, shards = self.problem, self.shards
     heads = (0, p.B*p.Hkv)
     if shards.count == 1 or self.divides_keys: return [(heads, shards.dealt(p, device, heads))]
     return [(heads, replace(shards.dealt(p, device, heads), num_splits=1)) for heads in head_chunks(p, shards)]
   @functools.cached_property
   def divides_keys(self) -> bool:
-    """Returns whether a device that computed all heads in one launch would divide the keys into ranges."""
+    """Returns whether the kernel would divide the keys into ranges if a device computed all heads in one launch."""
     p, shards = self.problem, self.shards
     return any(choose(shards.dealt(p, device, (0, p.B*p.Hkv)), self.arch).work.splits > 1 for device in range(shards.count))
   @property
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
   @property
   def gathers(self) -> bool:
-    """Returns whether the devices gather keys. They don't gather if every device has all of q, if only tinygrad can compute the problem
-    (`three_pass`), or if buffers have no regions (OpenCL)."""
+    """Returns whether each device gathers the keys of all devices. This is not done if every device has all of q, if only tinygrad can compute the
+    problem (`three_pass`), or if the device can't pass a region of a buffer to a kernel (OpenCL)."""
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
     return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
   def told(self) -> str:
-    """Returns what `explain` says about the division of rows among devices."""
+    """Returns the text of `explain` about the division of rows among devices."""
     return self.shards.told(self.problem, len(self.gathering(0)) if self.gathers else 0)
   def there(self, device:int) -> tuple[RowRange, ...]:
-    """Returns which rows that a device holds are not padding."""
+    """Returns the ranges of rows in a device's part of q that are not padding."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
 
 # ***** division of a problem *****
@@ -88,9 +88,9 @@ REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts
 
 def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                     at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
-  """Finds the division of rows among devices for tensors of these shapes. Returns the placement of tensors, the division (None if rows are not
-  divided), and the numbers of rows of q and of k without padding. A single device with a sequence_order or sequence_lengths has all rows. Raises
-  ValueError for an option that needs whole sequences; the message tells how to shard instead."""
+  """Finds out how the rows of q, k and v are divided among devices, from the shapes of these tensors. Returns the placement of the tensors, the
+  division (None if rows are not divided), and the numbers of rows of q and of k without padding. A single device with a sequence_order or
+  sequence_lengths has all rows. Raises ValueError for an option that needs whole sequences; the message tells how to shard instead."""
   order, lengths = options.sequence_order, options.sequence_lengths
   asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None
   if at.shared not in ("rows", "keys"):
@@ -120,7 +120,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   return at, shared, lengths or rows
 
 def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
-  """Tells whether the rows of a term's tensor are divided like those of q, with the padding."""
+  """Tells whether the rows of a term's tensor are divided among devices like the rows of q, with padding."""
   axes = TERM_TENSORS[name].axes
   if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
   if isinstance(at.device, str): return int(t.shape[axis]) == rows
@@ -142,27 +142,28 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Returns the tensor if it lies in a buffer on each of its devices, else new private buffers filled with it. (If a tensor is not realized, one
-  kernel may take its elements and another one the buffer of one of its devices; tinygrad then mistakes one for the other.)"""
+  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor if it does; if not, copies it to new buffers. (If a tensor
+  is not realized, one kernel may take its elements and another one the buffer of one of its devices; tinygrad then mistakes one for the other.)"""
   if inside_function(): return copied(u)      # a function's argument has no shards yet
   if u.has_buffer_identity(): return u
   return u.contiguous() if isinstance(u.device, str) else copied(u)
 
 def shards_of(u:UOp) -> list[UOp]:
-  """Returns the shards of a tensor that lies in buffers, one for each device."""
+  """Returns the parts of a tensor on its devices, one for each device. The tensor must lie in buffers."""
   if isinstance(u.device, str): return [u]
   if u.op is Ops.UNSHARD: u = u.src[0]
   elif u.op is Ops.AFTER and u.src[0].op is Ops.UNSHARD: u = u.replace(src=(u.src[0].src[0], *u.src[1:]))
   return [u.mselect(i) for i in range(len(u.device or ()))]
 
 def of_device(u:UOp, i:int) -> UOp:
-  """Returns the shard of `u` on the i-th device, or `u` itself if it is on one device."""
+  """Returns the part of the tensor `u` on the i-th device. Returns `u` itself if it is on one device."""
   return u if isinstance(u.device, str) else u.mselect(i)
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
-  """Yields {tensor name: shard} for each owner in turn, on device number `device`, whose name is `name`. The device's own shards are not copied. The
-  shards of other owners are copied to the device, into SLOTS buffers of each tensor, used in turn. Each copy is recorded (`remembered`), because at
-  the end the buffers hold the shards of the last owners: a later computation must copy the other shards again."""
+  """Brings the shards of several devices, one after another, to one device. `held` has all shards of each tensor. `owners` are the numbers of the
+  devices whose shards come, in order. `device` and `name` are the number and the name of the device that gets them. Yields {tensor name: shard} for
+  each owner. The device's own shards are not copied. Other shards are copied into SLOTS buffers of each tensor, used in turn. Each copy is recorded
+  (`remembered`), because at the end the buffers hold the shards of the last owners: a later computation must copy the other shards again."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -183,24 +184,24 @@ def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all rows of `u`. (With `contiguous()`
-  tinygrad would make a view of a buffer that is already contiguous, and its memory planner would not know that the buffer is still in use.)"""
+  """Copies `count` rows along an axis, from row `first` on, to a new buffer. Returns `u` itself if these are all rows of `u`. (`contiguous()` is not
+  enough: for a buffer that is already contiguous tinygrad makes a view, and its memory planner would not know that the buffer is still in use.)"""
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
 
 def filled_with_rows(u:UOp) -> UOp:
-  """Makes a new buffer filled with `u`."""
+  """Copies the tensor `u` to a new buffer, and returns the buffer."""
   buffer = new_buffer(u.max_shape, u.dtype, u.device)
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
-  """Returns the problem of one launch, with only the rows of the launch. This problem has no sinks, because a sink must count once, not in each
+  """Returns the problem that one launch computes: some queries over some keys. It has no sinks, because a sink must count once, not in each
   launch."""
   return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """Returns the tensors that a launch needs: of a term's tensor that has an axis of queries or of keys, only the rows and keys of this launch. The
-  keys of such a tensor are in the order of the sequence. Its rows are in this order, too, unless they are divided like those of q."""
+  """Returns the tensors of terms (such as a bias) for one launch, by name: only those with an axis of queries or keys, cut to the queries and keys of
+  the launch. The keys of such a tensor are in the order of the sequence. Its rows are in this order, too, unless they are divided like those of q."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -214,12 +215,14 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
   return found
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
-  """Changes a launch's problem so that the kernel reads keys in place, from a device's tensors of the shapes `held`. Returns the problem unchanged if
-  reading in place would lead to a slower kernel."""
+  """Changes the problem of a launch so that the kernel reads keys in place, from the tensors that the device holds. `held` has the shapes of these
+  tensors. Returns the problem unchanged if the launch uses all rows that the device holds, or if another kernel would be needed to read keys in
+  place."""
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
-    """Returns the position of the first key in the buffer, and the strides between keys."""
+    """Returns where the launch's rows of k or v lie in the device's buffer: the first element, and the strides. Returns None if there is no such
+    tensor."""
     return None if name not in held else replace(place := whole_places(held[name], p.layout), start=keys.first*place.row)
   viewed = replace(p, k_view=of("k"), v_view=of("v"))
   return viewed if choose(viewed, arch).kernel == choose(p, arch).kernel != "three_pass" else p
@@ -237,9 +240,10 @@ def bare_buffer(u:UOp) -> UOp:
 
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
-  """Returns the kernel with arguments (gathered, shard) that copies a device's own k or v, with `held` rows per head, to the buffer in which the
-  device gathers all keys. It copies the key/value heads (first, count) over all batches. Rows in the buffer are in the order of the sequence, from
-  row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
+  """Returns a kernel that copies a device's own keys to the buffer in which the device gathers all keys. Its arguments are (gathered, shard). `shard`
+  is the device's k or v, with `held` rows per head. The kernel copies the key/value heads (first, count), counted over all batches. Rows in the
+  buffer are in the order of the sequence, from row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's
+  schedule cache compares by identity."""
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   program = functools.partial(order_keys, p, held, keys, width)
@@ -247,9 +251,9 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """State of a device that gathers the keys of all devices: its tensors, its launches as (heads, problem), and its buffers for k and v, of which
-  successive launches use different ones. In the graph, the UOp of a buffer comes after all CALLs that have used the buffer. `ordered` holds, for each
-  buffer, the CALLs that have copied the device's own keys into the buffer."""
+  """State of a device that gathers the keys of all devices: its tensors, its launches as (heads, problem), and its buffers for k and v (`slots`).
+  Successive launches use different buffers. In the graph, the UOp of a buffer comes after all CALLs that have used the buffer. `ordered` holds, for
+  each buffer, the CALLs that have copied the device's own keys into the buffer."""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
@@ -265,13 +269,14 @@ class GatheringDevice:
              for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Returns the region of some rows of k or v in the buffer that the n-th launch uses."""
+    """Returns the region of a gathering buffer that holds the given rows of k or v. It is the buffer that the n-th launch uses. `name` is "k" or
+    "v"."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
   def order_own(self, n:int) -> None:
-    """Copies the device's own keys into the buffers of the n-th launch. These copies come after the copies of keys for the launch before, because
-    that launch needs its keys first."""
+    """Copies the device's own keys into the gathering buffers of the n-th launch. These copies come after the device's copies for the launch before,
+    because that launch needs its keys first."""
     before, called = (self.own_keys(n - 1), tuple(self.ordered[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
@@ -300,9 +305,9 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Fills the `outputs` on each device by gathering keys, and returns the last CALL. A launch computes all queries of a device over all keys, for
-  some heads. While a launch runs, the keys for the next heads are copied from other devices. A device copies its own keys for the next heads before
-  the launch, because during the launch it is busy."""
+  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the last CALL. A launch computes all queries of a device
+  over all keys, for some heads. While a launch runs, the keys for the next heads are copied from other devices. A device copies its own keys for the
+  next heads before the launch, because during the launch it is busy."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -325,31 +330,32 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
   return call
 
 def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> UOp:
-  """Returns the part of q, o or lse that a launch for these heads uses on its device: the region of the heads, or the whole tensor."""
+  """Returns the part of q, o or lse that one launch reads or writes on a device: the region of its `heads`, or the whole tensor if the launch
+  computes all heads."""
   size = math.prod(p.shapes[name][0])
   if size == math.prod(u.max_shard_shape): return shards_of(u)[device] if name == "q" else of_device(u, device)
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
-  """Returns the rows of a term's tensor that belong to a device's queries, in the order of these queries and with padding. Returns the whole tensor
-  if it has no rows."""
+  """Returns the tensor of a term (such as a bias) as a device needs it: with one row for each query of the device, in the same order and with
+  padding. Returns the tensor unchanged if it has no axis of queries, or if its rows are already divided like those of q."""
   queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
   if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u
   first, *rest = [cut(u, axis, x.start, x.rows) for x in c.shards.queries_of(c.problem, device)] or [cut(u, axis, 0, 1)]
   return filled_with_rows(first.cat(*rest, dim=axis).pad_to((*u.max_shape[:axis], queries, *u.max_shape[axis + 1:])))
 
-# ***** parts: o and lse (with its rest for wide scores) of some rows over some keys, in one buffer *****
+# ***** parts: one buffer with o and lse (and lse_rest for wide scores) of some rows over some keys *****
 
 def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
-  """Joins results of `p` that lie in separate buffers in a single buffer. The result is called a part: a partial result that one copy can send to
-  another device."""
+  """Copies the results of a launch into one buffer, called a part, so that one copy can send them to another device. `p` is the problem of the
+  launch."""
   first, *rest = [x.flatten().pad_to(end - begin) for x, (begin, end) in zip(results, itertools.pairwise(part_places(p, p.Sq)))]
   return first.cat(*rest).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Makes a part, a single buffer that holds the results of `p`. The function `write` writes the results: it gets the regions of p.outputs and the
-  whole buffer, and returns a CALL. The whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in
-  use."""
+  """Makes a part: one buffer that holds all results of a launch (o, lse, and lse_rest if there is one). `p` is the problem of the launch. The
+  function `write` runs the launch: it gets the regions for the results and the whole buffer, and returns the CALL. The whole buffer is a source of
+  the CALL, because tinygrad's memory planner then knows that the buffer is in use."""
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
   buffer = new_buffer((size,), dtypes.float, device)
   results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()
@@ -360,7 +366,7 @@ def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   return packed(p, [Tensor(u.after(call)) for u in results])
 
 def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:int, attend:Attend) -> UOp:
-  """Runs a launch on the tensors that its device holds, given by name. Returns the partial result that the launch computes."""
+  """Runs a launch on the tensors `held` of its device. Returns the results as a part: one buffer with o and lse."""
   name, axis = c.devices[device], AXES[c.problem.layout].index("rows")
   p = replace(launch_problem(c.problem, launch), out_dtype="float32")
   p = with_views(p, c.arch, {x: held[x].max_shape for x in ("k", "v") if x in held}, launch.keys)
@@ -382,14 +388,14 @@ def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[R
 
 @dataclass(frozen=True)
 class ContextPart:
-  """A partial result of a device: `found` has o and lse of the rows `rows`, computed over some of the keys."""
+  """Partial result of a device: o and lse of some rows, computed over some of the keys. `rows` are these rows, and `found` is the buffer."""
   rows: RowRange
   found: UOp
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                there:tuple[RowRange, ...]=()) -> UOp:
-  """Makes a CALL that merges partial results for rows of `p` into the `outputs` of `p`. Additional buffers among the `outputs` are only sources of
-  the CALL."""
+  """Makes a CALL that merges partial results into the outputs of `p`. `outputs` begins with the buffers for these outputs. Further buffers in it are
+  only sources of the CALL, so that they count as used."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), there, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
@@ -397,7 +403,7 @@ def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[U
   return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
 
 def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
-  """Merges several partial results of a device into one that covers all rows of the device."""
+  """Merges the partial results of a device into one partial result that covers all rows of the device."""
   p, rows = replace(c.own, out_dtype="float32"), RowRange(0, c.own.Sq)
   if len(parts) == 1 and parts[0].rows == rows: return parts[0]
   return ContextPart(rows, written_part(p, c.devices[device], lambda *into: merge_call(c, p, parts, into)))
@@ -405,7 +411,8 @@ def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPar
 # ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """Runs the launches of a device. Merges their results, so that at most PARTS_KEPT partial results are in memory, and returns these."""
+  """Runs all launches of a device, and returns their partial results. As soon as there are PARTS_KEPT of them, they are merged into one, so that no
+  more are in memory."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
@@ -417,11 +424,12 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Fills the `outputs` on each device by merging the partial results of launches over some keys. Returns the last CALL."""
+  """Computes attention by merging: runs launches over some keys each, and merges their partial results into the `outputs` on each device. Returns the
+  last CALL."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
-  for i, some in enumerate(parts):     # each comes after the one before it, because for tinygrad they write to the same buffer
+  for i, some in enumerate(parts):     # each CALL comes after the one before it, because for tinygrad all of them write to the same buffer
     into = tuple(of_device(u, i) for u in states.values())
     call = merge_call(c, c.own, some, into, held["sinks"][i] if "sinks" in held else None, c.there(i))
     states = {name: u.after(call) for name, u in states.items()}
@@ -429,8 +437,8 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
   """Computes attention over rows that are divided among devices. Returns two mappings by name. The first mapping has o and lse as buffers, sharded
-  like q. The second mapping has the inputs in buffers, and o, lse and the rest of lse on each device after the computation. A gradient uses the
-  second mapping. Because o and lse depend on it, taking the gradient does not compute the inputs again."""
+  like q. The second mapping has the inputs in buffers, and under the names merged_o, merged_lse and so on the outputs on each device after the
+  computation. A gradient uses the second mapping. Because o and lse depend on it, taking the gradient does not compute the inputs again."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout
@@ -444,13 +452,14 @@ def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> t
   return outputs, {f"merged_{name}": u.after(call) for name, u in buffers.items()} | inputs
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """Copies the merged result of each device once to every other device. A device whose queries see no key has no result. Returns the partial results
-  that each device then has."""
+  """Lets the devices exchange their results: merges the partial results of each device into one, and copies it once to every other device. Returns
+  the partial results that each device then has. A device whose queries see no key has no result."""
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """Returns the problem of the first launch over one device's keys, on the first device that has a launch."""
+  """Returns the problem of a launch over the keys of one device: the first launch of the first device that has one. Returns `p` if no device has a
+  launch."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

@@ -2,8 +2,7 @@
 
 The shards of k and v are passed to each device in turn, its own first. From these shards, and from o and lse computed over all keys, the device
 computes a part of dq, which it keeps, and parts of dk and dv in float32, which it sends back to the device that holds those keys. Every sum is in
-float32 and in a fixed order, so results are the same from run to run.
-"""
+float32 and in a fixed order, so results are equal in every run."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
@@ -25,35 +24,36 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch. They cannot if a term or mask needs places in the whole sequence: a launch over
-  the keys of one device counts keys from the first key of this device."""
+  """Returns whether the backward kernels can compute every launch. They cannot if a term or mask needs the positions of keys in the whole sequence: a
+  launch over the keys of one device counts keys from the first key of this device."""
   if fixed_in_sequence(c.problem): return False
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 
 def rows_axis(c:SharedRows, name:str) -> int:
-  """Returns the number of the axis of rows. `name` is q, k, v, o, lse, the rest of lse, or the gradient of any of these."""
+  """Returns which axis of a tensor counts rows. `name` is q, k, v, o, lse, lse_rest, or the gradient of one of these."""
   return (lse_axes if "lse" in name else AXES.__getitem__)(c.problem.layout).index("rows")
 
 def lying_as(g:UOp, out:UOp) -> UOp:
-  """Moves `g`, the gradient of an output, to the output's devices and shards it like the output."""
+  """Puts the gradient `g` where its output lies: casts it to the dtype of the output `out`, moves it to the output's devices, and shards it like the
+  output."""
   g = g.cast(out.dtype)
   if g.axis == out.axis: return g
   if out.axis is None and out.device is not None: return g.copy_to_device(out.device)
-  # the gradient of a sum is one number, which every device has whole
+  # the gradient of a sum is one number, and every device has it
   if isinstance(g.device, tuple) and g.axis is None: return (Tensor(out).zeros_like() + Tensor(g)).uop
   return Tensor(g).shard_like(Tensor(out)).uop
 
-# ***** by the backward kernels *****
+# ***** gradients that the backward kernels compute *****
 
 @dataclass(frozen=True)
 class RowGradient:
-  """The gradient in float32 of some of the rows that a device holds."""
+  """Part of a gradient, in float32: `found` has the gradient of the rows `run` of a tensor on a device."""
   run: PieceRun
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds up gradients, each of some rows, in order. The result is the gradient of all rows of a tensor on a device. The additions run one after
-  another, so that at most two of the gradients are in memory at a time."""
+  """Adds up parts of a gradient on a device, in order. Each part is the gradient of some rows of a tensor. The result is the gradient of all rows.
+  `shape` is the tensor's shape. The additions run one after another, so that at most two padded gradients are in memory at a time."""
   total = None
   for part in parts:
     rows = (part.run.first, shape[axis] - part.run.first - part.run.count)
@@ -63,7 +63,7 @@ def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:st
   return Tensor.zeros(*shape, dtype=dtypes.float, device=device).contiguous() if total is None else total
 
 def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) -> dict[str, Tensor]:
-  """Computes dq, dk and dv of a launch, in float32, from the tensors that the launch's device has, by name."""
+  """Computes dq, dk and dv of a launch, in float32. `held` has the tensors on the launch's device, by name."""
   p = replace(launch_problem(c.problem, launch), num_splits=1)
   runs = dict.fromkeys(("q", "o", "lse", "lse_rest", "do", "dlse"), launch.queries) | dict.fromkeys(("k", "v"), launch.keys)
   t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
@@ -86,8 +86,8 @@ def summed(c:SharedRows, each:list[Tensor]) -> list[Tensor]:
   return [functools.reduce(Tensor.add, [x.to(device) for x in each]) for device in c.devices]
 
 def passed_gradients(c:SharedRows, inputs:dict[str, UOp], merged:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients of q, k, v and the sinks with the backward kernels. `given` has the gradients of o and lse, sharded like the outputs in
-  `merged`."""
+  """Computes the gradients of q, k, v and the sinks with the backward kernels, while the shards of k and v are passed from device to device. `given`
+  has the gradients of o and lse, sharded like the outputs in `merged`."""
   p, held = c.problem, {name: shards_of(u) for name, u in (inputs | merged).items()}
   for name, g in given.items(): held[f"d{name}"] = shards_of(in_buffers(g))
   if "do" not in held: held["do"] = [filled_with_rows(Tensor.zeros(*u.shape, dtype=u.dtype, device=u.device).uop) for u in held["o"]]
@@ -123,7 +123,7 @@ def sinks_gradient(c:SharedRows, held:dict[str, list[UOp]]) -> UOp:
     each.append(sink_gradient(of["sinks"], delta - of["dlse"] if "dlse" in of else delta, *log_sums(of).values()))
   return on_every(c, each if c.shards.queries is None else summed(c, each), None)
 
-# ***** by tinygrad *****
+# ***** gradients that tinygrad computes *****
 
 def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Computes the gradients of all float inputs with tinygrad: all inputs are gathered on the first device, in the order of the sequence, and tinygrad
@@ -148,12 +148,12 @@ def gathered_gradients(c:SharedRows, inputs:dict[str, UOp], given:dict[str, UOp]
 
 @dataclass(frozen=True)
 class ContextGradient:
-  """The gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows are divided among devices. `shared` is the call's problem and
+  """Gradient function (tinygrad's `grad_fxn`) of a call of attention whose rows are divided among devices. `shared` is the call's problem and
   devices. `names` are the names of the call's sources, in order."""
   shared: SharedRows
   names: tuple[str, ...]
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns the gradient of each source of the call, None for a source that has no gradient, as AttentionGradient does."""
+    """Returns the gradient of each source of the call, or None for a source that has no gradient. The arguments are those of AttentionGradient."""
     check_differentiable(self.shared.problem)
     c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))
@@ -166,12 +166,13 @@ class ContextGradient:
 
 @cache_of_kernels
 def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
-  """Returns a ContextGradient. Equal arguments return the identical object, because tinygrad's caches compare by identity."""
+  """Returns the gradient function of a call whose rows are divided among devices. Equal arguments return the identical object, because tinygrad's
+  caches compare by identity."""
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """Attaches the gradient to o and lse, whichever way these were computed from the sources: o and lse become results of an empty CALL that has the
-  grad_fxn."""
+  """Attaches a gradient function to o and lse, in whichever way they were computed. Returns o and lse as results of an empty CALL that has this
+  function as its grad_fxn. `sources` are the tensors on which the gradient depends, by name."""
   gradient = context_gradient(c, (*outputs, *sources))
   call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=gradient)
   keep_inputs(list(outputs.values()), list(sources.values()), gradient)

@@ -9,16 +9,17 @@ from attn.tinygrad_compat import Tensor
 from attn.values import static_shape
 
 def check_axis(x:Tensor, axis:object) -> int:
-  """Returns an axis of x as a number from 0 on. Raises ValueError for an axis that x does not have."""
+  """Returns an axis of x as a number from 0 on; -1 is the last axis. Raises ValueError for an axis that x does not have."""
   supported = f"an axis of x, which has shape {values.shown_shape(x.shape)}: {-x.ndim}..{x.ndim - 1}"
   return values.whole_number("axis", axis, -x.ndim, x.ndim - 1, supported) % x.ndim
 
 def dealt(count:int, order:str) -> list[int]:
-  """Returns the numbers of all pieces of a sequence, in the order in which the devices hold the pieces."""
+  """Lists the pieces of a sequence in the order in which `count` devices hold them: the numbers of the first device's pieces, then those of the
+  second device, and so on."""
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 
 def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
-  """Cuts x along `axis` into len(numbers) equal pieces and joins them again in another order: first piece number numbers[0], and so on."""
+  """Cuts x along `axis` into equal pieces and joins them in another order. `numbers` gives this order: piece number numbers[0] comes first."""
   if list(numbers) == sorted(numbers): return x
   size = int(x.shape[axis])//len(numbers)
   def piece(n:int) -> Tensor: return x.shrink(tuple((n*size, (n + 1)*size) if i == axis else None for i in range(x.ndim)))
@@ -26,8 +27,8 @@ def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
   return first.cat(*rest, dim=axis)
 
 def in_order(x:Tensor, axis:int, length:int, count:int, order:str) -> Tensor:
-  """Returns the first `length` rows of a sequence in their natural order. x holds all pieces of the sequence, in the order in which `count` devices
-  hold the pieces."""
+  """Returns the first `length` rows of a sequence in their natural order. x holds all pieces of the sequence, joined in the order in which `count`
+  devices hold them."""
   numbers = dealt(count, order)
   whole = rearranged(x, axis, [numbers.index(n) for n in range(len(numbers))])
   return whole.shrink(tuple((0, length) if i == axis else None for i in range(x.ndim)))

@@ -1,13 +1,12 @@
 """Plans of context parallelism: the rows of a sequence that each device holds, and the launches that compute its queries. A launch computes some
-heads over all keys, or all heads over the keys of one device after another.
+heads over all keys, or all heads over the keys of one device.
 
 A device holds pieces of the sequence. With the order "contiguous" it holds one piece. With "zigzag" it holds two, one from the front and one from the
 back (Llama 3, arXiv 2407.21783, section 3.3.2), so that under a causal mask every device sees the same number of keys:
 
   pieces of 4 devices, zigzag   device 0: 0, 7   device 1: 1, 6   device 2: 2, 5   device 3: 3, 4
 
-A piece of queries with a piece of keys is an attention problem with its own offset. Its mask hides no pair, some pairs or all pairs.
-"""
+A piece of queries with a piece of keys is an attention problem with its own offset. Its mask hides no pair, some pairs or all pairs."""
 from __future__ import annotations
 import itertools
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ REACH = 512     # more rows than a block of queries may read before or after its
 
 @dataclass(frozen=True)
 class SequencePiece:
-  """A piece of a sequence that a device holds: `rows` rows, which begin at row `start` of the sequence and at row `at` of the device's tensor.
-  Padding behind the last row of the sequence does not count."""
+  """Piece of a sequence that a device holds: `rows` rows, which begin at row `start` of the sequence and at row `at` of the device's tensor. Padding
+  behind the last row of the sequence does not count."""
   start: int
   rows: int
   at: int
@@ -33,28 +32,29 @@ def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
   return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
 
 def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
-  """Returns the pieces of a sequence of `length` rows that a device holds, if each of `count` devices holds `held` rows. The result leaves out pieces
-  that are all padding."""
+  """Returns the pieces of a sequence of `length` rows that one of `count` devices holds. `held` is the number of rows that each device holds, padding
+  included. The result leaves out pieces that are all padding."""
   size = held//ORDERS[order]
   of = [SequencePiece(n*size, min(max(length - n*size, 0), size), i*size) for i, n in enumerate(numbers_of(device, count, order))]
   return tuple(piece for piece in of if piece.rows)
 
 def rows_held(length:int, count:int, order:str) -> int:
-  """Returns the number of rows that each of `count` devices holds of a sequence of `length` rows, padded so that all pieces have equal length."""
+  """Returns how many rows of a sequence each of `count` devices holds. The sequence has `length` rows, and is padded so that all pieces have equal
+  length."""
   return -(-length//(count*ORDERS[order]))*ORDERS[order]
 
 # ***** keys that a mask leaves visible *****
 
 @dataclass(frozen=True)
 class SeenKeys:
-  """The mask between some queries and some keys: query i sees key j if i + offset - left <= j <= i + offset + right, with (left, right) = `window`;
-  -1 means no bound."""
+  """Mask between some queries and some keys. Query i sees key j if i + offset - left <= j <= i + offset + right, with (left, right) = `window`. A
+  bound of -1 means no bound. i and j count from the first of these queries and keys."""
   window: tuple[int, int]
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Returns a mask in normal form, so that two masks can be compared: a bound that hides no key becomes -1, and an offset without effect becomes 0.
-  `by_distance` says that scores, too, depend on the offset. Returns None if no query sees a key."""
+  """Returns a mask in normal form, so that two masks can be compared: a bound that hides no key becomes -1, and an offset that has no effect becomes
+  0. If `by_distance`, the scores depend on the offset, too. Returns None if no query sees a key."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None
@@ -65,7 +65,8 @@ def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_dist
 
 @dataclass(frozen=True)
 class PieceRun:
-  """Several pieces of a sequence on one device, in the order in which they lie on the device."""
+  """Pieces of a sequence that one launch computes or reads, in the order in which they lie on the device. `first` is the first row in the device's
+  tensor, `count` the number of rows, and `unbroken` says that no other rows lie between the pieces."""
   pieces: tuple[SequencePiece, ...]
   @property
   def first(self) -> int: return self.pieces[0].at
@@ -76,8 +77,8 @@ class PieceRun:
 
 @dataclass(frozen=True)
 class ContextLaunch:
-  """A launch of attention on one device: some queries of the device over keys that are on the device. These keys are the device's own, or copied from
-  another device."""
+  """Launch of attention on one device: some queries of the device over keys that are on the device. These keys are the device's own, or copied from
+  another device. `seen` is the mask between the queries and the keys."""
   queries: PieceRun
   keys: PieceRun
   seen: SeenKeys
@@ -88,12 +89,12 @@ def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|N
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """Returns one mask between all these queries and all these keys, with a window and an offset that are counted from the first query and the first
-  key. Returns None if no single window and offset gives the right mask for every pair of pieces."""
+  """Finds one mask that is right between several pieces of queries and several pieces of keys, so that one launch can compute them. Its window and
+  offset count from the first query and the first key. Returns None if no such mask exists."""
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """Returns the distance between the diagonal of a pair of pieces and the diagonal of all these queries and keys. It follows from where the pieces
-    lie on the device."""
+    """Returns the offset of the diagonal between the pieces x and y, relative to the diagonal between all queries and all keys. It follows from where
+    the pieces lie on the device."""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
@@ -104,8 +105,8 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   return seen_keys(window, offset, queries.count, keys.count, goes_by_distance(p))
 
 def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequencePiece]) -> tuple[ContextLaunch, ...]:
-  """Returns the smallest set of launches that compute the queries of some pieces over the keys of some pieces. A pair of pieces in which no query
-  sees a key has no launch."""
+  """Returns the fewest launches that compute some pieces of queries over some pieces of keys. If no query of a piece sees a key of another piece,
+  this pair has no launch."""
   if all(pair_seen(p, x, y) is None for x in queries for y in keys): return ()
   if (seen := as_one(p, PieceRun(tuple(queries)), PieceRun(tuple(keys)))) is not None:
     return (ContextLaunch(PieceRun(tuple(queries)), PieceRun(tuple(keys)), seen),)
@@ -115,14 +116,14 @@ def launches(p:Problem, queries:Sequence[SequencePiece], keys:Sequence[SequenceP
   return min(ways, key=len)
 
 def owners(device:int, count:int) -> tuple[int, ...]:
-  """Returns the devices whose keys a device needs, in order: the device itself first, then the other devices, in an order in which no two devices
-  read from the same device at the same time."""
+  """Returns the devices whose keys a device needs, in order: the device itself first, then the other devices. The order is chosen so that no two
+  devices read from the same device at the same time."""
   return tuple((device + i) % count for i in range(count))
 
 @dataclass(frozen=True)
 class SequenceShards:
-  """How a problem's rows are divided among `count` devices. Each device holds `keys` rows of k and v, and `queries` rows of q (None: all of q).
-  `as_q` has the names of the terms' tensors whose rows are divided like those of q."""
+  """Division of a problem's rows among `count` devices. Each device holds `keys` rows of k and v, and `queries` rows of q (None: all of q). `as_q`
+  has the names of the terms' tensors whose rows are divided like those of q."""
   count: int
   order: str
   keys: int
@@ -134,14 +135,14 @@ class SequenceShards:
     return (SequencePiece(0, p.Sq, 0),) if self.queries is None else pieces_of(device, self.count, self.order, self.queries, p.Sq)
   def keys_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]: return pieces_of(device, self.count, self.order, self.keys, p.Sk)
   def plan(self, p:Problem, device:int) -> tuple[tuple[int, tuple[ContextLaunch, ...]], ...]:
-    """Returns the plan of a device: (device that owns the keys, launches over these keys), in order. If every device has all queries, each device
-    computes them only over its own keys."""
+    """Returns the plan of a device, in order, as pairs (device that owns the keys, launches over these keys). If every device has all queries, each
+    device computes them only over its own keys."""
     seen = owners(device, self.count) if self.queries is not None else (device,)
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
   def keys_read(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the rows of k and v that a kernel may read when it computes all queries of a device: the rows that these queries see, and REACH further
-    rows on either side."""
+    """Returns the ranges of rows of k and v that a kernel may read when it computes all queries of a device: the rows that these queries see, and
+    REACH further rows on either side."""
     (left, right), found = p.window, list[range]()
     for piece in self.queries_of(p, device) or (SequencePiece(0, 0, 0),):
       first, last = p.offset + piece.start, p.offset + piece.start + piece.rows - 1
@@ -152,21 +153,22 @@ class SequenceShards:
       found.append(read)
     return tuple(found)
   def keys_held(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the rows of k and v that a device holds."""
+    """Returns the ranges of the sequence whose rows of k and v a device holds."""
     return tuple(range(piece.start, piece.start + piece.rows) for piece in self.keys_of(p, device))
   def keys_copied(self, p:Problem, device:int) -> tuple[tuple[int, range], ...]:
-    """Returns the copies of keys to a device, as (owner, rows), in order."""
+    """Returns what a device must copy from other devices, in order, as pairs (owner, range of rows of k and v)."""
     found = [(owner, range(max(x.start, y.start), min(x.stop, y.stop))) for owner in owners(device, self.count)[1:]
              for x in self.keys_held(p, owner) for y in self.keys_read(p, device)]
     return tuple((owner, rows) for owner, rows in found if rows)
   def keys_gathered(self, p:Problem, device:int) -> range:
-    """Returns the rows for which a device has room in its buffers: the rows that it reads, the rows that it holds, and the rows between them."""
+    """Returns the range of the sequence for which a device's gathering buffers have room: the rows of k and v that it reads, the rows that it holds,
+    and the rows between them."""
     some = (*self.keys_read(p, device), *self.keys_held(p, device))
     return range(min(x.start for x in some), max(x.stop for x in some))
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
-    """Returns the problem that a device computes in one launch, for the key/value heads (first, count) over all batches. k and v are the gathered
-    rows (rows, heads, width), or all of k and v if there is only one device. The problem holds the positions of rows and the number of the first head
-    only if something depends on them, because launches with equal problems share one kernel."""
+    """Returns the problem of one launch on a device that gathers keys. The launch computes the key/value heads (first, count), counted over all
+    batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device. The problem holds the positions of
+    rows and the number of the first head only if something depends on them, because launches with equal problems share one kernel."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
     if pieces and (goes_by_distance(p) or any(hiding(p)) or p.functions):
@@ -182,8 +184,8 @@ class SequenceShards:
     return replace(p, Sq=self.queries, return_lse=True, lse_rest=p.wide_scores, dealt=dealt, k_view=view(p.D),
                    v_view=None if p.v_in_k else view(p.Dv))
   def told(self, p:Problem, gathered:int) -> str:
-    """Returns what `explain` says about the division of rows among devices. `gathered` is the number of launches over all keys on each device; 0
-    means launches over the keys of one device after another."""
+    """Returns the text of `explain` about the division of rows among devices. `gathered` is the number of launches on each device if a launch
+    computes some heads over all keys. It is 0 if a launch computes all heads over the keys of one device."""
     shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"
     if gathered:
       others = max(len({owner for owner, _ in self.keys_copied(p, device)}) for device in range(self.count))
@@ -196,12 +198,13 @@ class SequenceShards:
 # ***** division of heads into launches *****
 
 AT_ONCE = 1 << 29     # most bytes of k and v, of all devices, for the heads of one launch; a device has buffers for two launches
-LONG_COPIES = 1 << 27 # with more bytes of k and v a device has at least two launches: it then waits only for the keys of the first
+LONG_COPIES = 1 << 27 # with at least so many bytes of k and v, a device has two or more launches: it then waits only for the keys of the first
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
-  """Returns the key/value heads (first, count), counted over all batches, of each launch of a device. All launches have the same number of heads,
-  because one kernel then serves all launches. This number is the largest that AT_ONCE and LONG_COPIES allow. While a launch runs, the keys for the
-  next launch are copied. The heads of q, o and lse of each launch begin at a multiple of UNIT_BYTES in their buffers."""
+  """Divides the key/value heads among the launches of a device that gathers keys. Returns (first, count) for each launch, counted over all batches.
+  All launches have the same number of heads, because one kernel then serves all launches. This number is the largest that AT_ONCE and LONG_COPIES
+  allow. The heads of q, o and lse of each launch begin at a multiple of UNIT_BYTES in their buffers. While a launch runs, the keys for the next
+  launch are copied."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
   most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
   rows = p.H//p.Hkv*(shards.queries or 0)
