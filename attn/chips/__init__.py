@@ -1,5 +1,5 @@
 """Table of the chips. Each chip has one row with all facts about it. Kernels, dispatch, the search for tiles, the report on machine code, the
-disassembler, the roofline and error messages read this table. Only the emulator has tables of its own. A test checks that the emulator's tables agree
+disassembler, the roofline and error messages read this table. Only the emulator has its own tables. A test checks that the emulator's tables agree
 with this table."""
 from __future__ import annotations
 from attn.chips.cdna2 import CHIPS_OF_CDNA2
@@ -26,6 +26,6 @@ def get_chip(name:str) -> Chip:
   return chip
 
 def modelled(name:str) -> Chip:
-  """Returns a chip, if attn can compute bounds from its machine code. Raises ValueError for any other chip."""
+  """Returns the chip of this name. Raises ValueError for a chip whose machine code attn has no model of, so that no bounds can be computed."""
   if name not in MODELLED: raise ValueError(f"no machine model for {name!r}: known are {', '.join(MODELLED)}")
   return CHIPS[name]

@@ -21,5 +21,5 @@ DKDV_OF_256_ON_CDNA = (UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True, pa
 DKDV_ON_CDNA = (UpTo(64, BackwardShape(4, 32, fenced=2)), UpTo(128, BackwardShape(4, 32, fenced=4)), *DKDV_OF_256_ON_CDNA)
 PLAIN_DQ_128 = UpTo(128, BackwardShape(8, 32, fenced=2))
 
-# no register is spilled; a wave keeps Q in registers, and 64 rows of a workgroup wait for each load of K from memory
+# A wave keeps Q in registers, and no register is spilled. The 64 query rows of a workgroup share each load of K from memory.
 LATENT_ON_CDNA = (UpTo(576, MlaShape(4, 32, 1), matrix=1),)

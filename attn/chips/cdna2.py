@@ -12,7 +12,8 @@ CDNA2_MACHINE = replace(CDNA3_MACHINE, memory=Figure(650, ASSUMED), memory_bytes
 
 # Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
 # measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
-# waves per SIMD. A row with `llvm` is for compilers of that release and older ones. It replaces the rows without `llvm` of its class.
+# waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm` that have the same
+# head dimension.
 FORWARD_ON_CDNA2: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(4, 2, 32), fills=256),                                # serial 67.5%, issued 66.5%, overlap 100.0%, waves 2
   UpTo(64, ForwardShape(4, 1, 64)),                                           # serial 68.0%, issued 65.5%, overlap 100.0%, waves 2
@@ -27,7 +28,7 @@ FORWARD_ON_CDNA2: tuple[UpTo[ForwardShape], ...] = (
   UpTo(256, ForwardShape(4, 1, 32), llvm=21),                                 # serial 88.0%, issued 84.5%, overlap 100.0%, waves 1
 )
 
-# the machine code differs from CDNA3's: the code of a bf16 MFMA here is that of a sparse MFMA there
+# `tables` is not "cdna": a bf16 MFMA of CDNA2 has the machine code that on CDNA3 is a sparse MFMA
 CDNA2 = Family("cdna2", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
     "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, dots=("float16",), sums=SUMS,

@@ -5,7 +5,7 @@ from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
 
-# On CDNA software has to wait for MFMA: compiled code keeps the distances between instructions, with s_nop where there is no other work.
+# On CDNA software has to wait for the results of MFMA: the compiler puts enough other instructions, or s_nop, between two dependent instructions.
 CDNA3_MACHINE = Machine(
   turn=Figure(4, "profiler"), step=Figure(4, "profiler"), vector=Figure(4, "coissue"), vector_to_matrix=Figure(12, "hazard"),
   vector_to_scalar=Figure(16, "clrx"), dot=Figure(16, "hazard"), slow=Figure(16, ASSUMED), transcendental=Figure(20, "hazard"),
@@ -18,7 +18,8 @@ CDNA3_MACHINE = Machine(
 
 # Best first: the first row that fits is taken. A search by predictions from machine code made this table (python -m attn.tune --write). No row was
 # measured. Beside each row stand the worst figures over fp16 and bf16, full and causal: the predicted use of the matrix unit, bounds on that use, and
-# waves per SIMD. A row with `llvm` is for compilers of that release and older ones. It replaces the rows without `llvm` of its class.
+# waves per SIMD. A row with `llvm` is for compilers of that release and older ones: for them it replaces the rows without `llvm` that have the same
+# head dimension.
 FORWARD_ON_CDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(4, 1, 64, fenced=True)),                              # predicted 56.5%, serial 51.0%, issued 48.5%, overlap 94.0%, waves 3
   UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 51.5%, issued 49.0%, overlap 93.5%, waves 2

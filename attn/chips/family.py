@@ -25,7 +25,7 @@ from attn.chips.machine import Machine
 from attn.chips.matrix import LaneSums, Matrix, Mma
 from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape, UpTo
 
-LLVM = 22    # release of the compiler for which tiles are chosen where none is named, as on the emulator, which has no compiler
+LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is known, for example on the emulator
 
 @dataclass(frozen=True)
 class Pipes:
@@ -61,8 +61,8 @@ class Family:
   name: str
   wave: int               # lanes of a wave
   vgprs: int              # most vector registers of a wave, per lane
-  busy_waves: int         # waves that keep a compute unit busy; more waves share it. AMD: one for each SIMD (on RDNA, of one CU). NVIDIA: two for
-                          # each, measured on an H200 (docs/nvidia.md)
+  busy_waves: int         # waves that keep a compute unit busy; more waves only share its rate. AMD: one wave for each SIMD (on RDNA, each SIMD of
+                          # one CU). NVIDIA: two waves for each, measured on an H200 (docs/nvidia.md)
   bf16_pack: bool = False # whether one instruction converts two fp32 numbers to bf16
   dual_issue: bool = False   # whether two vector instructions of a wave issue at once if their registers are in different banks: VOPD, RDNA3 ISA 7.6
   dual_dots: tuple[str, ...] = ()   # input dtypes whose dot products issue two at once
@@ -80,7 +80,7 @@ class Family:
   apart: tuple[str, ...] = ()  # input dtypes of kernels in which fp32 operations are better not packed (docs/tried.md)
   packs_anew: bool = False     # whether clang packs a dword again for each of its uses, unless it is told not to
   says_lds: bool = False       # whether the launch of a kernel must state LDS beyond what the kernel's text declares
-  # tables of tiles: the first row that fits is taken. For an empty table there is a cautious tile (attn/chips/shapes.py)
+  # Tables of tiles. The first row that fits is taken. If a table is empty, a cautious tile is used (attn/chips/shapes.py).
   forward: tuple[UpTo[ForwardShape], ...] = ()
   dq: tuple[UpTo[BackwardShape], ...] = ()
   dkdv: tuple[UpTo[BackwardShape], ...] = ()
@@ -106,12 +106,12 @@ class Card:
 class Chip:
   name: str
   unit: Family            # generation of its matrix unit
-  lds: int                # most bytes of LDS (shared memory) of a workgroup; on AMD a compute unit's, but on RDNA a pair of them has LDS together
+  lds: int                # most bytes of LDS (shared memory) of a workgroup. On CDNA a compute unit has this LDS; on RDNA a pair has twice as much
   cards: tuple[Card, ...]
   registers: int = 512    # vector registers per lane of a SIMD
   granule: int = 8        # number of registers by which a wave's registers are allocated
   machine: int = 0        # number of the chip in the e_flags of a code object (EF_AMDGPU_MACH); 0: there are no reports for this chip
-  wgmma: bool = False     # whether it has wgmma: matrix products of a warpgroup, from shared memory
+  wgmma: bool = False     # whether the chip has wgmma: matrix products of a warpgroup, from shared memory
   searched: bool = False  # whether the search for tiles compiles for this chip of the family (attn/search/forward.py)
   tuned: bool = False     # whether this is a real device, whose tiles may come from its own TUNE=1 (attn/cache/tuned.py)
   serial: bool = False    # whether the device has no workgroups: it executes the parts of a kernel one after another

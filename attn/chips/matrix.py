@@ -3,14 +3,15 @@
 An AMD matrix instruction computes D[M][N] += A[M][K] B[K][N] over the lanes of a wave. A lane is (h, n): n = lane % N is its column, h = lane // N
 its lane group. The kernels need only two facts about a layout (AMD Instinct MI300 ISA section 7.1, CDNA4 ISA section 7.1, RDNA3 ISA section 7.9,
 RDNA4 ISA section 7.9; AMD Matrix Instruction Calculator):
-- C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in blocks of `block` consecutive rows, dealt to the lane groups in turn.
-- A and B: lane (h, m) holds `operand` elements of row (column) m, and element e of lane group h of A meets element e of lane group h of B.
+- C and D: element i of lane (h, n) is row `c_row(h, i)`, column n. Rows come in blocks of `block` consecutive rows. The lane groups get these blocks
+  in turn.
+- A and B: lane (h, m) holds `operand` elements of row (column) m. Element e of lane group h of A is multiplied by element e of lane group h of B.
   The ISA gives each such pair a number k. This number does not matter, because pairs may be added in any order, as long as both operands agree.
 RDNA3 is the exception: a lane holds all 16 elements of a row, and lanes 16-31 must repeat lanes 0-15 (`duplicated`).
 
-With S^T = K Q^T a query is a column: it stays in one lane, and that lane's elements are keys of the tile. `key_of` says which keys. These elements,
-packed, are then the B operand of O^T = V^T P^T, if V^T has the keys in the same order. So P never leaves its lane (on RDNA3 the lane groups exchange
-halves).
+With S^T = K Q^T a query is a column of S^T. A lane's elements of S^T are scores of one query with several keys of the tile; `key_of` returns the key
+of each score. These elements, packed, are then the B operand of O^T = V^T P^T, if V^T has the keys in the same order. So P never leaves its lane (on
+RDNA3 the lane groups exchange halves).
 """
 from __future__ import annotations
 from dataclasses import dataclass
@@ -46,8 +47,9 @@ class Matrix:
   def operand_words(self) -> int: return self.operand*self.size//4
   @property
   def span(self) -> int:
-    """Smallest number of elements that a product may sum over. Every sum must be a multiple of it: then each lane holds whole 16-byte units, and the
-    instruction gets whole operands."""
+    """Smallest number of elements that a product may sum over. Every sum must have a multiple of this number of elements: then each lane holds whole
+    16-byte
+    units, and the instruction gets whole operands."""
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
@@ -68,18 +70,20 @@ class Matrix:
   @property
   def tile_keys(self) -> int: return self.M                       # keys of a tile of scores
   def c_row(self, h:Int, i:Int) -> Int:
-    """Returns which row of C is element i of a lane in lane group h."""
+    """Returns the row of C that element i of a lane in lane group h belongs to."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the key to which the n-th score of a lane in lane group h belongs. The lane's scores are counted over a column of S^T tiles."""
+    """Returns the key to which the n-th score of a lane in lane group h belongs. n counts the lane's scores in a column of S^T tiles, over all these
+    tiles."""
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
-    """Returns the row of A that must hold row d of V^T. With these rows, a lane's elements of O^T are consecutive columns d of O, and the lane stores
-    many bytes at a time."""
+    """Returns the row of A that must hold row d of V^T. If the rows are in this order, a lane's elements of O^T are consecutive columns d of O, and
+    the lane
+    stores many bytes at a time."""
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
   def column_of(self, row:Int) -> Int:
-    """Returns the row d of V^T that row `row` of A holds: the inverse of `row_of`."""
+    """Returns the row d of V^T that is in row `row` of A. This function is the inverse of `row_of`."""
     tile, r = row//self.M*self.M, row%self.M
     return tile + r//self.block%self.groups*self.accumulator + r//(self.block*self.groups)*self.block + r%self.block
 
@@ -102,13 +106,12 @@ class LaneSums:
 
 @dataclass(frozen=True)
 class Mma:
-  """mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulation (PTX ISA 9.7.14.5.8), and the addresses from which ldmatrix.x4 (9.7.14.5.15) reads its
-  operands.
+  """The instruction mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulation (PTX ISA 9.7.14.5.8), and the addresses from which ldmatrix.x4
+  (9.7.14.5.15) reads its operands.
 
   With S = Q K^T and O = P V a query is a row. A lane holds parts of rows g = lane//4 and g + 8. In each of these rows of C, it holds the columns
   2*(lane%4) and 2*(lane%4) + 1. The C fragments of two neighbouring tiles, packed, are the A fragment of their 16 columns, so P never leaves its
-  lane. K is read as it lies in memory. ldmatrix transposes V while it reads V.
-  """
+  lane. K is read as it lies in memory. ldmatrix transposes V while it reads V."""
   name: str       # name of the instruction in the emulator
   ptx: str        # PTX type of A and B
   M: int = 16
@@ -130,30 +133,34 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key to which the n-th score of a lane belongs. `h` is the number of the lane among the four lanes that share a row. The lane's
-    scores are counted over a row of tiles of S."""
+    """Returns the key to which the n-th score of a lane belongs. `h` is the number of the lane among the four lanes that share a row. n counts the
+    lane's
+    scores in one row of S, over a row of tiles of S."""
     return n//self.block*self.N + h*self.block + n%self.block
   # (row, unit of 8 columns) of the address that a lane gives to ldmatrix
   def a_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address that a lane gives to ldmatrix to read A (16 rows and 16 columns) from memory that holds rows of A. The result of ldmatrix
-    is a uint4."""
+    """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read A (16 rows and 16 columns) from memory that holds rows
+    of A.
+    The result of ldmatrix is a uint4."""
     return lane%16, lane//16
   def b_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B^T: 16 rows (keys) and 16 of their
-    columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
+    """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B^T: 16
+    rows
+    (keys) and 16 of their columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
     return lane//16*8 + lane%8, lane//8%2
   def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B: 16 rows, over which the product
-    sums, and 16 of their columns. ldmatrix transposes them."""
+    """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B: 16
+    rows, over
+    which the product sums, and 16 of their columns. ldmatrix transposes them."""
     return lane%16, lane//16
 
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Rounds the length of a sum up to one that the instruction can compute (a multiple of `span`). `length` is the number of elements that a product
-  sums over."""
+  """Rounds `length`, the number of elements that a product sums over, up to a number that the instruction can compute (a multiple of `span`)."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:
-  """Returns the number of registers in which a lane holds its part of a row of `length` elements, as an operand."""
+  """Returns the number of registers that a lane needs for its part of a row of `length` elements, if the row is an operand of the matrix
+  instruction."""
   return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

@@ -1,5 +1,6 @@
 """NVIDIA's chips. Their matrix instructions are mma.sync and, on Hopper, also wgmma. The forward tiles, and the backward tiles for wgmma, were
-measured on an H200: docs/nvidia.md."""
+measured
+on an H200 (docs/nvidia.md)."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Family
 from attn.chips.matrix import MMA
@@ -32,7 +33,7 @@ FORWARD_MMA = (
   UpTo(256, MmaShape(1, 16, q_in_lds=True, parts=1)),
 )
 
-# The first row that fits is taken. Few queries wait for memory, so as many keys are being loaded as shared memory has room for.
+# The first row that fits is taken. A kernel with few queries is limited by memory, so it has as many keys under way as shared memory has room for.
 FEW_QUERIES = (
   UpTo(64, MmaShape(1, 128, stages=3)),
   UpTo(128, MmaShape(1, 64, stages=3)),
@@ -40,8 +41,9 @@ FEW_QUERIES = (
   UpTo(256, MmaShape(1, 64, stages=2)),
 )
 
-# Rates and prologues are fitted to the times of 4 x 8192 and 32 x 1024 rows of 16 heads in fp16. Rows with few_keys are fitted to 2 x 4096 queries
-# and 77 keys. At D = 64 the rates are fitted to rounds of 0.25 s, of 4096 and 16384 rows: the chip slows down in them, and larger tiles lose less.
+# Rates and prologues are fitted to measured times in fp16 with 16 heads: batch 4 with 8192 queries and batch 32 with 1024. Table rows with few_keys
+# are fitted to batch 2 with 4096 queries and 77 keys. At D = 64 the rates are fitted to rounds of 0.25 s, with 4096 and 16384 queries: the chip slows
+# down in such rounds, and larger tiles lose less.
 FORWARD_WGMMA = (
   RatedUpTo(64, WgmmaShape(1, 64), 3, 457, 456, 123),
   RatedUpTo(64, WgmmaShape(1, 80), 3, 457, 456, 100, few_keys=True),

@@ -8,6 +8,6 @@ def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=1
   operand = 16*K//32*(1 + duplicated)
   return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated)
 
-# no register is spilled; neither registers nor LDS have room for Q, so each iteration reads Q from memory
+# Neither registers nor LDS have room for Q, so each iteration reads Q from memory. No register is spilled.
 LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), beyond=32),
                   UpTo(576, MlaShape(2, 32, 2, q_anew=True, weight_parts=2, prefetch=0)))

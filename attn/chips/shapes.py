@@ -1,7 +1,7 @@
-"""Rows of the tables of tiles. A row gives the shape of a kernel's tile, and says for which problems the kernel may use this shape.
+"""Rows of the tables of tiles. A table row gives the shape of a kernel's tile, and says for which problems the kernel may use this shape.
 
-A shape holds the numbers by which a kernel divides its work, whatever the problem. A problem's tile (attn/kernels/tiles) has these numbers, or
-smaller ones if the problem has few rows, and further fields that depend on the problem."""
+A shape holds the numbers by which a kernel divides its work, whatever the problem. The tile of a problem (attn/kernels/tiles) has these numbers, or
+smaller numbers if the problem has few queries or keys. It also has further fields that depend on the problem."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -10,11 +10,12 @@ from attn.chips.matrix import Matrix
 
 # ***** rows *****
 
-EVERY = 1000    # a release of LLVM newer than all: a row for this release and older ones is for every release
+EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """What makes the loop of a kernel need more registers, besides the registers for matrix tiles: masks, options and terms. The members are in order
-  of weight, and each includes the members before it."""
+  """Reason why the loop of a kernel needs more registers than its matrix tiles do: masks, options and terms. The members are in order of weight, and
+  each
+  includes the members before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -25,21 +26,22 @@ AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
-  """Row of a table: a shape for head dimensions up to `up_to`. Except `matrix`, the other fields are conditions that a problem, chip or compiler must
-  fulfil."""
+  """Row of a table of tiles: a shape for head dimensions up to `up_to`. The other fields, except `matrix`, are conditions that a problem, chip or
+  compiler
+  must fulfil."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
   matrix: int = 0                  # number of the matrix instruction that the shape uses, among the chip's instructions for the inputs' dtype
   fills: int = 0                   # least number of workgroups: with fewer, a large tile would leave compute units idle
   large: bool = False              # whether there must be a workgroup for every compute unit
-  beyond: int = 0                  # the problem must have more rows of queries than this, over all heads that share a key/value head
+  beyond: int = 0                  # the problem must have more query rows than this, over all heads that share a key/value head
   burden: Burden = Burden.BIAS     # heaviest burden for which the shape has registers
   spills_on: tuple[str, ...] = ()  # chips on which the shape spills registers, whatever the burden
-  whole: bool = False              # whether it has registers only for rows of whole units, and for workgroups with all of its waves: rows in pieces
-                                   # have more addresses, and with fewer waves each wave loads more
-  llvm: int = EVERY                # newest release of LLVM that the row is for. Of the rows with one `up_to`, only the rows are used whose `llvm`
-                                   # is the oldest release that is not older than the compiler
+  whole: bool = False              # whether registers are enough only if tensor rows consist of whole 16-byte units and workgroups have all of the
+                                   # shape's waves: rows in pieces have more addresses, and with fewer waves each wave loads more
+  llvm: int = EVERY                # newest release of LLVM that the table row is for. Among table rows with the same `up_to`, only those are used
+                                   # whose `llvm` is the oldest release that is not older than the compiler
 
 # ***** AMD *****
 
@@ -47,13 +49,14 @@ class UpTo(Generic[AnyShape]):
 class ForwardShape:
   """Shape of a tile of the forward kernels on AMD's matrix units."""
   waves: int         # waves of a workgroup, each with its own queries
-  q_tiles: int       # tiles of matrix.N queries of a wave: they share the K and V operands
+  q_tiles: int       # tiles of a wave, each with matrix.N queries: the tiles share the K and V operands
   block_n: int       # keys of an iteration
   q_in_lds: bool = False       # Q is read from LDS in every iteration instead of being kept in registers
-  fenced: bool = False         # matrix work on one K or V tile is done before the next one is read from LDS: fewer registers
-  prefetch: int = 1            # when K and V tiles are loaded. 0: in the iteration that uses them; 1: one earlier; 2: as 1, to a second LDS buffer
+  fenced: bool = False         # matrix work on one K or V tile is done before the next tile is read from LDS: fewer registers
+  prefetch: int = 1            # when K and V tiles are loaded. 0: in the iteration that uses them; 1: one iteration earlier; 2: as 1, but to a second
+                               # LDS buffer
 
-BOTH = (True, True)     # both tensors of own rows are in LDS
+BOTH = (True, True)     # both tensors of the rows that a workgroup owns are in LDS
 
 @dataclass(frozen=True)
 class BackwardShape:
@@ -61,7 +64,7 @@ class BackwardShape:
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int       # rows of an iteration
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every iteration instead of being kept in registers
-  fenced: int = 0                                  # work on this many units of a row is done before the next ones are read from LDS; 0: no fences
+  fenced: int = 0                                  # work on this many units of a row is done before the next units are read from LDS; 0: no fences
   prefetch: int = 1        # as in ForwardShape
   sparing: bool = False    # own rows, and rows that an iteration loads for itself, come a few units at a time: fewer registers
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice
@@ -75,7 +78,7 @@ class MlaShape:
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many waves have the same queries, and each has one part of the keys
   q_anew: bool = False         # Q is read from memory in every iteration instead of being kept in registers
-  fenced: int = 8              # matrix work on this many units of a row is done before the next ones are read: fewer registers; 0: no fences
+  fenced: int = 8              # matrix work on this many units of a row is done before the next units are read: fewer registers; 0: no fences
   weight_parts: int = 1        # parts of an iteration's keys: P is read from LDS for one part after another
   prefetch: int = 1            # when K is loaded. 0: in its own iteration; 1: in the iteration before
 
@@ -84,7 +87,7 @@ class MlaShape:
 @dataclass(frozen=True)
 class MmaShape:
   """Shape of a tile of the kernel forward_mma."""
-  q_tiles: int                 # tiles of 16 queries of a warp: they share the K and V operands
+  q_tiles: int                 # tiles of a warp, each with 16 queries: the tiles share the K and V operands
   block_n: int                 # keys of an iteration
   q_in_lds: bool = False       # Q is read from shared memory in every iteration instead of being kept in registers
   parts: int = 2               # parts of an iteration's keys: P is computed and used for one part after another
@@ -98,14 +101,15 @@ class WgmmaShape:
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
-  """A row that also says how fast the tile is, in TFLOP/s for a large grid and many keys: `full` without a mask, `causal` with a causal mask. The
-  registers of a multiprocessor have room for `resident` blocks. Besides its loop over keys a block waits for Q and its first K and V, and stores O.
-  This takes as long as the loop takes for `prologue` keys."""
+  """Row of a table of tiles that also says how fast the tile is, in TFLOP/s for a large grid and many keys: `full` without a mask, `causal` with a
+  causal
+  mask. The registers of a multiprocessor have room for `resident` blocks. Besides its loop over keys, a block waits for Q and its first K and V, and
+  stores O. This takes as long as the loop takes for `prologue` keys."""
   resident: int
   full: int
   causal: int
   prologue: int
-  few_keys: bool = False       # whether the row is only for problems whose keys all fit into one tile
+  few_keys: bool = False       # whether the table row is only for problems whose keys all fit into one tile
 
 @dataclass(frozen=True)
 class MlaMmaShape:
@@ -117,7 +121,7 @@ class MlaMmaShape:
 @dataclass(frozen=True)
 class MmaBackwardShape:
   """Shape of a tile of a backward kernel on mma.sync."""
-  row_tiles: int           # tiles of 16 rows of a warp: they share the operands that it reads
+  row_tiles: int           # tiles of a warp, each with 16 rows: the tiles share the operands that the warp reads
   block_n: int             # rows of an iteration
   part_n: int              # rows of an iteration whose P and dS are computed and used at a time
   waves: int = 4           # warps of a block, each with its own rows
@@ -134,21 +138,25 @@ class WgmmaBackwardShape:
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
   """Row of the table of a backward kernel's tiles, with conditions that only gradients need."""
   _: KW_ONLY
-  varied: bool = True            # whether there are registers for the derivative of a term where that is not 1
-  few_queries: int|None = None   # most queries that the row is for: of one head, or if the kernel owns keys, of all heads that share them
+  varied: bool = True            # whether there are registers for a term whose derivative is not 1
+  few_queries: int|None = None   # most queries that the table row is for: of one head, or if the kernel owns keys, of all heads that share the keys
 
-# ***** tiles for a family without tables: with as few registers as a kernel can use *****
+# ***** tiles for a family without tables *****
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
-  """Makes the table of forward tiles for a family of chips that has no measured table. The tiles use the family's preferred matrix instruction."""
+  """Makes the table of forward tiles for a family of chips without a measured table. The tiles use the family's preferred matrix instruction, and as
+  few
+  registers as the kernel can use."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
-  """Makes the table of a backward kernel's tiles for a family of chips that has no measured table. The kernel owns queries, or with `keys` it owns
-  keys."""
+  """Makes the table of a backward kernel's tiles for a family of chips without a measured table. The tiles use as few registers as the kernel can
+  use. The
+  kernel owns queries, or if `keys` is true it owns keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Makes the table of tiles of the kernel mla, for a family of chips that has no measured table."""
+  """Makes the table of tiles of the kernel mla for a family of chips without a measured table. The tiles use as few registers as the kernel can
+  use."""
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0)),)
