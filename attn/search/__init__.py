@@ -1,2 +1,2 @@
-"""Searches for the best tiles by predictions from machine code: which tiles are compiled, how they are ranked, and how the table is written. The
-command is attn.tune."""
+"""Searches for the best tiles without a GPU: decides which tiles are compiled, predicts their speed from the machine code, ranks them, and writes the
+table. The command is attn.tune."""

@@ -1,5 +1,5 @@
-"""Tiles that the backward kernels might use, and their bounds from machine code. `python -m attn.tune --gradient dq` ranks these tiles, and bench.py
-with TUNE=1 and BWD=1 times them. The backward tables in attn/chips are written by hand from such a ranking."""
+"""Ranks tiles for the backward kernels by predictions from machine code. `python -m attn.tune --gradient dq` prints this ranking. bench.py with
+TUNE=1 and BWD=1 times the same tiles on a GPU. The backward tables in attn/chips are written by hand from such a ranking."""
 from __future__ import annotations
 import itertools
 from collections.abc import Iterable
@@ -33,8 +33,8 @@ class RankedBackwardTile:
   bound: Bound
 
 def backward_held(tile:BackwardTile, d:int) -> int:
-  """Returns the smallest number of vector registers that a lane needs with a tile: for accumulators, S and dP, the workgroup's own rows, and tiles
-  that are being loaded."""
+  """Estimates the vector registers of a lane in a backward kernel: the smallest number that the kernel can need. A lane holds accumulators, S and dP,
+  the workgroup's own rows (those that do not lie in LDS), and a part of the tiles that are being loaded."""
   mat = tile.matrix
   row = row_registers(mat, d)
   accumulators = (2 if tile.keys and tile.passes == 1 else 1)*round_up(d, mat.M)//mat.groups
@@ -43,8 +43,8 @@ def backward_held(tile:BackwardTile, d:int) -> int:
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
   """Returns table rows for the usable shapes of BACKWARD_SPACE. A usable shape has whole tiles of the matrix instruction, fits into LDS and
-  registers, and is read without bank conflicts. Shapes that save registers (the workgroup's own rows in LDS, `sparing`, two passes) are tried only if
-  most registers would be used otherwise."""
+  registers, and is read without bank conflicts. Some shapes save registers: the workgroup's own rows lie in LDS, `sparing`, or two passes. Such a
+  shape is tried only if the kernel would otherwise need more than three quarters of the registers."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
@@ -59,7 +59,8 @@ def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]
   return found
 
 def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Returns the bound of one tile for one variant of the kernel "dq" or "dkdv". None if the kernel doesn't compile, or spills registers."""
+  """Compiles the kernel "dq" or "dkdv" with the tile of a table row, and returns the figures (`Bound`) by which tiles are ranked. `dtype` and `mask`
+  choose the variant of the kernel. Returns None if the kernel doesn't compile, or spills registers."""
   spec = Spec(arch, row.up_to, dtype, mask, kernel)
   tile = backward_tile(problem_of_spec(spec), get_chip(arch), row, kernel == "dkdv")
   source = kernel_source(spec, tile)
@@ -71,8 +72,8 @@ def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARI
   return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
-  """Returns backward tiles for head dimensions up to `d` with which no variant of the kernel spills registers. They are sorted by the worst of their
-  bounds, greatest first."""
+  """Ranks the backward tiles for head dimensions up to `d`. Leaves out tiles with which a variant of the kernel does not compile or spills registers.
+  A tile's figures are the worst over all variants. The best tile comes first. `each` is map, or the map of a pool of processes."""
   found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
   worst: dict[UpTo[BackwardShape], Bound] = {}
   for dtype, mask in VARIANTS:

@@ -1,9 +1,9 @@
-"""The search that makes the tables of forward tiles in attn/chips, by predictions from machine code, not by measurements. The command is
-attn/tune.py.
+"""Search that makes the tables of forward tiles in attn/chips. It predicts times from machine code and measures nothing. The command is attn/tune.py.
 
 A table row is for one family of matrix units and for head dimensions up to one of CLASSES. The search looks at those tiles of `candidates` that do
 not spill. The best tile has the greatest `Bound`: its prediction by attn.isa.timing counts first, and each figure is the worst over fp16 and bf16,
-full and causal. If the best tile takes more than SMALL_TILE queries, a second row has the best tile with fewer, for grids too small to fill a chip.
+full and causal. If the best tile has more than SMALL_TILE queries, a second row has the best tile with at most SMALL_TILE queries, for grids too
+small to fill a chip.
 
 Rows belong to the release of LLVM that the search ran with: the release of the extra `isa`, or the one that ATTN_CLANG names. Rows of an older
 release serve it and all releases before it. They stand in the table only if their tiles differ. On a GPU, TUNE=1 of bench.py chooses by time
@@ -41,22 +41,22 @@ SPACE: dict[str, tuple[int, ...]] = {
   "waves": (8, 4), "q_tiles": (2, 1), "block_n": (128, 64, 32, 16), "q_in_lds": (False, True), "fenced": (False, True),
   "prefetch": (1, 2, 0)}
 MATRICES = (0, 1)      # which of a chip's matrix instructions, by number
-LARGEST_TILE = 256     # most queries of a tile: a causal block computes on average half as many keys in vain
+LARGEST_TILE = 256     # most queries of a tile: under a causal mask a block computes keys in vain, on average half as many as the tile has queries
 SMALL_TILE = 128     # most queries of a tile that any grid may use
-FILLS = 256     # workgroups that a larger tile has to make, about one for each compute unit of the largest chips
+FILLS = 256     # a larger tile is used only if it makes this many workgroups, about one for each compute unit of the largest chips
 ENOUGH = 2      # waves per SIMD: one computes while the other waits
 AHEAD = 3       # each load of the next tile should be under way during at least 1/AHEAD of an iteration's matrix work
 ISSUED = ("lds_read", "lds_write", "lds_permute", "load", "load_to_lds", "barrier")   # kinds (instruction.KINDS) that take an issue slot
 LEADING = 3     # number of best tiles that are also tried with two buffers in LDS
-RESERVE = 16    # registers for addresses, operands on their way and the state of rows: no kernel needs fewer
+RESERVE = 16    # registers for addresses, operands that are being read, and the state of rows: every kernel needs at least these
 Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
-  """Figures by which tiles are ranked, greatest first. The uses of the matrix unit are rounded to half percents, because smaller differences are
-  accidents of the compiler's output."""
+  """Figures by which tiles are ranked. They are compared in this order; greater is better. The uses of the matrix unit are rounded to half percents,
+  because smaller differences are accidents of the compiler's output."""
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
   enough: int     # waves per SIMD, but no more than ENOUGH
-  ahead: int      # 1 if a tile is on its way during a good part of the matrix work, else 0: no other figure covers waiting for memory
+  ahead: int      # 1 if a tile is being loaded during a good part of the matrix work, else 0: no other figure covers waiting for memory
   issued: int     # the serial bound, with an issue slot for each access to LDS and memory and each barrier
   serial: int     # the serial bound: nothing overlaps
   waves: int      # waves per SIMD of the workgroups for which registers and LDS have room
@@ -69,20 +69,20 @@ class RankedTile:
   row: UpTo[ForwardShape]
   bound: Bound
 
-# ***** the space *****
+# ***** the tiles to try *****
 
 def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
-  """Returns the smallest number of vector registers that a lane needs with a tile: for accumulators and scores, for Q, and for the tiles of K and V
-  that are being loaded."""
+  """Estimates the vector registers of a lane in a forward kernel: the smallest number that the kernel can need. A lane holds accumulators and scores,
+  Q (unless it lies in LDS), and a part of the tiles of K and V that are being loaded."""
   mat, c = arch.matrix[MATRIX_DTYPES[0]][row.matrix], row.shape
   of_q = 0 if c.q_in_lds else row_registers(mat, d)
   on_the_way = 2*c.block_n*d*mat.size//(4*c.waves*mat.wave) if c.prefetch else 0
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction: lane group h reads the h-th 16-byte
-  unit of row n. For CDNA's 16x16 instructions this happens, because one phase of a read serves rows of one lane group and the neighbouring rows of
-  another lane group."""
+  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction. Lane group h reads the h-th 16-byte
+  unit of row n. `stride` is the number of units from one row to the next. CDNA's 16x16 instructions have such conflicts, because one phase of a read
+  serves rows of one lane group and the neighbouring rows of another lane group."""
   banks, groups = phases(family, mat.wave, True, 16)
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
@@ -106,16 +106,16 @@ def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
 # ***** the bound of one tile *****
 
 def waves_of(report:Report, tile:Tile|BackwardTile, chip:Chip) -> int:
-  """Returns the number of waves on a SIMD, counting only whole workgroups."""
+  """Returns how many waves can run on a SIMD at a time. Registers and LDS limit this number, and only whole workgroups count."""
   r = report.resources
   assert r.waves_by_registers is not None and r.waves_by_lds is not None
   simds = chip.pipes.simds
   return int(min(r.waves_by_registers, r.waves_by_lds)*simds)//tile.waves*tile.waves//simds
 
 def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile) -> Bound|None:
-  """Returns the `Bound` of a kernel from its machine code `text`. None if the kernel doesn't compile, or if it spills: keeps vector registers in
-  memory, or scalar registers in vector registers. clang also counts moves from vector registers to accumulation registers as spills. These moves stay
-  in the register file, so they are allowed, and the prediction includes their time."""
+  """Computes the figures (`Bound`) of a kernel from its machine code `text`. Returns None if the kernel has no loop to analyse, or if it spills:
+  keeps vector registers in memory, or scalar registers in vector registers. clang also counts moves from vector registers to accumulation registers
+  as spills. These moves stay in the register file, so they are allowed, and the prediction includes their time."""
   if report is None or (loop := report.loop) is None: return None
   r, chip = report.resources, get_chip(report.arch)
   if r.scratch or r.sgpr_spills: return None
@@ -131,14 +131,15 @@ def bound_of(text:str, kernel:Source, report:Report|None, tile:Tile|BackwardTile
                -tile.block_m, -tile.block_n)
 
 def tile_bound(spec:Spec, tile:Tile) -> Bound|None:
-  """Returns the `Bound` of the forward kernel with this tile. None if the kernel doesn't compile, or spills registers."""
+  """Compiles a forward kernel with a tile, and returns its figures (`Bound`). Returns None if the kernel doesn't compile, or spills registers."""
   kernel = kernel_source(spec, tile)
   try: text = assembly(kernel.text, spec.arch)
   except CompileError: return None
   return bound_of(text, kernel, analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec)), tile)
 
 def why_none(arch:str, d:int) -> str:
-  """Returns the reason why no tile was found for a class of head dimensions: clang's message for the first tile, if that tile does not compile."""
+  """Returns the reason why no tile was found for a class of head dimensions: no tile fits, or all tiles spill registers, or clang's message if the
+  first tile does not compile."""
   chip = get_chip(arch)
   if not (space := candidates(chip, d)): return "none of those looked at fits"
   spec = Spec(arch, d)
@@ -147,23 +148,25 @@ def why_none(arch:str, d:int) -> str:
   return "all of them spill registers"
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Returns the `Bound` of the tile of a table row, for one dtype and mask of the forward kernel. None if the kernel doesn't compile, or spills
+  """Compiles the forward kernel with the tile of a table row, for one dtype and mask, and returns the figures (`Bound`) by which tiles are ranked. By
+  default these are the first dtype and mask of VARIANTS, the most expensive variant. Returns None if the kernel doesn't compile, or spills
   registers."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """Returns the `Bound` of a tile in which each figure is the worst over the dtypes and masks of VARIANTS. None if there is no `Bound` for one of the
-  variants."""
+  """Returns the figures (`Bound`) of the tile of a table row. Each figure is the worst over the dtypes and masks of VARIANTS. Returns None if the
+  kernel of one of them doesn't compile, or spills registers."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 
 # ***** the best of a class *****
 
 def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound|None]) -> RankedTile|None:
-  """Returns the tile whose worst `Bound` over all variants is the greatest. `ranked` is sorted by the `Bound` of one variant, greatest first. A
-  tile's worst `Bound` is never greater than the `Bound` of this variant, so the search can stop early."""
+  """Returns the best of some tiles: the tile whose worst figures over all variants are the greatest. `ranked` has the tiles with their figures for
+  one variant, the greatest first. `worst` computes the worst figures. These are never greater than the figures for one variant, so the search stops
+  as soon as no other tile can be better."""
   found: RankedTile|None = None
   for x in ranked:
     if found is not None and x.bound <= found.bound: break
@@ -189,9 +192,9 @@ class Class:
   rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """Searches the tiles for head dimensions up to `d` on a chip. Tiles without prefetch, and tiles too heavy for ENOUGH waves, are tried only if the
-  tiles tried before are not good enough. Tiles with a second LDS buffer are tried only for the LEADING best tiles, and for the LEADING best tiles
-  with at most SMALL_TILE queries, because a second buffer changes little else."""
+  """Searches for the best tiles for head dimensions up to `d` on a chip. Tiles without prefetch, and tiles that need too many registers for ENOUGH
+  waves per SIMD, are tried only if the tiles tried before are not good enough. Tiles with a second LDS buffer are tried only for the LEADING best
+  tiles, and for the LEADING best tiles with at most SMALL_TILE queries, because a second buffer changes little else."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
   def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:
@@ -207,8 +210,8 @@ def search_class(arch:str, d:int, each:Each=map) -> Class:
   return Class(arch, d, tuple(ranked), tuple(rows))
 
 def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Class]:
-  """Searches the tiles with the best bounds for every class of head dimensions (up to 64, up to 128, ...) on every chip, in `jobs` processes, with a
-  progress line."""
+  """Searches for the best tiles for every class of head dimensions (up to 64, up to 128, ...) on every chip. Compiles in `jobs` processes, and shows
+  a progress line."""
   kinds = list(itertools.product(archs, classes))
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
     for arch, d in (bar := tqdm(kinds, unit="class")):
@@ -221,10 +224,10 @@ def search(archs:Iterable[str], classes:Iterable[int], jobs:int) -> Iterator[Cla
 
 # ***** the table *****
 
-ALONGSIDE = 78     # the column of a row's figures
+ALONGSIDE = 78     # the column of a line where the comment with the figures begins
 
 def row_of(x:RankedTile, llvm:int=EVERY) -> str:
-  """Returns a line of the table: a tile's row, for releases of LLVM up to `llvm`, with the tile's figures in a comment."""
+  """Returns a table row as a line of source text, for releases of LLVM up to `llvm`. A comment at its end has the tile's figures."""
   row, shape = replace(x.row, llvm=llvm), x.row.shape
   def named(of:Any) -> list[str]:
     return [f"{f.name}={value}" for f in fields(of) if f.default is not MISSING and (value := getattr(of, f.name)) != f.default]
@@ -233,17 +236,18 @@ def row_of(x:RankedTile, llvm:int=EVERY) -> str:
   uses = ", ".join(f"{name} {getattr(x.bound, name)/2}%" for name in ("predicted", "serial", "issued", "overlap"))
   return f"{text:<{ALONGSIDE}}# {uses}, waves {x.bound.waves}"
 
-RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows serve: sorts as the table is sorted
+RowsKey = tuple[int, int]   # class, and minus the newest release of LLVM that its rows serve: keys sort like the table
 TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 
 TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[UpTo\[ForwardShape\], \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
 
 def file_of(family:str) -> Path:
-  """The file that contains a family's table."""
+  """Returns the path of the module of a chip family that contains the family's table."""
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
-  """Returns the lines of the tile table in the text of a family's file. Raises ValueError if the text contains no such table."""
+  """Finds the table of forward tiles in the source text of a chip family's module, and returns its lines. Raises ValueError if the text contains no
+  such table."""
   if (table := TABLE.search(text)) is None: raise ValueError("a family's file has no table FORWARD_ON_...: tuple[UpTo[ForwardShape], ...] = (")
   rows: dict[RowsKey, list[str]] = {}
   for line in table[2].splitlines():
@@ -252,7 +256,7 @@ def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
   return rows
 
 def all_tables() -> TableRows:
-  """Tables of all families that have a chip for which tiles are searched."""
+  """Returns the tables of all families that have a chip for which tiles are searched."""
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
@@ -260,8 +264,9 @@ def tiles_in(lines:Iterable[str]) -> list[str]:
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """Returns the lines of the tables after a search with the release `llvm` of LLVM. The new lines replace the old ones of this release. Rows for an
-  older release are kept only if their tiles differ from the tiles of the next newer release."""
+  """Puts the result of a search into the tables, and returns the lines of the new tables. `llvm` is the release of LLVM with which the search ran.
+  The new lines replace the old ones of this release. Rows for an older release are kept only if their tiles differ from the tiles of the next newer
+  release."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:
@@ -273,12 +278,12 @@ def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
   return rows
 
 def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
-  """Returns the text of a family's file, with these rows in its tile table."""
+  """Returns the source text of a chip family's module, with these rows in its tile table."""
   lines = "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """Returns lines that say which tiles differ between the tables `old` and `new`. Figures are not compared."""
+  """Compares two tables, and returns a line for each tile that only one of them has. Figures are not compared."""
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []

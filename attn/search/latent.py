@@ -1,4 +1,4 @@
-"""Tiles of latent attention that attn.measure.decode times with TUNE=1: all tiles that fit into LDS and registers."""
+"""Tiles for latent attention (MLA) that attn.measure.decode times with TUNE=1: all tiles that fit into LDS and registers."""
 from __future__ import annotations
 import itertools
 from typing import Any
@@ -14,14 +14,15 @@ from attn.problem import Problem
 LATENT_NUMBERS = {64: 384, 32: 240}      # most registers of a lane for Q, S and O, by the lanes of a wave; a lane also needs other registers
 
 def latent_numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
-  """Returns the smallest number of registers that a lane needs for its part of Q, S and O."""
+  """Estimates the registers of a lane in a kernel for latent attention: the smallest number that its part of Q, S and O needs."""
   if isinstance(tile, MlaMmaTile): return 4*(tile.row_tiles*tile.columns(p) + tile.block_n//tile.key_parts//tile.matrix.N)
   mat = tile.matrix
   own = 0 if tile.q_anew else row_registers(mat, p.D)
   return own + tile.row_tiles*tile.columns(p)*mat.accumulator + tile.block_n//tile.key_parts//mat.groups
 
 def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, UpTo[Any]]:
-  """Returns the tiles to time, each with its table row. In each tile, every matrix tile of rows of a workgroup holds at least one query."""
+  """Returns the tiles of latent attention to time, each with its table row. A workgroup may have several matrix tiles of rows. Tiles whose last
+  matrix tile would have no query are left out."""
   kind, found = MlaMmaShape if arch.unit.mma else MlaShape, dict[MlaTile|MlaMmaTile, UpTo[Any]]()
   for matrix, *numbers in itertools.product(*LIMITS[kind].values()):
     row: UpTo[Any] = UpTo(head_class(p), kind(*numbers), matrix=matrix)

@@ -1,4 +1,4 @@
-"""Tiles of the kernels of plain UOps that bench.py times with TUNE=1: all tiles that fit into local memory and registers."""
+"""Tiles for the kernels of plain UOps that bench.py times with TUNE=1: all tiles that fit into local memory and registers."""
 from __future__ import annotations
 import itertools
 from dataclasses import replace
@@ -34,8 +34,8 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """Returns the tiles to time for a backward kernel. The kernel owns queries, or with `keys` it owns keys. A thread holds S, dP and its part of each
-  gradient in registers."""
+  """Returns the tiles to time for a backward kernel of plain UOps. The kernel owns keys if `keys`, and queries otherwise. A thread holds S, dP and
+  its part of each gradient in registers; tiles that need too many registers or too much local memory are left out."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):
