@@ -1,12 +1,11 @@
-"""The only package of attn that imports tinygrad. tinygrad's kernel API is alpha, so attn requires one version of it, and
+"""Imports from tinygrad: no other package of attn imports it. tinygrad's kernel API is alpha, so attn requires one version of it, and
 test/tinygrad_compat/test_compat.py checks every name and signature used here: another version fails with one clear sentence and not somewhere later.
 
 The rest of attn imports tinygrad's names from here, some of them wrapped by these modules: uops.py constructs UOps, lowering.py lowers kernels,
-caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change tinygrad's behaviour, functions.py does so for
-`@function`, tensors.py and devices.py query tensors and devices, timers.py times kernels.
-"""
+caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change tinygrad's behaviour, functions.py does so for `@function`, tensors.py
+and devices.py query tensors and devices, timers.py times kernels."""
 from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, because it checks tinygrad's version
-from attn.tinygrad_compat import release as release     # second, because it checks what the others import
+from attn.tinygrad_compat import release as release     # second, because it checks what the other modules import
 from tinygrad import Device, Tensor, TinyJit
 from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF
 from tinygrad.dtype import AddrSpace, DType, dtypes, strong_dtype

@@ -1,5 +1,5 @@
-"""Changes to tinygrad's CUDA devices: kernels with more than 48 KB of shared memory or given as machine code, and graphs under TinyJit that use the
-inputs of each call."""
+"""Changes to tinygrad's CUDA devices. They can then run kernels with more than 48 KB of shared memory and kernels given as machine code, and their
+graphs under TinyJit use the inputs of each call."""
 from __future__ import annotations
 import contextlib, ctypes, functools, re
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ def dynamic_shared_name(name:str, nbytes:int) -> str:
   return name if nbytes <= STATIC_SHARED else f"{name}_smem{nbytes}"
 
 def shared_memory_text(x:UOp, text:str) -> str:
-  """Returns the declaration of a buffer, changed to dynamic shared memory if the buffer is too large for static shared memory."""
+  """Returns the declaration of a buffer in CUDA. `text` is tinygrad's declaration. It is changed to dynamic shared memory if the buffer is too large
+  for static shared memory."""
   if x.addrspace is not AddrSpace.LOCAL or x.max_numel()*x.dtype.itemsize <= STATIC_SHARED: return text
   return f"extern {text[:text.rindex('[')]}[];".replace("__align__(16)", "__align__(1024)")    # wgmma's swizzle depends on the address
 
@@ -35,8 +36,8 @@ def dynamic_shared_program(dev:Any, obj:TinyELF) -> Program[Any]:
 # **** graphs under TinyJit ****
 @contextlib.contextmanager
 def at_least_one_block() -> Iterator[None]:
-  """Lets tinygrad make a graph of kernels whose grids depend on Variables. tinygrad sets every Variable to 0 then, and CUDA refuses a grid without
-  blocks ("CUDA Error 1, invalid argument"). Here such a grid gets one block. The graph gets the real sizes before each launch."""
+  """Context in which tinygrad can make a graph of kernels whose grids depend on Variables. tinygrad sets every Variable to 0 then, and CUDA refuses a
+  grid without blocks ("CUDA Error 1, invalid argument"). Here such a grid gets one block. The graph gets the real sizes before each launch."""
   sizes = ProgramInfo.launch_dims
   def launch_dims(self:ProgramInfo, var_vals:dict[str, int]) -> Any:
     blocks, threads = sizes(self, var_vals)
@@ -57,10 +58,11 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
 
 @functools.cache
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
-  """Makes a subclass of `graph`, a class of tinygrad's graphs under TinyJit, that gives each call the buffers of its own inputs. tinygrad does this
-  for an input that a kernel or a copy uses as a whole. If a kernel or a copy uses one device's part of an input, or a region of it, tinygrad keeps
-  the buffers of the first call. If an input has the same address as in the call before, its nodes stay unchanged: finding a region takes the host a
-  tenth of a millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs that have moved."""
+  """Makes a subclass of a class of tinygrad's graphs under TinyJit, `graph`. In the subclass, every node of a graph uses the buffers of the current
+  call's inputs. tinygrad does this only for an input that a kernel or a copy uses as a whole. If a kernel or a copy uses one device's part of an
+  input, or a region of it, tinygrad keeps the buffers of the first call. If an input has the same address as in the call before, its nodes stay
+  unchanged: finding a region takes the host a tenth of a millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs
+  that have moved."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       with at_least_one_block(): super().__init__(linear, input_uops)
@@ -103,7 +105,7 @@ def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=
   return SelectedInputs
 
 def holds(whole:Buffer, part:Buffer) -> bool:
-  """Tells whether `part` is a region of `whole` in the same allocation, and smaller than `whole`."""
+  """Tells whether `part` is a region of the buffer `whole` and smaller than it. Both are regions of one allocation."""
   ends = [(b.offset, b.offset + b.nbytes) for b in (whole, part)]
   return whole.base is part.base and ends[0] != ends[1] and ends[0][0] <= ends[1][0] and ends[1][1] <= ends[0][1]
 
@@ -117,8 +119,8 @@ def addresses_of(buffer:Any) -> list[Any]:
 
 # **** installation of both changes ****
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
-  """Makes the CUDA devices among `devices` print with these `renderers` in place of tinygrad's, and launch kernels with dynamic shared memory, from
-  now on."""
+  """Changes the CUDA devices among `devices` for the rest of the process: they print kernels with the given `renderers` in place of tinygrad's,
+  launch kernels with dynamic shared memory, and make graphs by `with_selected_inputs`."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue
     dev.runtime_t, dev.cached_renderer = dynamic_shared_program, {}   # type: ignore[assignment]

@@ -1,4 +1,5 @@
-"""Properties of tinygrad's devices, and its parts for AMD's machine code: the compiler comgr, tables of instructions, exponentials of doubles."""
+"""Queries tinygrad's devices, and gives access to tinygrad's parts for AMD's machine code: the compiler comgr, tables of instructions, exponentials
+of doubles."""
 from __future__ import annotations
 import contextlib, ctypes, os, sys, types
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 def device_of(name:str) -> Compiled:
-  """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because a function must not run
-  anything. This function only looks up a device, such as the arguments' device, and runs nothing."""
+  """Returns the device of this name, also inside tinygrad's `@function`. `@function` forbids the use of devices, because the Python function must not
+  run anything. `device_of` only looks up a device, such as the arguments' device, and runs nothing."""
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def c_compiler(name:str) -> str|None:
@@ -27,26 +28,27 @@ def c_compiler(name:str) -> str|None:
   except FileNotFoundError: return command
 
 def opened_devices(name:str) -> list[Compiled]:
-  """Returns the devices of kind `name` that this process has opened."""
+  """Returns the devices of a kind, such as "AMD", that this process has opened."""
   return [Device[d] for d in Device._opened_devices if d.split(":")[0] == name]
 
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class Means:
-  """What a device offers to kernels of plain UOps: the bytes of local memory that a workgroup may use, and whether the device is `serial`, without
-  workgroups. The bytes are 0 if threads are faster without local memory."""
+  """Abilities of a device that matter to kernels of plain UOps. `local_memory` is the number of bytes of local memory that a workgroup may use. It is
+  0 if threads are faster without local memory. `serial` says that the device has no workgroups."""
   local_memory: int
   serial: bool = False
 
 def workgroups_of(device:str) -> Means|None:
-  """Returns what a device offers to kernels of plain UOps (`Means`), if tinygrad renders C or LLVM for it. Returns None for another device."""
+  """Returns what a device offers to kernels of plain UOps: its local memory, and whether it has workgroups. Returns None if tinygrad renders neither
+  C nor LLVM for the device."""
   opened = device_of(device)
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return Means(0, serial=True)
   return Means(0 if is_cpu(opened) else renderer.shared_max if renderer.has_shared else 0)
 
 def is_cpu(device:Any) -> bool:
-  """Tells whether an OpenCL device is a CPU. Its local memory is then ordinary memory."""
+  """Tells whether a device is a CPU that runs OpenCL. Its local memory is then ordinary memory."""
   if type(device).__name__ != "CLDevice": return False
   from tinygrad.runtime.autogen import opencl
   kind = ctypes.c_uint64()
@@ -73,8 +75,9 @@ def decode_instruction(data:bytes, tables:str) -> Any:
 
 @contextlib.contextmanager
 def without_comgr() -> Iterator[None]:
-  """Context manager for constructing a HIP renderer that only prints: it keeps tinygrad's constructor from importing its compilers, which would load
-  ROCm's comgr. comgr's LLVM ends the process if another LLVM of the system is already loaded (Debian's comgr beside pocl, for example)."""
+  """Context in which a HIP renderer can be constructed that only prints. tinygrad's constructor imports its compilers, which would load ROCm's comgr;
+  here it imports a stand-in. comgr's LLVM ends the process if another LLVM of the system is already loaded (Debian's comgr beside pocl, for
+  example)."""
   name = "tinygrad.runtime.support.compiler_amd"
   if name in sys.modules:
     yield

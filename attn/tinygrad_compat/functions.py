@@ -1,4 +1,4 @@
-"""Kernels inside tinygrad's `@function`: buffers that belong to the function, and its gradients.
+"""Makes kernels work inside tinygrad's `@function`: gives them buffers that belong to the function, and corrects its gradients.
 
 `@function` calls a Python function once, makes a FUNCTION of the resulting expression, and passes every buffer in the expression as an argument. The
 buffers of `new_buffer` are no arguments: they belong to the function, which fills them before it reads them."""
@@ -15,13 +15,13 @@ from tinygrad.schedule import rangeify
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 def inside_function() -> bool:
-  """Returns whether `@function` is calling a Python function now, or differentiates one."""
+  """Returns whether `@function` is calling a Python function now, or is differentiating one."""
   return _function.depth > 0
 
 own_buffers: WeakSet[UOp] = WeakSet()     # made inside `@function`, before they have their final numbers
 
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:
-  """Makes a buffer, one on each device, whose content a kernel is to write. Inside `@function` the buffer belongs to the function."""
+  """Makes a buffer that a kernel is to fill. With several devices, makes one on each. Inside `@function` the buffer belongs to the function."""
   made = UOp.empty(shape, dtype=dtype, device=device)
   if inside_function(): own_buffers.add(made.buf_uop)
   return made
@@ -33,20 +33,21 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers that belong to a FUNCTION: those of attn, and those that tinygrad's own code finds, whose first content is Invalid."""
+  """Returns the buffers that belong to a FUNCTION. They are the buffers that `new_buffer` made, and those that tinygrad's own code finds, whose first
+  content is Invalid."""
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Numbers the buffers that belong to a FUNCTION anew, all at once."""
+  """Gives new numbers to the buffers that belong to a FUNCTION, taken from `slots`. All are replaced at once."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Saves the body of a FUNCTION a second computation of its outputs. If the body copies an output to a buffer, because a kernel reads it there, then
-  the body returns this copy. Otherwise tinygrad would compute the output again. An output whose buffer is filled on one device after another is
-  copied: tinygrad would replace the tensor on all devices by the caller's, but not the buffers of the single devices."""
+  """Changes what the body of a FUNCTION returns, so that tinygrad does not compute an output twice. If the body copies an output to a buffer because
+  a kernel reads it there, the body now returns this copy. If the buffer of an output is filled on one device after another, the body returns a new
+  copy of it: tinygrad would replace the tensor on all devices by the caller's, but not the buffers of the single devices."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
@@ -58,15 +59,15 @@ def with_shared_outputs(body:UOp) -> UOp:
   return body.replace(src=tuple(map(shared, body.src)))
 
 def with_inlined_functions(body:UOp) -> UOp:
-  """Makes every precompiled FUNCTION inside the body of another FUNCTION an inlined one. tinygrad compiles only the outermost FUNCTION apart: it
-  would leave an inner one in the schedule, and fail."""
+  """Marks every FUNCTION inside the body of another FUNCTION as inlined. tinygrad compiles only the outermost FUNCTION separately. It would leave an
+  inner one that is marked for this (`precompile`) in the schedule, and fail."""
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def numbered(uret:UOp) -> UOp:
-  """Gives the buffers inside a FUNCTION the numbers -1, -2 and so on, so that equal functions are the same UOp. tinygrad's own code gives the numbers
-  0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a new number is the old number of another buffer in the
-  function, or the number of a tensor's buffer."""
+  """Prepares the body of a FUNCTION, in place of tinygrad's own function for this. The buffers inside get the numbers -1, -2 and so on, so that equal
+  functions are the same UOp. tinygrad gives the numbers 0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a
+  new number is the old number of another buffer in the function, or the number of a tensor's buffer."""
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name
@@ -74,23 +75,24 @@ tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-
 for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
-  """Numbers the PARAMs of a gradient's body anew, and returns the body with the arguments that it uses. tinygrad's own function also counts the
-  PARAMs inside the body's kernels, which have nothing to do with the arguments: it raises an IndexError if a kernel has more PARAMs."""
+  """Renumbers the PARAMs of a gradient's body from 0 on, and returns the body with the arguments that it uses. It replaces tinygrad's own function,
+  which also counts the PARAMs inside the body's kernels. Those have nothing to do with the arguments, and tinygrad raises an IndexError if a kernel
+  has more of them than the body has arguments."""
   used = sorted((u for u in body.toposort(enter_calls=False) if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   return body.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in enumerate(used)}, walk=True), tuple(all_args[u.arg.slot] for u in used)
 
 gradient._compact_params = compact_params   # type: ignore[assignment]
 
-_wanted: list[set[int]] = []     # for each call that is being differentiated, the innermost last: numbers of the sources whose gradients are wanted
+_wanted: list[set[int]] = []     # for each call being differentiated: numbers of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
-  """Returns, inside a grad_fxn, which sources of the call need a gradient. `names` has a name for each source of the call. tinygrad does not tell a
-  grad_fxn this. Outside a grad_fxn every source may need one."""
+  """Returns, inside a grad_fxn, the names of the call's sources whose gradients are needed. tinygrad knows them, but does not tell the grad_fxn.
+  `names` has a name for each source of the call. Outside a grad_fxn all names are returned, because every source may need a gradient."""
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps tinygrad's function that differentiates a call: the gradient of a FUNCTION is again the body of a FUNCTION. A grad_fxn can ask which
-  gradients are wanted (`wanted_of`)."""
+  """Wraps tinygrad's function that differentiates a call. While it differentiates a FUNCTION, `inside_function` returns True, because the gradient of
+  a FUNCTION is again the body of a FUNCTION. While it runs a grad_fxn, `wanted_of` returns which gradients are needed."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
     of_function = call.op is Ops.FUNCTION and call.arg.grad_fxn is None
@@ -105,8 +107,8 @@ def inside(own:Callable[..., Any]) -> Callable[..., Any]:
 gradient.call_gradient = inside(gradient.call_gradient)
 
 def inlined_function(call:UOp) -> UOp|None:
-  """Inlines a FUNCTION that is not compiled apart. Two functions in one schedule would write to the same buffers, because
-  equal numbers mean equal buffers. Here each inlined function gets buffers of its own."""
+  """Inlines a FUNCTION that is not compiled separately, with new buffers for each inlined call. Otherwise two such functions in one schedule would
+  write to the same buffers, because equal numbers mean equal buffers."""
   return rangeify.resolve_function(call.replace(src=(with_own_buffers(call.src[0], UOp.unique_num), *call.src[1:])))
 
 rangeify.earliest_rewrites = PatternMatcher([(UPat(Ops.FUNCTION, name="call"), inlined_function)]) + rangeify.earliest_rewrites

@@ -1,4 +1,4 @@
-"""Lowering of kernels, with or without a device, and the place of each operation in Python and in the printed source (attn/emulator)."""
+"""Lowers kernels, with or without a device, and finds the place of each operation in Python and in the printed source (for attn/emulator)."""
 from __future__ import annotations
 import contextlib, gc, os, re, sys
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from attn.tinygrad_compat.devices import device_of
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-  """Context manager that turns off Python's garbage collector of reference cycles. UOps form no cycles, and the search for them took a sixth of the
-  time of a kernel's lowering."""
+  """Context in which Python's garbage collector does not search for reference cycles. UOps form no cycles, and the search took a sixth of the time of
+  a kernel's lowering."""
   enabled = gc.isenabled()
   gc.disable()
   try: yield
@@ -23,7 +23,7 @@ def without_collections() -> Iterator[None]:
     if enabled: gc.enable()
 
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
-  """Lowers a kernel's AST (a SINK) to the linear list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
+  """Lowers a kernel's AST (a SINK) to the list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
   with Context(ALLOW_DEVICE_USAGE=0), without_collections():
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
@@ -39,7 +39,7 @@ Places = dict[UOp, "tuple[str, int]|None"]   # UOp -> file and line that it come
 
 @contextlib.contextmanager
 def _changed(owner:Any, **new:Any) -> Iterator[None]:
-  """Context manager that replaces attributes of one of tinygrad's objects, and restores them at its end."""
+  """Context in which some attributes of one of tinygrad's objects, `owner`, have other values. The old values are restored at the end."""
   old = {name: getattr(owner, name) for name in new}
   for name, value in new.items(): setattr(owner, name, value)
   try: yield
@@ -47,8 +47,8 @@ def _changed(owner:Any, **new:Any) -> Iterator[None]:
     for name, value in old.items(): setattr(owner, name, value)
 
 def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> tuple[Any, Places]:
-  """Calls `make`. Returns its result and the place of each UOp that it made: the innermost line on Python's call stack whose file is not
-  `internal`. Forgets the ASTs that `ast_of` keeps, because a kept AST is not made again."""
+  """Calls `make`, and notes where each UOp was made. Returns the result of `make`, and the place of each UOp: the innermost line on Python's call
+  stack whose file is not `internal`. Also forgets the ASTs that `ast_of` keeps, because a kept AST would not be made again."""
   ast_of.cache_clear()
   places, create = Places(), UOpMetaClass.__call__
   def here() -> tuple[str, int]|None:
@@ -61,8 +61,8 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with _changed(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does. `places` holds the place (file and line) that each UOp comes from. Adds the places of new UOps: a UOp that
-  replaces another UOp gets the place of that UOp."""
+  """Lowers a kernel as `lower` does, and adds the places of new UOps to `places`. `places` holds the file and line that each UOp comes from. A UOp
+  that replaces another UOp gets the place of that UOp."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   def inherit(new:UOp, old:UOp) -> UOp:
     if places.get(new) is None and (place := places.get(old)) is not None: places[new] = place
@@ -78,8 +78,8 @@ def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]
     return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
-  """Returns the source that `renderer` prints for a program, and for each UOp its line (from 0) in this source: the line of the UOp's own statement,
-  or of the statement of the first UOp that uses it in an expression."""
+  """Prints a program with `renderer`. Returns the source, and for each UOp its line in the source, counted from 0. This is the line of the UOp's own
+  statement, or of the statement of the first UOp that uses it in an expression."""
   printed: list[tuple[UOp, str]] = []
   rules = renderer.string_rewrite
   class Noted:
@@ -93,7 +93,7 @@ def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
   line = source[:source.index("\n".join(kernel))].count("\n")
   for u, text in printed:
     if at == len(kernel): break
-    statement = " ".join(kernel[at].split())     # long lines may have been broken since
+    statement = " ".join(kernel[at].split())     # `render_kernel` may have broken long lines
     own = " ".join(text.split())
     if statement == own or re.fullmatch(rf"[\w ]+ \w+ = {re.escape(own)};?", statement):     # a statement, or a declaration of the value
       lines[u] = line

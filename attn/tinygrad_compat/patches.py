@@ -18,8 +18,8 @@ from attn.tinygrad_compat.uops import with_outputs
 ToProgram = Callable[[UOp, Renderer], UOp]   # (AST, or PROGRAM with a source; renderer) -> PROGRAM with machine code
 
 def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
-  """Makes tinygrad call `through` to compile a kernel to its PROGRAM, for the rest of the process. `through` gets tinygrad's own function as its
-  first argument."""
+  """Makes tinygrad call the function `through` in place of its own function that compiles a kernel to a PROGRAM, for the rest of the process.
+  `through` gets tinygrad's own function as its first argument."""
   own = codegen.do_to_program
   @functools.wraps(own)
   def asked(ast:UOp, renderer:Renderer) -> UOp:
@@ -27,8 +27,9 @@ def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
   codegen.do_to_program = asked   # type: ignore[assignment]
 
 def survive_a_damaged_cache() -> None:
-  """Makes tinygrad treat its cache of compiled kernels as empty, with a warning, if the file is not a database or cannot be written, for the rest of
-  the process. Without this every kernel, including tinygrad's own, would end in an error of sqlite."""
+  """Makes tinygrad work without its cache file of compiled kernels if the file is not a database or cannot be written. tinygrad then treats the cache
+  as empty, with a warning, for the rest of the process. Without this change every kernel, including tinygrad's own, would end in an error of
+  sqlite."""
   own = helpers.db_connection
   @functools.cache
   def connection() -> sqlite3.Connection:
@@ -43,13 +44,13 @@ def survive_a_damaged_cache() -> None:
   helpers.db_connection = connection
 
 def method_of_tinygrad(name:str) -> FunctionType|None:
-  """Returns the function behind a method of Tensor, or None if another library has replaced the method. (With TRACEMETA tinygrad wraps each
-  method.)"""
+  """Returns the function behind a method of Tensor if the method is tinygrad's own. Returns None if another library has replaced it. (With TRACEMETA
+  tinygrad wraps each method; a wrapped method is still tinygrad's own.)"""
   method, own = getattr(Tensor, name), next(vars(of)[name] for of in Tensor.__mro__[1:] if name in vars(of))
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 
 def maker_of_latent_cache() -> FunctionType|None:
-  """Returns the method that makes the cache of a block with latent attention in tinygrad's language models. Returns None if tinygrad.llm cannot be
+  """Returns the method by which tinygrad's language models make the cache of a block with latent attention. Returns None if tinygrad.llm cannot be
   imported, as in the wheel of release 0.14.0."""
   try: from tinygrad.llm.model import MLATransformerBlock
   except ImportError: return None
@@ -59,8 +60,8 @@ TINYGRAD = str(Path(helpers.__file__).parent)
 INSIDE = (str(Path(__file__).parents[1]), TINYGRAD)     # folders of attn and of tinygrad
 
 def levels_to_caller() -> int:
-  """Returns the number of frames from the caller to the first frame outside attn and tinygrad. It is the `stacklevel` with which a warning names the
-  user's line."""
+  """Returns the `stacklevel` with which a warning names the user's line: the number of frames from the caller to the first frame outside attn and
+  tinygrad."""
   frame, level = sys._getframe(1), 1
   while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE): frame, level = frame.f_back, level + 1
   return level
@@ -78,24 +79,24 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Returns the number of the TinyJit input that an argument of a call is taken from. The argument may be the whole input, a region of it, or one
-  device's part. Returns None for other arguments."""
+  """Returns the number of the TinyJit input to which an argument of a call belongs. The argument may be the whole input, a region of it, or one
+  device's part. Returns None if the argument does not belong to an input."""
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 
 def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
-  """Replaces the PARAM in an argument of a call by the input that it stands for. The argument may be the input, a region of it, or one device's
-  part."""
+  """Replaces the PARAM in an argument of a call by the TinyJit input that it stands for. The argument may be the PARAM itself, a region of it, or one
+  device's part. An argument without a PARAM is returned unchanged."""
   if u.op is Ops.PARAM: return inputs[u.arg.slot]
   if u.op is Ops.MSTACK: return u.replace(src=tuple(resolved(x, inputs) for x in u.src))
   return u.replace(src=(resolved(u.src[0], inputs), *u.src[1:])) if input_of(u) is not None else u
 
-# tinygrad's own function handles a part or a region, but not a part of a region
+# tinygrad's own function handles a region of an input or one device's part, but not one device's part of a region
 realize._resolve = resolved   # type: ignore[assignment]
 
 def with_used_tensors(graph:UOp) -> UOp:
-  """Removes from each kernel call of a graph under TinyJit the tensors that are no parameters of the kernel's program, because simplification removed
-  their loads."""
+  """Cleans the kernel calls of a graph under TinyJit: removes the tensors that the kernel's program does not take. A program lacks the parameter for
+  a tensor if simplification has removed all its loads."""
   def used(call:UOp) -> UOp:
     program, tensors = call.src[0], realize.get_call_arg_uops(call)
     if program.op is not Ops.PROGRAM or len(kept := program.arg.globals) == len(tensors): return call
@@ -114,7 +115,8 @@ def of_used_tensors(own:Callable[..., None]) -> Callable[..., None]:
 jit.GraphRunner.__init__ = of_used_tensors(jit.GraphRunner.__init__)   # type: ignore[method-assign]
 
 def around_gradients(within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> None:
-  """Makes tinygrad compute a Tensor's gradients inside the context manager `within(UOp of the Tensor)`, for the rest of the process."""
+  """Makes tinygrad enter a context whenever it computes gradients of a Tensor, for the rest of the process. `within` makes this context from the UOp
+  of the Tensor."""
   for name in ("gradient", "backward"): setattr(Tensor, name, _around(getattr(Tensor, name), within))
 
 def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractContextManager[None]]) -> Callable[..., Any]:
@@ -125,8 +127,8 @@ def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractCo
 
 def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
   """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on. `again()` makes the AST a second
-  time. The outputs of such a kernel become sources of its SINK, so that an output whose stores are all simplified away stays a parameter of the
-  program."""
+  time. The outputs of such a kernel become sources of its SINK. So an output stays a parameter of the program even if simplification removes all its
+  stores."""
   making: list[Callable[[], Any]] = []
   custom_kernel, call = UOp.custom_kernel, UOp.call
   @functools.wraps(custom_kernel)
@@ -150,7 +152,7 @@ MOST_PLACEHOLDERS = 1024
 def kept_placeholder(*args:Any) -> UOp: return UOp.placeholder(*args)
 
 def placeholder_like(self:UOp, slot:int, addrspace:AddrSpace=AddrSpace.GLOBAL) -> UOp:
-  """Returns what tinygrad's own method returns. Keeps the latest placeholders: making them took half of the time of a call of attention."""
+  """Returns the same as tinygrad's method, but keeps the latest placeholders: making them took half of the time of a call of attention."""
   assert helpers.all_int(self.shape), "no placeholder-like on symbolic shape"
   return kept_placeholder(self.max_shard_shape, self.dtype, slot, addrspace)
 
@@ -162,8 +164,8 @@ def _in_tinygrad(frame:FrameType) -> bool: return frame.f_code.co_filename.start
 
 @contextlib.contextmanager
 def equality_as_uops() -> Iterator[None]:
-  """Context manager that changes what `x == y` of UOps means in code outside tinygrad: it is the UOp x.eq(y), as for Tensors. Otherwise `==` says
-  whether x and y are the same UOp, and `i == j` in a caller's mask would silently be False."""
+  """Context in which `x == y` of UOps is the UOp x.eq(y) in code outside tinygrad, as it is for Tensors. Otherwise `==` says whether x and y are the
+  same UOp, and `i == j` in a caller's mask would be False without a warning."""
   own = UOp.__eq__
   def equal(self:UOp, other:Any) -> Any:
     if _in_tinygrad(sys._getframe(1)): return self is other

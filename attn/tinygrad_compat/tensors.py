@@ -1,4 +1,4 @@
-"""Updates of Tensors after a write to their buffers, and gradients of functions (attn/calls/gradient.py, attn/calls/history.py)."""
+"""Updates Tensors after a write to their buffers, and differentiates functions (for attn/calls/gradient.py and attn/calls/history.py)."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from attn.tinygrad_compat.uops import new_uop, on_top
 
 def written_to(buffer:UOp, kernel:UOp) -> None:
   """Makes every Tensor that is `buffer`, or a view of `buffer`, refer to the buffer's content after `kernel`, which writes to the buffer.
-  (Tensor.assign does this for views, and also for values computed from views that are not yet realized.)"""
+  (Tensor.assign does this for views. It also does it for values computed from views that are not yet realized, which this function leaves alone.)"""
   after = buffer.after(kernel)
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := on_top(t.uop, buffer, after)) is not None: t.uop = view
@@ -20,9 +20,9 @@ def put_into_tensors(instead:dict[UOp, UOp]) -> None:
   _apply_map_to_tensors(instead, name="history")
 
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
-  """Differentiates `outputs`, a TUPLE computed from PARAMs whose values are `sources`, for given gradients of the outputs (None stands for 0).
-  Returns {number of a source: its gradient} for the sources of floats that the outputs depend on. Each gradient can be computed separately.
-  `again` is the grad_fxn by which tinygrad would differentiate the gradients once more."""
+  """Differentiates `outputs`, a TUPLE computed from PARAMs whose values are `sources`. `gradients` has the gradients of the outputs; None stands for
+  0. Returns {number of a source: its gradient} for the float sources on which the outputs depend. Each gradient can be computed separately. `again`
+  is the grad_fxn by which tinygrad would differentiate the gradients once more."""
   slot, given = len(sources), []
   for g in gradients:
     given.append(new_uop(Ops.NOOP) if g is None else g.param_like(slot))

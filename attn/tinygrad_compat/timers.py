@@ -1,4 +1,4 @@
-"""Timers of kernels on a device (bench.py, attn/measure)."""
+"""Times kernels on a device (for bench.py and attn/measure)."""
 from __future__ import annotations
 import contextlib, ctypes, math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ def compiled(*outputs:Tensor) -> UOp:
 
 def make_current(device:str) -> None:
   """Makes a CUDA device's context the current one. Another library may have made its own context current, and launches in a foreign context take
-  longer. For other devices this does nothing."""
+  longer. Does nothing for other devices."""
   if device.split(":")[0] != "CUDA": return
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check
@@ -32,7 +32,7 @@ def run_alone(call:UOp) -> None:
   run_linear(new_uop(Ops.LINEAR, (call,)), jit=True)
 
 def cuda_seconds(schedule:UOp, count:int) -> float:
-  """Returns the seconds of one launch of a compiled schedule's only kernel on a CUDA device, measured by events around `count` launches."""
+  """Times the only kernel of a compiled schedule on a CUDA device, by events around `count` launches. Returns the seconds of one launch."""
   from tinygrad.runtime.ops_cuda import cu_time_execution
   call, = (u for u in schedule.toposort() if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM)
   info, buffers = call.src[0].arg, [call.src[1 + i].buffer for i in call.src[0].arg.globals]
@@ -44,7 +44,7 @@ def cuda_seconds(schedule:UOp, count:int) -> float:
 
 def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
   """Makes a CUDA graph that runs the kernels of a compiled schedule one after another, `count` times on the same buffers. Returns a function that
-  runs the graph in the device's context and returns the seconds of one repetition, measured by events."""
+  runs the graph and returns the seconds of one repetition, measured by events. The function makes the device's context the current one."""
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check, cu_time_execution, encode_args
   calls, nodes = [u for u in schedule.src if u.op is Ops.CALL and u.src[0].op is Ops.PROGRAM], list[Any]()
@@ -73,8 +73,8 @@ def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def foreign_cuda_context() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
-  """Context manager that restores the CUDA context of another library, which is current now. It yields a function that wraps functions so that they
-  run in that context."""
+  """Context that keeps the CUDA context of another library, which is current now, and makes it current again at the end. Yields a function that wraps
+  functions so that they run in that CUDA context."""
   from tinygrad.runtime.autogen import cuda
   theirs = cuda.CUcontext()
   cuda.cuCtxGetCurrent(ctypes.byref(theirs))

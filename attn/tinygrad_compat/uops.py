@@ -1,4 +1,4 @@
-"""Construction of UOps (no other module constructs them), values of vector types, buffers and their views, and the parameters of a kernel."""
+"""Constructs UOps (no other module does), values of vector types, buffers and their views, and the parameters of a kernel."""
 from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from tinygrad.uop.symbolic import symbolic
 from tinygrad.uop.weak import pm_cast_weak, pm_commit_weak
 
 def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None) -> UOp:
-  """Makes a UOp of these fields; without a dtype tinygrad infers it. Only this function uses UOp's constructor, whose fields change between
+  """Makes a UOp of these fields; without a dtype tinygrad infers it. No other function uses UOp's constructor, because its fields change between
   versions."""
   return UOp(op, dtype, src, arg)   # type: ignore[arg-type] # its metaclass accepts None
 
@@ -21,14 +21,14 @@ def new_uop(op:Ops, src:tuple[UOp, ...]=(), dtype:DType|None=None, arg:Any=None)
 _COMMIT = pm_commit_weak + pm_cast_weak
 
 def committed(u:UOp) -> UOp:
-  """Gives each Python number in an expression the dtype in which the expression computes with it."""
+  """Gives a dtype to each Python number in an expression: the dtype in which the expression computes with this number."""
   return graph_rewrite(u, _COMMIT)
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows
 # with the number of UOps. A dtype's name is printed unchanged, so the name is the C type; every pass sees a scalar of an unknown dtype.
 class VectorDType(DType):
-  """The dtype of a register vector. It is a separate class, so that a compile worker that unpickles one imports this module."""
+  """Dtype of a register vector. It is a separate class, so that a compile worker that unpickles one imports this module."""
   def __repr__(self) -> str: return f"VectorDType({self.name!r})"
   def __reduce__(self) -> Any: return vector_dtype, VECTORS[self]     # a worker that unpickles a dtype adds it to VECTORS too
 
@@ -37,8 +37,8 @@ _ELEMENT = {"float32": "float", "uint32": "uint"}
 
 @functools.cache
 def vector_dtype(element:str, n:int) -> DType:
-  """Returns the dtype of a register vector of `n` elements ("float32" or "uint32"), with the name that it has in both HIP and CUDA, such as
-  float4."""
+  """Returns the dtype of a register vector of `n` elements, which are "float32" or "uint32". Its name, such as float4, is the vector's type in both
+  HIP and CUDA."""
   dtype = VectorDType(20, 32*n, f"{_ELEMENT[element]}{n}", None)
   VECTORS[dtype] = (element, n)
   promo_lattice[dtype] = []     # compatible only with itself: with SPEC=2 tinygrad asks for the type of a sum when it prints one
@@ -49,14 +49,16 @@ spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtyp
 
 # **** buffers and their views (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
-  """Returns the buffer that `u` is, or is a view of, including writes that are still to be done. Returns None for a computed value."""
+  """Returns the buffer that `u` is, or is a view of. Writes to the buffer that are still to be done belong to the result. Returns None for a computed
+  value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
   inner = u
   while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
   return u if inner.has_buffer_identity(after_ok=True) and all(isinstance(n, int) for n in u.shape) else None
 
 def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
-  """Applies to `other` the view operations that make u from `base`; None if u is not a view of `base`."""
+  """Applies the view of one tensor to another: if `u` is a view of `base`, returns the same view of `other`. Returns None if `u` is not a view of
+  `base`."""
   views = []
   while u is not base and u.op in GroupOp.Movement:
     views.append(u)
@@ -76,14 +78,14 @@ def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[
   return None if found is None else (base, found.src[1])
 
 def flat_element(index:UOp) -> UOp|None:
-  """Rewrites an element of a view of a parameter (an INDEX of movement operations such as a permute) as an element of the flat parameter. Returns
-  None if that is not possible."""
+  """Rewrites an element of a view of a parameter as an element of the flat parameter. The view may permute or reshape, for example. Returns None if
+  that is not possible."""
   found = graph_rewrite(index, pm_mops + symbolic, name="attn element")
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """Returns a CALL that copies one buffer, or a region of one, to another on any device. The buffers `held`, such as those of the regions, are only
-  sources of the CALL, so that they stay in use."""
+  """Returns a CALL that copies one buffer, or a region of one, to another on any device. The buffers `held` are only sources of the CALL, so that
+  they stay in use; `to` and `source` may be regions of them."""
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
@@ -96,7 +98,7 @@ def also_after(u:UOp, *calls:UOp) -> UOp:
 
 def remembered(u:UOp) -> UOp:
   """Tags an AFTER, the value of a buffer after a kernel, so that the AFTER stays in every expression. When a value that depends on the AFTER is
-  computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions; a later write by another kernel would then be mistaken for the
+  computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions. A later write by another kernel would then be mistaken for the
   write of this kernel. tinygrad does not replace a UOp that has a tag, even an empty one."""
   return u.rtag(())
 
@@ -111,14 +113,14 @@ def with_outputs(sink:UOp) -> UOp:
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
-  """Adds tensors to those that a PROGRAM reads and to those that it writes. `slots` are the numbers of the tensors' PARAMs. In a graph under TinyJit,
-  kernels wait for each other by these tensors."""
+  """Makes a PROGRAM count as reading and writing some further tensors. `slots` are the numbers of these tensors' PARAMs. In a graph under TinyJit,
+  kernels wait for each other because of the tensors that they read and write."""
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 
 def begins_at(u:UOp) -> int:
-  """Returns the byte at which a kernel's argument begins in the buffer on each of its devices. tinygrad passes a slice without gaps in place, without
-  a copy."""
+  """Returns at which byte of its buffer a kernel's argument begins. On several devices, this holds for the buffer on each device. The argument may be
+  a slice without gaps: tinygrad passes it in place, without a copy."""
   while u.op in (Ops.CONTIGUOUS, Ops.MSELECT): u = u.src[0]
   under = u.base
   while under.op in (Ops.BITCAST, Ops.UNSHARD): under = under.src[0].base
@@ -128,8 +130,8 @@ def begins_at(u:UOp) -> int:
   return 0 if view is None else view[1]*view[0].dtype.itemsize
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
-  """Adds all these tensors to the parameters of a kernel's AST, whether the kernel uses them or not. In a graph under TinyJit the kernel then waits
-  for everything that writes these tensors. (`with_used_tensors` removes tensors from a call that are no parameters.)"""
+  """Adds tensors to the parameters of a kernel's AST, whether the kernel uses them or not. In a graph under TinyJit the kernel then waits for
+  everything that writes these tensors. (`with_used_tensors` later removes tensors from a call if its program does not take them.)"""
   placeholders = [UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)]
   params = dict.fromkeys(u for x in placeholders for u in x.toposort() if u.op is Ops.PARAM)
   return sink.replace(src=sink.src + tuple(u for u in params if u not in sink.src))
