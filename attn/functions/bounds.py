@@ -1,5 +1,5 @@
-"""Bounds of a traced mask function: the interval of keys that each query sees, the interval of queries that see each key, and the part of the mask
-that intervals cannot express."""
+"""Finds the intervals that a traced mask function leaves visible: the keys that each query sees, and the queries that see each key. The part of the
+mask that intervals cannot express becomes a separate condition."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -10,26 +10,26 @@ from attn.functions.edges import Edge, FloorStep, larger, smaller
 from attn.functions.interval import Interval
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
-Edges = tuple[Edge, ...]     # a clause of edges of one direction: at least one of them shows a pair
+Edges = tuple[Edge, ...]     # a clause made of edges of one direction: it shows a pair if at least one of them does
 
 @dataclass(frozen=True)
 class Bounds:
-  """A mask as intervals and a further condition `rest`. A query sees a key if every clause and `rest` allow it. A clause is a list of edges. An edge
-  is a limit such as j <= i (see `Edge`); a clause allows what at least one of its edges allows. From one row to the next, neither the first nor the
-  last visible column decreases.
+  """Mask written as intervals and a further condition `rest`. A query sees a key if every clause and `rest` allow it. A clause is a list of edges. An
+  edge is a limit such as j <= i (see `Edge`). A clause allows a pair if at least one of its edges does. From one row to the next, neither the first
+  nor the last visible column decreases.
 
     before: clauses that hide the keys before an edge
     after: clauses that hide the keys after an edge
-    rest: the part of the mask that intervals cannot express, as a condition on the symbols. None: there is no such part"""
+    rest: the part of the mask that intervals cannot express, as a condition on the symbols; None if there is no such part"""
   before: tuple[Edges, ...]
   after: tuple[Edges, ...]
   rest: UOp|None
 
   def keys_of(self, i:Any) -> Interval:
-    """Returns the interval of keys that the query at place i sees."""
+    """Returns the interval of keys that the query at position i sees."""
     return Interval(_combined(self.before, lambda x: x.key(i), smaller, larger), _combined(self.after, lambda x: x.key(i), larger, smaller))
   def queries_of(self, j:Any) -> Interval:
-    """Returns the interval of the places of the queries that see the key at place j."""
+    """Returns the interval of the positions of the queries that see the key at position j."""
     return Interval(_combined(self.after, lambda x: x.query(j), smaller, larger), _combined(self.before, lambda x: x.query(j), larger, smaller))
 
 NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
@@ -37,8 +37,9 @@ NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns the first column that all clauses leave visible, or the last one. `at` returns the first (or last) column that an edge shows. A clause
-  leaves a column visible if one of its edges does. Returns None if there are no clauses."""
+  """Returns the first (or the last) column that all clauses leave visible to a row. `at` returns the first (or last) column that one edge leaves
+  visible. `one_of` joins the edges of a clause, of which one must allow a column. `all_of` joins the clauses, which must all allow it. Returns None
+  if there are no clauses."""
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:
@@ -46,21 +47,20 @@ def _conjuncts(u:UOp) -> list[UOp]:
   return [u]
 
 def _condition(clauses:list[Clause]) -> UOp:
-  """Turns clauses into a single condition, a UOp that is true if all clauses hold."""
+  """Returns a UOp that is true if all these clauses hold."""
   def of(x:Literal) -> UOp: return x.condition if isinstance(x, Edge) else x
   return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
 
 def _direction(clause:Clause) -> bool|None:
-  """Returns True if all literals of a clause are edges that hide the keys after them, and False if all are edges that hide the keys before them.
-  Otherwise returns None."""
+  """Tells which keys a clause hides: True if each of its literals is an edge that hides the keys after it, False if each is an edge that hides the
+  keys before it. Returns None for any other clause."""
   found = {x.upper if isinstance(x, Edge) else None for x in clause}
   return found.pop() if len(found) == 1 else None
 
 NO_PAIR = Edge(True, (FloorStep(0, -1, 1),))     # no query sees a key
 
 def mask_bounds(mask:UOp) -> Bounds:
-  """Returns the interval of keys that a traced mask leaves to each query, the interval of queries that it leaves to each key, and the condition that
-  decides inside the intervals, as `Bounds`."""
+  """Finds the intervals that a traced mask leaves visible, and the condition that decides inside these intervals."""
   reader, conjuncts = Reader(), _conjuncts(mask)
   read = [reader.clauses(u) for u in conjuncts]
   clauses = without_contradicted(tuple(x for found in read for x in found))

@@ -1,5 +1,5 @@
-"""A traced mask as a conjunction of clauses: all clauses must hold. A clause is a disjunction of literals: at least one literal must hold. A literal
-is an edge, or any other condition as a UOp."""
+"""Writes a traced mask as clauses. The mask shows a pair if all clauses hold. A clause is a list of literals, and holds if at least one of them
+holds. A literal is an edge (a limit such as j <= i), or any other condition as a UOp."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from attn.functions.edges import Edge, FloorStep, Steps, first_above, followed, 
 from attn.functions.symbols import KEY, QUERY
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
-MOST_CLAUSES = 64     # a disjunction that distributes into more clauses stays one literal
+MOST_CLAUSES = 64     # a condition that would become more clauses stays one literal
 MOST_CHOICES = 8      # a comparison with more WHEREs and MAXes stays one literal
 
 # ***** clauses *****
@@ -31,14 +31,14 @@ def covers(x:Clause, y:Clause) -> bool:
   return all(any(implies(a, b) for b in y) for a in x)
 
 def _joined(x:Clause, y:Clause) -> Clause|None:
-  """Returns the disjunction of two clauses. Leaves out literals that imply another literal of the result. Returns None if the disjunction always
-  holds."""
+  """Returns the clause that holds if one of two clauses holds. Leaves out literals that imply another literal of the result. Returns None if the new
+  clause always holds."""
   found = dict.fromkeys(x + y)
   if any(implies(not_(a), b) for a in found for b in found): return None
   return tuple(a for k, a in enumerate(found) if not any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
-  """Removes each clause that follows from another clause."""
+  """Removes each clause that holds wherever another of the clauses holds."""
   kept: list[Clause] = []
   for x in clauses:
     if not any(covers(y, x) for y in kept): kept = [y for y in kept if not covers(x, y)] + [x]
@@ -47,7 +47,7 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Removes from each clause the literals that cannot hold, because a clause of a single literal contradicts them."""
+  """Removes literals that can never hold: a clause with a single literal contradicts them."""
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
     fewer = tuple(x if len(x) == 1 else tuple(a for a in x if not any(implies(b, not_(a)) for b in single)) for x in clauses)
@@ -58,7 +58,7 @@ def without_contradicted(clauses:Clauses) -> Clauses:
 # ***** sums *****
 
 ONE = UOp.const(1)
-TermSum = dict[UOp, int]     # number of times that each term is added. The constant is the number for ONE
+TermSum = dict[UOp, int]     # how many times each term is added. A constant is as many times ONE
 INTEGERS = (dtypes.int, dtypes.long, ONE.dtype)
 
 def _plus(x:TermSum, y:TermSum, times:int=1) -> TermSum:
@@ -70,12 +70,13 @@ def _terms(x:TermSum) -> list[tuple[UOp, int]]: return [(u, n) for u, n in x.ite
 def _constant(u:UOp) -> int|None: return int(u.arg) if u.op is Ops.CONST else None
 
 def _division(u:UOp) -> tuple[UOp, int]|None:
-  """Returns the dividend and the divisor of an integer that is divided by a positive constant and rounded down."""
+  """Reads an integer that is divided by a positive constant and rounded down. Returns the dividend and the divisor, or None for any other integer."""
   if u.op is not Ops.FLOORDIV and not (u.op is Ops.CDIV and u.src[0].vmin >= 0): return None
   return (u.src[0], over) if (over := _constant(u.src[1]) or 0) > 0 else None
 
 def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
-  """Reads an integer that a condition chooses from two. Returns the condition, the integer if it holds, and the integer if it does not hold."""
+  """Reads an integer that a condition chooses from two. Returns the condition, the integer if it holds, and the integer if it does not hold. Returns
+  None for any other integer."""
   if u.op is Ops.WHERE: return u.src[0], u.src[1], u.src[2]
   if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool: return u.src[0], ONE, ONE*0
   if u.op is Ops.MUL:
@@ -84,11 +85,11 @@ def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
   return None
 
 def _all(*found:Clauses|None) -> Clauses|None:
-  """Returns the conjunction of all given clauses, or None if one of them is None, because it has too many clauses."""
+  """Returns clauses that hold if all given clauses hold. Returns None if one of the arguments is None, because it would have too many clauses."""
   return functools.reduce(lambda x, y: None if x is None or y is None else conjoined(x, y), found)
 
 class Reader:
-  """Reads traced conditions as clauses. Keeps the results, because UOps of a function may be used several times."""
+  """Reader of traced conditions: writes them as clauses. Keeps the results, because a function may use a UOp several times."""
   def __init__(self) -> None:
     self.sums: dict[UOp, TermSum] = {}
     self.found: dict[tuple[UOp, bool], Clauses] = {}
@@ -96,7 +97,7 @@ class Reader:
   # *** conditions ***
 
   def clauses(self, u:UOp, holds:bool=True) -> Clauses:
-    """Returns clauses that say that a condition holds, or, with `holds` false, that it does not hold."""
+    """Returns clauses that hold exactly where the condition `u` is true, or, with `holds` False, exactly where it is false."""
     if (u, holds) not in self.found: self.found[u, holds] = self._clauses(u, holds)
     return self.found[u, holds]
   def _clauses(self, u:UOp, holds:bool) -> Clauses:
@@ -110,11 +111,12 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns the clauses of a choice: `yes` where the condition c holds, `no` where it does not. The last clauses follow from the others: they say
-    what holds in both cases."""
+    """Returns the clauses of a condition that equals one of two conditions: `yes` where `c` holds, and `no` where it does not. The last clauses
+    follow from the others: they say what holds in both cases."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a condition that combines other conditions, such as AND or OR. Returns None if there are too many."""
+    """Returns the clauses of a condition that combines other conditions, by AND or OR, for example. Returns None if there would be too many
+    clauses."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None
@@ -126,8 +128,8 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns a comparison of integers as clauses. The comparison is true if all clauses are true. A clause is true if at least one of its
-    conditions is true. Returns None if every clause has a condition that is no edge (a limit such as j <= i)."""
+    """Returns clauses for a comparison of integers. Returns None if they would not help: each of them has a literal that is no edge, or there would
+    be too many."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)
@@ -141,7 +143,7 @@ class Reader:
   # *** integers ***
 
   def sum(self, u:UOp) -> TermSum:
-    """Writes an integer as a sum of terms, each with the number of times that it is added."""
+    """Writes an integer as a sum of terms. Returns how many times each term is added."""
     if u not in self.sums: self.sums[u] = self._sum(u)
     return self.sums[u]
   def _sum(self, u:UOp) -> TermSum:
@@ -161,8 +163,8 @@ class Reader:
       case Ops.FLOORMOD if n is not None and n > 0: return _plus(self.sum(x), {x//n: 1}, -n)
     return {u: 1}
   def not_positive(self, x:TermSum) -> Clauses|None:
-    """Returns clauses that hold exactly where the sum `x` is at most 0, or None if a disjunction inside would distribute into more than MOST_CLAUSES
-    clauses. All comparisons of integers are read in this form: a <= b is a - b <= 0."""
+    """Returns clauses that hold exactly where the sum `x` is at most 0. Returns None if there would be more than MOST_CLAUSES clauses. All
+    comparisons of integers are read in this form: a <= b is a - b <= 0."""
     terms, plus = _terms(x), x.get(ONE, 0)
     if not terms: return ALWAYS if plus <= 0 else NEVER
     for u, n in terms:
@@ -179,9 +181,9 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Returns the edge (a limit such as j <= i) that says that the sum of `terms`, plus `plus`, is at most 0. Returns None if no edge says that. This
-    is so if the terms are not one function of the query's place and one of the key's place, if the limit would decrease from one query to the next,
-    or if its numbers are too large for int32."""
+    """Finds the edge (a limit such as j <= i) that is equivalent to the condition "the sum of `terms`, plus `plus`, is at most 0". Returns None if
+    there is no such edge: the terms are not one function of the query's position and one of the key's position, or the limit would decrease from one
+    query to the next, or its numbers are too large for int32."""
     found: dict[UOp, tuple[int, Steps]] = {}
     for u, n in terms:
       if (chain := self._chain(u)) is None or chain[0] in found: return None
@@ -192,8 +194,8 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes a term as sign * steps(symbol), where the symbol is the place of the query or of the key. Returns (symbol, sign, steps), or None if the
-    term has another form."""
+    """Writes a term as sign * steps(symbol), where the symbol is the position of the query or of the key. Returns (symbol, sign, steps), or None if
+    the term has another form."""
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None
     x, over = self.sum(divided[0]), divided[1]

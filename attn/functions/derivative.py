@@ -1,4 +1,4 @@
-"""Derivative of a traced function by the score or by an element of a tensor.
+"""Differentiates a traced function by the score or by an element of a tensor.
 
 The pass goes forward, from the variable to the value. It gives each operation on the way its slope, the derivative of the operation by the variable.
 The rules are tinygrad's: at a tie of MAX both sides count half, and integers, comparisons and truncation have the derivative 0. Three things differ
@@ -6,7 +6,7 @@ from tinygrad's pass, which multiplies from the value back to the variable:
 
 - A WHERE selects a slope. tinygrad multiplies the slope of the branch that is not taken by 0, which gives NaN if this slope is infinite.
 - A product with a factor of exactly 0 is 0, even if the other factor is infinite. So 1/(1 + x^4) has the slope 0 where x^4 overflows, and sqrt(x^2)
-  has the slope 0 at 0. The pass omits this selection, two instructions, where no factor can be infinite.
+has the slope 0 at 0. The pass omits this selection, two instructions, where no factor can be infinite.
 - The slope of r = 1/(1 + 2^y), which is inside tanh and sigmoid, is (r - r^2)*-ln(2)*dy. No factor overflows with 2^y.
 
 A slope that float32 cannot hold, such as the slope of 1/x at 1e-30, is infinite, and the difference of two such slopes is NaN.
@@ -25,16 +25,16 @@ from attn.values import LN2, LOG2E
 _ZERO, _ONE = UOp.const(0.0), UOp.const(1.0)     # Python numbers: constants are rounded to float32 once, at the end
 
 class Slope(NamedTuple):
-  """Derivative of an operation. `steep` says whether it may be infinite where the value of the operation is finite and no part overflows, as the
-  derivative of a square root is at 0."""
+  """Derivative of an operation by the variable. `steep` says that it may be infinite where the value of the operation is finite and no part
+  overflows. The derivative of a square root is steep, because of its value at 0."""
   value: UOp
   steep: bool
 
-Slopes = Mapping[UOp, Slope]     # of the operations that depend on the variable
+Slopes = Mapping[UOp, Slope]     # slopes of the operations that depend on the variable
 
 # ***** products in which 0 wins over infinity *****
 
-_LARGEST = 2.0**120     # assumed of elements of tensors, so that 2^8 times an element is finite
+_LARGEST = 2.0**120     # assumed to be the largest element of a tensor, so that 2^8 times an element is finite
 _OVERFLOW = 2.0**128    # larger than every float32
 
 def _number(u:UOp) -> UOp:
@@ -42,7 +42,7 @@ def _number(u:UOp) -> UOp:
   return u if u.dtype in (dtypes.float, dtypes.weakfloat) else u.cast(dtypes.float)
 
 def _product(factor:UOp, slope:UOp, guarded:bool) -> UOp:
-  """Multiplies a factor and a slope. If `guarded`, the product is 0 where the factor is 0."""
+  """Multiplies a factor and a slope. If `guarded`, the product is 0 where the factor is 0, even if the slope is infinite."""
   if slope is _ONE: return factor
   return factor.ne(0).where(factor*slope, _ZERO) if guarded else factor*slope
 
@@ -72,7 +72,7 @@ def _limit(value:UOp) -> float:
   return found[value] if value in found else _limit_of_symbol(value)
 
 def may_be_infinite(value:UOp) -> bool:
-  """Returns whether an expression may be infinite in float32. A score may be."""
+  """Returns whether an expression may be infinite in float32. True for a score, which may be -inf."""
   return not _limit(value.simplify()) < _OVERFLOW
 
 # ***** a rule for each operation *****
@@ -104,7 +104,7 @@ def _of_sin(u:UOp, at:Slopes) -> UOp: return _product((math.pi/2 - _number(u.src
 def _of_sqrt(u:UOp, at:Slopes) -> UOp: return _product(at[u.src[0]].value, _number(u).reciprocal()*0.5, True)
 
 def _is_flat_at_zero(u:UOp) -> bool:
-  """Whether a power has a finite slope where its base is 0: its exponent is a constant of at least 1."""
+  """Returns whether a power has a finite slope where its base is 0. This is so if its exponent is a constant of at least 1."""
   return u.src[1].op is Ops.CONST and u.src[1].val >= 1
 
 def _of_pow(u:UOp, at:Slopes) -> UOp:
@@ -134,12 +134,14 @@ _REASONS = {Ops.BITCAST: "the bits of a number (BITCAST)"}     # other operation
 # ***** the pass *****
 
 def _has_slope_zero(u:UOp) -> bool:
-  """Whether the slope of an operation is 0 whatever the slopes of its sources are: its value moves in steps, or an int selects it."""
+  """Returns whether the derivative of an operation is always 0, whatever its sources are. This is so if the operation's value changes only in steps
+  (a comparison, a truncation, a conversion to int), or if it reads an element of a tensor at an int."""
   if u.op is Ops.CAST: return u.dtype == dtypes.bool or (dtypes.is_float(u.src[0].dtype) and not dtypes.is_float(u.dtype))
   return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
 
 def _shown_part(value:UOp) -> UOp:
-  """Returns a simpler expression that equals the function wherever no WHERE makes the function -inf. The expression lacks these WHEREs."""
+  """Removes the masks from a traced function: returns a simpler expression that equals the function wherever no WHERE makes the function -inf. The
+  expression lacks these WHEREs."""
   made = dict[UOp, UOp]()
   for u in value.toposort(lambda u: u.op in (Ops.WHERE, Ops.ADD)):
     src = tuple(made.get(x, x) for x in u.src)
@@ -148,13 +150,13 @@ def _shown_part(value:UOp) -> UOp:
   return made.get(value, value)
 
 def tidied(u:UOp) -> UOp:
-  """Simplifies an expression of float32. Elements of tensors stay as they are, so that a kernel recognises elements that it has already read."""
+  """Simplifies an expression to float32. Elements of tensors stay as they are, so that a kernel recognises elements that it has already read."""
   instead = {x: UOp.variable(f"element{n}", x.dtype.min, x.dtype.max, x.dtype, param=True) for n, x in enumerate(elements_of(u))}
   return committed(u.substitute(instead).simplify().cast(dtypes.float)).substitute({y: x for x, y in instead.items()})
 
 @lru_cache(256)
 def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
-  """Returns the derivative, or, if there is none, the name of the operation that has no derivative."""
+  """Returns the derivative of the function `value` by `of`. If there is none, returns the name of the operation that has no derivative."""
   shown, at = _shown_part(value), {of: Slope(_ONE, False)}
   for u in shown.toposort(lambda u: not _has_slope_zero(u)):
     moving = [at[x] for x in u.src if x in at]
@@ -172,11 +174,11 @@ def derivative(value:UOp, of:UOp) -> UOp:
   return found
 
 def why_no_derivative(value:UOp, of:UOp) -> str|None:
-  """Returns the operation between `of` and the value that has no derivative, in words. None if there is none."""
+  """Returns, in words, the operation because of which the function has no derivative by `of`. Returns None if the function has a derivative."""
   found = derivative_or_reason(value, of)
   return found if isinstance(found, str) else None
 
 def is_additive(value:UOp, to:UOp=SCORE) -> bool:
-  """Whether a traced function only adds to `to`, the score or an element of a tensor: the derivative is 1."""
+  """Returns whether a traced function only adds a number to `to`, the score or an element of a tensor. The derivative by `to` is then 1."""
   found = derivative_or_reason(value, to)
   return isinstance(found, UOp) and found.op is Ops.CONST and found.val == 1

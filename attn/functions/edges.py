@@ -1,8 +1,8 @@
-"""Edges: lines that never fall, in the plane of queries and keys. A mask of edges leaves each row an interval of columns.
+"""Edges: limits in the plane of queries and keys. A mask made of edges leaves each row an interval of columns.
 
-An edge shows the pairs of a query's place i and a key's place j with `j <= F(i)`, or those with `j >= F(i)`. F never falls: it consists of
-multiplications and floor divisions by positive constants, and of additions of constants. Then F has an inverse of the same kind, which says where the
-interval of a key's queries ends. Causal masks, windows, prefixes and chunks have such edges."""
+An edge shows the pairs of a query's position i and a key's position j with `j <= F(i)`, or the pairs with `j >= F(i)`. F never decreases: it consists
+of multiplications and floor divisions by positive constants, and of additions of constants. So F has an inverse of the same kind, which says where
+the interval of a key's queries ends. Causal masks, windows, prefixes and chunks have such edges."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from attn.tinygrad_compat import UOp
 MOST_INSIDE = 2**30     # no number inside an edge is farther from 0, so that the offset of a problem can be added in int32
 
 class FloorStep(NamedTuple):
-  """The function (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of the
-  numerator, where 0 counts as positive. For example, a mask that shows keys only to queries i >= 3 is the edge `j <= (i - 3)//0`."""
+  """Function of x: (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of times*x +
+  plus, where 0 counts as positive. An example of this is a mask that shows keys only to queries i >= 3: it is the edge `j <= (i - 3)//0`."""
   times: int
   plus: int
   over: int
@@ -23,7 +23,8 @@ class FloorStep(NamedTuple):
 Steps = tuple[FloorStep, ...]     # functions applied one after another
 
 def then(steps:Steps, step:FloorStep) -> Steps:
-  """Appends a step to a function of several steps. If the last step and the new one can be written as one step, joins them."""
+  """Appends a step to a function of several steps, which are applied one after another. Joins the last step and the new one if they can be written as
+  one."""
   common = math.gcd(step.times, step.over)
   step = FloorStep(step.times//common, step.plus//common, step.over//common)
   if step == (1, 0, 1): return steps
@@ -36,11 +37,11 @@ def then(steps:Steps, step:FloorStep) -> Steps:
 def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
 
 def last_below(steps:Steps) -> Steps:
-  """Returns the inverse function G of F: F(x) <= y exactly if x <= G(y)."""
+  """Returns the inverse function G of F for upper limits: F(x) <= y exactly if x <= G(y). `steps` is F."""
   return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def first_above(steps:Steps) -> Steps:
-  """Returns the inverse function G of F: F(x) >= y exactly if x >= G(y)."""
+  """Returns the inverse function G of F for lower limits: F(x) >= y exactly if x >= G(y). `steps` is F."""
   return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def larger(x:Any, y:Any) -> Any:
@@ -64,12 +65,12 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Returns the value of a function, given by its steps, for a number, UOp or Tensor x. FAR stands for infinity. A constant function returns an
-  int."""
+  """Computes a function, given by its steps, for a number, UOp or Tensor x. FAR stands for infinity. The result of a constant function is an int."""
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """Returns the first and the last x for which all numbers in the computation of a function stay within -MOST_INSIDE..MOST_INSIDE."""
+  """Returns the first and the last x for which a function can be computed exactly: all numbers in the computation stay within
+  -MOST_INSIDE..MOST_INSIDE."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
@@ -77,20 +78,21 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether the mask stays the same if x is clamped to `exact_range` before the function is applied. This is so if, at each end of that
-  range, x or the function's value is already farther out than any place of a query or key (FAR)."""
+  """Returns whether x can be clamped to `exact_range` before the function is applied, without changing the mask. This is so if, at each end of that
+  range, x or the function's value is already farther from 0 than any position of a query or key (FAR)."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 
 def clamped(steps:Steps, x:Any) -> Any:
-  """Returns the value of a function for x, computed in int32 without overflow: x is clamped to the function's exact range."""
+  """Computes a function for x in int32 without overflow: x is first clamped to the function's exact range."""
   first, last = exact_range(steps)
   if first > -FAR: x = larger(x, first)
   if last < FAR: x = smaller(x, last)
   return applied(steps, x)
 
 def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
-  """Returns the slope of a function F, and the smallest and the largest value of F(x) - slope*x. None: F is infinite."""
+  """Finds two parallel lines between which a function F lies. Returns their slope, and the smallest and the largest value that F(x) - slope*x can
+  have. Returns None if F is infinite."""
   slope, least, most = Fraction(1), Fraction(0), Fraction(0)
   for times, plus, over in steps:
     if over == 0: return None
@@ -98,7 +100,7 @@ def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
   return slope, least, most
 
 def never_above(f:Steps, g:Steps) -> bool:
-  """Returns whether F(x) <= G(x) is known to hold for each x."""
+  """Returns whether it is certain that F(x) <= G(x) for each x. `f` and `g` are the steps of the functions."""
   (*start, x), (*other_start, y) = f or (FloorStep(1, 0, 1),), g or (FloorStep(1, 0, 1),)
   if start == other_start and (x.times, x.over) == (y.times, y.over): return x.plus <= y.plus
   one, two = _band(f), _band(g)
@@ -106,19 +108,19 @@ def never_above(f:Steps, g:Steps) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Edge:
-  """A condition on the place i of a query and the place j of a key: `j <= F(i)` if `upper`, otherwise `j >= F(i)`. `steps` is the function F."""
+  """Condition on the position i of a query and the position j of a key: `j <= F(i)` if `upper`, otherwise `j >= F(i)`. `steps` is the function F."""
   upper: bool
   steps: Steps
 
   @functools.cached_property
   def inverse(self) -> Steps:
-    """The inverse function G of F. The condition is `i >= G(j)` if `upper`, otherwise `i <= G(j)`."""
+    """Inverse function G of F. The condition is `i >= G(j)` if `upper`, otherwise `i <= G(j)`."""
     return first_above(self.steps) if self.upper else last_below(self.steps)
   def key(self, i:Any) -> Any:
-    """Returns the last key (or, unless `upper`, the first key) that the query at place i sees."""
+    """Returns the last key (or, unless `upper`, the first key) that the query at position i sees."""
     return clamped(self.steps, i)
   def query(self, j:Any) -> Any:
-    """Returns the first query (or, unless `upper`, the last query) that sees the key at place j."""
+    """Returns the first query (or, unless `upper`, the last query) that sees the key at position j."""
     return clamped(self.inverse, j)
   @property
   def known(self) -> bool|None:
@@ -131,12 +133,12 @@ class Edge:
   @property
   def negated(self) -> Edge: return Edge(not self.upper, then(self.steps, FloorStep(1, 1 if self.upper else -1, 1)))
   def implies(self, other:Edge) -> bool:
-    """Returns whether each pair that fulfils this condition is known to fulfil the other one."""
+    """Returns whether it is certain that each pair of a query and a key that fulfils this condition fulfils the other one."""
     if self.upper != other.upper: return False
     return never_above(self.steps, other.steps) if self.upper else never_above(other.steps, self.steps)
   @property
   def condition(self) -> UOp:
-    """The condition as a UOp, on the symbols of a query and a key."""
+    """Condition as a UOp on the symbols of a query and a key."""
     if any(step.over == 0 for step in self.steps): x, y = (self.query(KEY), QUERY) if self.upper else (QUERY, self.query(KEY))
     else: x, y = (KEY, self.key(QUERY)) if self.upper else (self.key(QUERY), KEY)
     return x <= y

@@ -1,5 +1,5 @@
-"""Reads the index by which a traced function picks an element of a tensor. Along each axis, the index is a number of the pair of query and key (such
-as i or i - j), or a constant."""
+"""Reads the index by which a traced function picks an element of a tensor. Kernels support an index that is, along each axis, a number of the pair of
+query and key (such as i or i - j) or a constant."""
 from __future__ import annotations
 from typing import NamedTuple
 from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, indices_of

@@ -1,9 +1,10 @@
-"""Spans: what values a traced mask can take on a tile of queries and keys, from the lowest and the highest value of its parts.
+"""Computes spans: the values that a traced mask can take on a tile of queries and keys. They follow from the lowest and the highest value of the
+parts of the mask.
 
 A part of a mask is an expression that depends on the query or on the key, but not on both, such as the number of a query's document. A kernel
 computes a part once for each row and each column of a tile, and takes the lowest and the highest of the values. From the spans of the parts follow
-the spans of the comparisons that join a query and a key. If a mask's span has one value, the mask is the same on the whole tile: it hides all
-scores, or it hides none."""
+the spans of the comparisons that join a query and a key. If a mask's span has one value, the mask is constant on the whole tile: it hides all scores,
+or it hides none."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +19,15 @@ ORDERED = {dtypes.int: dtypes.int, dtypes.short: dtypes.int, dtypes.ushort: dtyp
 FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # these round nothing
 
 class Extremes(NamedTuple):
-  """Lowest and highest value on a tile, as UOps. A condition is never true if its highest value is false, and always true if its lowest value is
-  true."""
+  """Lowest and highest value of an expression on a tile, as UOps. If the highest value of a condition is False, the condition is never true on the
+  tile. If the lowest value is True, it is always true."""
   low: UOp
   high: UOp
 
 @dataclass(frozen=True)
 class MaskSpan:
-  """Extremes of the values of an expression. `least` and `most` are limits that hold in every problem, as Python integers; a condition or a float has
-  none."""
+  """Values that an expression can have on a tile: between `low` and `high`. `least` and `most` are limits for every tile of every problem, as Python
+  integers. They are 0 and mean nothing for a condition or a float."""
   limits: Extremes
   least: int = 0
   most: int = 0
@@ -45,9 +46,9 @@ def is_part(u:UOp) -> bool:
   return not (depends(u, QUERY) and depends(u, KEY))
 
 class MaskSpans:
-  """Computes the spans of the expressions in a traced mask. `limits_of` returns the limits of a part. The limits of a part of dtype bool are
-  conditions; those of other parts are numbers of the dtype that `ORDERED` names. A float part that contains a NaN has the limits -inf and inf: each
-  comparison with it is then undecided, or is decided as a comparison with NaN is."""
+  """Span of each expression in a traced mask. `limits_of` returns the limits of a part. The limits of a part of dtype bool are conditions; those of
+  other parts are numbers of the dtype that `ORDERED` names. A float part that contains a NaN has the limits -inf and inf: each comparison with it is
+  then undecided, or is decided as a comparison with NaN is."""
   def __init__(self, limits_of:Callable[[UOp], Extremes]) -> None:
     self.limits_of, self.found = limits_of, dict[UOp, MaskSpan|None]()
 
@@ -115,7 +116,7 @@ class MaskSpans:
     return None
 
   def _chosen(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of a value that a condition chooses from two."""
+    """Returns the span of a WHERE, which chooses one of two values by a condition. Returns None if the span of one of the values is not known."""
     c, yes, no = self.condition(u.src[0]), self.of(u.src[1]), self.of(u.src[2])
     if yes is None or no is None: return None
     if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)
@@ -126,7 +127,7 @@ class MaskSpans:
 def _negated(x:MaskSpan) -> MaskSpan: return MaskSpan(Extremes(x.high.logical_not(), x.low.logical_not()))
 
 def _within_int(u:UOp) -> tuple[int, int]:
-  """Returns the limits of an integer part that hold in every problem. If a number in the expression may overflow, it can have any value of int32."""
+  """Returns limits of an integer expression that hold in every problem. If a number in the expression may overflow, these are the limits of int32."""
   inside = all(x.vmin >= LEAST_INT and x.vmax <= MOST_INT for x in u.toposort() if dtypes.is_int(x.dtype))
   return (int(u.vmin), int(u.vmax)) if inside else (LEAST_INT, MOST_INT)
 
@@ -134,7 +135,8 @@ def _in_int(limits:Extremes, least:int, most:int) -> MaskSpan|None:
   return MaskSpan(limits, least, most) if least >= LEAST_INT and most <= MOST_INT else None
 
 def one_sided_parts(mask:UOp) -> list[UOp]:
-  """Returns the parts of a mask whose limits its span needs."""
+  """Returns the parts of a mask (expressions of the query alone or of the key alone) whose limits on a tile decide whether the mask is constant
+  there."""
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
     found[u] = None
@@ -143,5 +145,6 @@ def one_sided_parts(mask:UOp) -> list[UOp]:
   return list(found)
 
 def span_of(mask:UOp, limits_of:Callable[[UOp], Extremes]) -> Extremes:
-  """Returns the limits of a mask on a tile, given those of its parts: whether the mask leaves all scores visible, and whether it may leave some."""
+  """Returns the lowest and the highest value of a mask on a tile. The lowest says whether the mask leaves all scores visible, and the highest whether
+  it may leave some visible. `limits_of` returns the lowest and the highest value of a part of the mask."""
   return MaskSpans(limits_of).condition(mask).limits

@@ -1,13 +1,13 @@
 """Symbols of a caller's function: the UOps that stand for its arguments while it is traced.
 
-A traced function is one scalar UOp, made of these symbols, constants, arithmetic, and elements of tensors. An element of a tensor is
-`INDEX(tensor symbol, one int per axis)`. Kernels and tensor operations replace the symbols by what they compute with."""
+A traced function is one scalar UOp, made of these symbols, constants, arithmetic, and elements of tensors. An element of a tensor is `INDEX(tensor
+symbol, one int per axis)`. Kernels and tensor operations replace the symbols by their own values."""
 from __future__ import annotations
 import math
 from attn.tinygrad_compat import Ops, UOp, dtypes
 from attn.values import FLOATS, INTS
 
-FAR = 2**28     # no place of a query or key is farther from 0 than this: attn.problem.MOST_ROWS
+FAR = 2**28     # no position of a query or key is farther from 0 than this (attn.problem.MOST_ROWS)
 
 FUNCTION_TENSOR_DTYPES = {**FLOATS, "bool": dtypes.bool, **INTS}      # dtypes of mod_tensors, by name
 
@@ -36,13 +36,13 @@ def indices_of(element:UOp) -> tuple[UOp, ...]:
   return element.src[1:]
 
 def number_of_tensor(element:UOp) -> int:
-  """Returns the number, in mod_tensors, of the tensor to which an element belongs."""
+  """Returns which tensor of mod_tensors an element belongs to, as a number from 0 on."""
   base = tensor_of(element)
   while base.op is Ops.RESHAPE: base = base.src[0]
   return int(base.arg.slot)
 
 def elements_of(value:UOp) -> list[UOp]:
-  """Returns the elements of tensors that a traced function reads. An element that serves as an index of another element comes first."""
+  """Returns the elements of tensors that a traced function reads. If an element is an index of another element, it comes before that one."""
   return [u for u in value.toposort() if is_element(u)]
 
 def depends(value:UOp, *symbols:UOp) -> bool:

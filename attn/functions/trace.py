@@ -1,5 +1,5 @@
-"""Traces a caller's score_mod or mask_mod: calls the Python function once, with UOps (symbols) in place of numbers, and checks that the UOp which it
-returns can be computed inside a kernel."""
+"""Traces a caller's score_mod or mask_mod: calls the Python function on UOps (symbols) in place of numbers, and checks that a kernel can compute the
+UOp that it returns."""
 from __future__ import annotations
 import inspect, math, sys
 from collections.abc import Callable, Hashable
@@ -16,7 +16,7 @@ MOST_TENSORS = 8      # tensors in mod_tensors
 
 @dataclass(frozen=True)
 class Traced:
-  """A caller's function after tracing. Two functions that compute the same are equal as `Traced`.
+  """Caller's function after tracing. Two functions that compute the same are equal as `Traced`.
 
     value: the scalar UOp that the function returned, made of the symbols in attn/functions/symbols.py
     told: name of the function, its file and its line, for error messages"""
@@ -31,7 +31,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class FunctionForm:
-  """The form that a caller's score_mod or mask_mod must have: its arguments, and the dtype that it returns."""
+  """Form that a caller's score_mod or mask_mod must have: its arguments, and the dtype that it returns."""
   name: str                    # "score_mod" or "mask_mod"
   symbols: tuple[UOp, ...]     # symbols of its first arguments; the tensors follow
   parameters: str
@@ -46,12 +46,13 @@ TensorKind = tuple[tuple[int, ...], str]     # shape and name of the dtype of a 
 TensorKinds = tuple[TensorKind, ...]
 
 def described(function:Callable[..., Any]) -> str:
-  """Returns the name of a function, with its file and the line where it begins. A callable that has no code in Python is shown as any value is."""
+  """Returns the name of a function, with its file and the line where it begins, for error messages. A callable without Python code is described as
+  any other value."""
   code = getattr(inspect.unwrap(function), "__code__", None)
   return values.shown(function) if code is None else f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|None:
-  """Returns the traced function, or None if the function changes nothing: a score_mod that returns the score, a mask_mod that returns True.
+  """Traces a caller's function. Returns None if the function changes nothing: a score_mod that returns the score, a mask_mod that returns True.
 
   A function that was traced before, with the same values in its closure, is not called again. Raises ValueError if the function does not take the
   arguments of `signature`, returns something other than a scalar UOp of the right dtype, or returns another UOp when it is called again. Raises
@@ -63,13 +64,13 @@ def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|N
 
 @dataclass(frozen=True)
 class Held:
-  """A caller's function as an argument of a function with an `lru_cache`. The cache does not compare it: the other arguments decide which entry is
-  found."""
+  """Wrapper that brings a caller's function past the key of an `lru_cache`: all wrappers are equal, so the other arguments alone decide which entry
+  is found."""
   function: Callable[..., Any] = field(compare=False)
 
 @lru_cache(256)
 def traced_before(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced:
-  """Returns the traced function that `key` stands for. It is traced only the first time; later calls find it in the cache."""
+  """Traces a function that has a key (`identity`). Later calls with an equal key find the result in the cache."""
   return call_twice(signature, held.function, tensors)
 
 def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Traced:
@@ -81,8 +82,8 @@ def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:Tens
   return Traced(found, described(function))
 
 def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Returns the UOp that is passed to a caller's function for a tensor of mod_tensors. It is the symbol of the tensor, or, for a tensor without axes,
-  its only element."""
+  """Returns the UOp that is passed to a caller's function for a tensor of mod_tensors. It is the symbol of the tensor. If the tensor has no axes, it
+  is the tensor's only element."""
   return tensor_symbol(number, shape, dtype) if shape else tensor_symbol(number, (1,), dtype)[0]
 
 def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
@@ -132,8 +133,8 @@ def unable(what:str, uses:str) -> NotImplementedError:
   return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
-  """Replaces each absolute value, which tinygrad writes as x times the sign of x, by the maximum of x and -x. Where an absolute int is converted to
-  fp32, the maximum is taken of fp32 numbers, which is one instruction."""
+  """Replaces each absolute value by the maximum of x and -x. tinygrad writes an absolute value as x times the sign of x. Where an absolute int is
+  converted to fp32, the maximum is taken of fp32 numbers, which is one instruction."""
   made = dict[UOp, UOp]()
   for u in value.toposort():
     new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
@@ -150,8 +151,8 @@ def is_absolute(u:UOp) -> bool:
 def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
 
 def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Returns an element of a tensor, with one int32 index for each axis. If the tensor was permuted or sliced and then reshaped, the element has a
-  single index, into the flat tensor."""
+  """Returns an element of a tensor as an INDEX with one int32 index for each axis. If the function permuted or sliced the tensor and then reshaped
+  it, the element has a single index, into the flat tensor."""
   u = unmoved(u)
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
@@ -184,7 +185,7 @@ def unmoved(u:UOp) -> UOp:
     u = x.src[0].index(*indices)
 
 def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Returns an index in which every part that `made` lists is replaced by its new form, which has no loads."""
+  """Returns an index without loads. `made` has the new form, without loads, of each UOp that occurs in the function so far."""
   return u.substitute({old: new for old, new in made.items() if old is not new}) if u not in made else made[u]
 
 # ***** recognising a function *****
@@ -192,8 +193,8 @@ def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
 SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
 
 def identity(function:Any) -> Hashable|None:
-  """Returns a key for what a Python function computes: its code, and the values that the code reads from closures, defaults, globals, modules and
-  classes. Returns None if one of these values may change unnoticed, such as an object or a list."""
+  """Returns a key for what a Python function computes, or None. The key is made of the function's code, and of the values that the code reads from
+  closures, defaults, globals, modules and classes. It is None if one of these values may change unnoticed, such as an object or a list."""
   try: return of_value(function, (), ())
   except TypeError: return None
 
@@ -241,9 +242,9 @@ def names_in(code:CodeType) -> Names:
 MODERATE = 2.0**64     # constants up to this cannot make a score too large for fp32 in base 2
 
 def may_be_huge(value:UOp) -> bool:
-  """Returns whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e), such as the lowest number
-  of fp32 as a mask. An element of a tensor may be so large if the function adds it to a score or chooses it instead of a score. An element that
-  multiplies a score is assumed to be moderate."""
+  """Returns whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e). An example is the lowest
+  number of fp32, which callers use as a mask. An element of a tensor may be so large if the function adds it to a score or chooses it instead of a
+  score. An element that multiplies a score is assumed to be moderate."""
   parts = [u for u in value.toposort() if dtypes.is_float(u.dtype)]
   bounded = {x for u in parts if is_sigmoid(u) for x in (u, *u.src, *u.src[0].src)}
   chosen, seen = [value], set[UOp]()
