@@ -48,8 +48,7 @@ class Matrix:
   @property
   def span(self) -> int:
     """Smallest number of elements that a product may sum over. Every sum must have a multiple of this number of elements: then each lane holds whole
-    16-byte
-    units, and the instruction gets whole operands."""
+    16-byte units, and the instruction gets whole operands."""
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
@@ -78,8 +77,7 @@ class Matrix:
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
     """Returns the row of A that must hold row d of V^T. If the rows are in this order, a lane's elements of O^T are consecutive columns d of O, and
-    the lane
-    stores many bytes at a time."""
+    the lane stores many bytes at a time."""
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
   def column_of(self, row:Int) -> Int:
@@ -134,24 +132,20 @@ class Mma:
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
     """Returns the key to which the n-th score of a lane belongs. `h` is the number of the lane among the four lanes that share a row. n counts the
-    lane's
-    scores in one row of S, over a row of tiles of S."""
+    lane's scores in one row of S, over a row of tiles of S."""
     return n//self.block*self.N + h*self.block + n%self.block
   # (row, unit of 8 columns) of the address that a lane gives to ldmatrix
   def a_address(self, lane:Int) -> tuple[Int, Int]:
     """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read A (16 rows and 16 columns) from memory that holds rows
-    of A.
-    The result of ldmatrix is a uint4."""
+    of A. The result of ldmatrix is a uint4."""
     return lane%16, lane//16
   def b_address(self, lane:Int) -> tuple[Int, Int]:
     """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B^T: 16
-    rows
-    (keys) and 16 of their columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
+    rows (keys) and 16 of their columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
     return lane//16*8 + lane%8, lane//8%2
   def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
     """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B: 16
-    rows, over
-    which the product sums, and 16 of their columns. ldmatrix transposes them."""
+    rows, over which the product sums, and 16 of their columns. ldmatrix transposes them."""
     return lane%16, lane//16
 
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}

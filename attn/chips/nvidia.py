@@ -1,6 +1,5 @@
 """NVIDIA's chips. Their matrix instructions are mma.sync and, on Hopper, also wgmma. The forward tiles, and the backward tiles for wgmma, were
-measured
-on an H200 (docs/nvidia.md)."""
+measured on an H200 (docs/nvidia.md)."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Family
 from attn.chips.matrix import MMA

@@ -14,8 +14,7 @@ EVERY = 1000    # number above every release of LLVM: a table row for this relea
 
 class Burden(IntEnum):
   """Reason why the loop of a kernel needs more registers than its matrix tiles do: masks, options and terms. The members are in order of weight, and
-  each
-  includes the members before it."""
+  each includes the members before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2
@@ -27,8 +26,7 @@ AnyShape = TypeVar("AnyShape")
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
   """Row of a table of tiles: a shape for head dimensions up to `up_to`. The other fields, except `matrix`, are conditions that a problem, chip or
-  compiler
-  must fulfil."""
+  compiler must fulfil."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
@@ -102,9 +100,8 @@ class WgmmaShape:
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
   """Row of a table of tiles that also says how fast the tile is, in TFLOP/s for a large grid and many keys: `full` without a mask, `causal` with a
-  causal
-  mask. The registers of a multiprocessor have room for `resident` blocks. Besides its loop over keys, a block waits for Q and its first K and V, and
-  stores O. This takes as long as the loop takes for `prologue` keys."""
+  causal mask. The registers of a multiprocessor have room for `resident` blocks. Besides its loop over keys, a block waits for Q and its first K and
+  V, and stores O. This takes as long as the loop takes for `prologue` keys."""
   resident: int
   full: int
   causal: int
@@ -145,14 +142,12 @@ class GradientsUpTo(UpTo[WgmmaBackwardShape]):
 
 def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
   """Makes the table of forward tiles for a family of chips without a measured table. The tiles use the family's preferred matrix instruction, and as
-  few
-  registers as the kernel can use."""
+  few registers as the kernel can use."""
   return (UpTo(256, ForwardShape(4, 1, mat.least_keys, q_in_lds=True, fenced=True, prefetch=0)),)
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
   """Makes the table of a backward kernel's tiles for a family of chips without a measured table. The tiles use as few registers as the kernel can
-  use. The
-  kernel owns queries, or if `keys` is true it owns keys."""
+  use. The kernel owns queries, or if `keys` is true it owns keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 

@@ -7,8 +7,8 @@
 - ranges.py: range of every integer of a program, offsets.py: terms of the offsets of buffer instructions
 - listing.py: lines of Python and of C that an operation comes from, probe.py: values inside a kernel, banks.py: LDS bank conflicts
 
-ATTN_EMU_CHECKS=0 turns the sanitiser off. ATTN_EMU_BANKS=1 counts LDS bank conflicts and prints them for each kernel.
-ATTN_EMU_ORDER and ATTN_EMU_RESIDENT choose how workgroups with atomic operations run (launch.py)."""
+ATTN_EMU_CHECKS=0 turns the sanitiser off. ATTN_EMU_BANKS=1 counts LDS bank conflicts and prints them for each kernel. ATTN_EMU_ORDER and
+ATTN_EMU_RESIDENT choose how workgroups with atomic operations run (launch.py)."""
 from attn.emulator.checks import (AccessError, AtomicRace, BadEntry, BadOperand, Deadlock, Divergence, DivergentBarrier, DivergentMatrix,
                                   EmulatorError, LaunchLimit, LdsLimit, LdsRace, LimitExceeded, Misaligned, NegativePart, NeverWritten, NotWaitedFor,
                                   OutOfBounds, OutOfScope, Overflow, Race, SharedSlot, UninitialisedRead, UnwrittenOutput)

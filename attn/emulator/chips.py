@@ -56,8 +56,7 @@ DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("
 
 class Layout:
   """Layout of a matrix over the elements of a lane and over lanes. `spec` is "element-factors lane-factors -> row-factors column-factors". Each
-  letter
-  names one factor of an index. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
+  letter names one factor of an index. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
@@ -113,8 +112,7 @@ def _mfma(M:int, E:int, dtype:str, *families:str) -> MatrixInstruction:
 
 def _blocks(dtype:str, *families:str) -> MatrixInstruction:
   """Makes the layouts of the MFMA instruction 4x4x4 with 16 blocks. Each block is a separate product. Block b lies in lanes 4b to 4b + 3, which the
-  layouts
-  treat like a wave of 4 lanes. Lane i of a block holds row i of A at all four k, and column i of B and of D."""
+  layouts treat like a wave of 4 lanes. Lane i of a block holds row i of A at all four k, and column i of B and of D."""
   ab = Layout("k i -> i k", k=4, i=4)
   return MatrixInstruction(ab, ab, Layout("r n -> r n", r=4, n=4), dtype, families)
 
@@ -131,10 +129,8 @@ def _wmma4(dtype:str) -> MatrixInstruction:
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
   """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where g = lane/4 (PTX: groupID) and t = lane%4. The element with the factors (c,
-  r, p)
-  in a lane's part of A is in row 8r+g. Its k has the factors (c, t, p). A lane's elements of B are in column g. The element (r, p) of C is in row
-  8r+g
-  and column 2t+p."""
+  r, p) in a lane's part of A is in row 8r+g. Its k has the factors (c, t, p). A lane's elements of B are in column g. The element (r, p) of C is in
+  row 8r+g and column 2t+p."""
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

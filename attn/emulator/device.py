@@ -21,8 +21,7 @@ DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
   """Compiler from source text to the emulator's binary. The renderer in this process records the UOps of each text that it prints. The compiler looks
-  up
-  these UOps."""
+  up these UOps."""
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
   @classmethod

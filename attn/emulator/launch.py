@@ -4,9 +4,8 @@ Workgroups without atomic operations are independent. They run together, in rang
 has atomic operations, each workgroup has its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.
 
 Two environment variables choose what hardware leaves open. ATTN_EMU_RESIDENT is the number of workgroups that the chip holds at the same time;
-another
-one starts when one of them ends. ATTN_EMU_ORDER is the number of an order. In order 0 the workgroups start in the order of their numbers, and the
-first workgroup that can run does so. Any other number is the seed of a random order in which workgroups start, run and add."""
+another one starts when one of them ends. ATTN_EMU_ORDER is the number of an order. In order 0 the workgroups start in the order of their numbers, and
+the first workgroup that can run does so. Any other number is the seed of a random order in which workgroups start, run and add."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -75,8 +74,7 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
   """Makes the error that is raised if the workgroups of all `frames` wait, so that none of them can run. `others` is the number of workgroups that
-  have
-  not started."""
+  have not started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 

@@ -75,8 +75,7 @@ class Listing:
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
     """Lists the places of the UOps of a kernel that `make` returns as an AST. Lowers the AST, and finds for each UOp its line in the printed source
-    and in
-    Python."""
+    and in Python."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))
@@ -85,8 +84,7 @@ class Listing:
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
     """Maps the number of a line of the printed source (from 1) to the file and line of Python that emitted it. Leaves out lines for which no line of
-    Python
-    is known."""
+    Python is known."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():
       if line + 1 not in found and (place := self._from(u)) is not None: found[line + 1] = (_relative(place[0]), place[1])

@@ -179,8 +179,8 @@ class Frame(Threads):
 
   def arrive(self) -> Array:
     """Makes the workgroups of the active threads arrive at the next phase of their mbarrier. Their asynchronous copies then count as complete. All
-    threads
-    of such a workgroup must be active. Another wave may access the copied data after it has waited for the phase; the shadow of LDS checks this."""
+    threads of such a workgroup must be active. Another wave may access the copied data after it has waited for the phase; the shadow of LDS checks
+    this."""
     self.under_way.commit()
     self.under_way.wait_copies(0)
     here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")

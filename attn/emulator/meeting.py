@@ -89,8 +89,7 @@ class Meeting:
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
     """Records that threads have waited until a counter reached the number of their turn. Their waves now know everything that was complete when other
-    waves
-    passed the turn."""
+    waves passed the turn."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
@@ -127,8 +126,7 @@ class Meeting:
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array) -> None:
     """Adds `values` (T,) to the elements `at` (T,) of the memory, in the threads for which `gate` is true. Raises AtomicRace if another wave of the
-    workgroup
-    has waited for a turn, and this wave may add before that turn."""
+    workgroup has waited for a turn, and this wave may add before that turn."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -173,9 +171,8 @@ class Meeting:
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
     """Records an access to `elements` (elements of a thread, T): the numbers of the elements that each thread accesses. `atomic` tells whether the
-    access is
-    an atomic operation. Raises AtomicRace if an earlier access to one of these elements was of the other kind, and nothing puts the two accesses in
-    order."""
+    access is an atomic operation. Raises AtomicRace if an earlier access to one of these elements was of the other kind, and nothing puts the two
+    accesses in order."""
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
     for wave, threads in self.waves_of(f, f.active if active is None else active):

@@ -145,8 +145,7 @@ class Space:
 
   def atomic(self, index:Array, nbytes:int, gate:Array, verb:str) -> tuple[Array, Array]:
     """Prepares atomic operations on numbers of 4 bytes. Each thread for which `gate` is true operates on `nbytes` bytes at once. Returns the memory
-    as
-    uint32, and the position of each thread's first number in it."""
+    as uint32, and the position of each thread's first number in it."""
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
       raise self.f.error(Misaligned, bad, lambda t: f"{verb} {nbytes} bytes of {self.name} at once, at no multiple of {nbytes} bytes")
@@ -225,8 +224,7 @@ class Pointer:
 
 class Registers:
   """A register array (REG buffer). Each element has its own value, so a store by all threads replaces this value and copies nothing. `written` tells
-  for
-  each element which threads have written it: all (True), none (False), or a mask."""
+  for each element which threads have written it: all (True), none (False), or a mask."""
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
     self.values: list[Array] = [self.blank] * count

@@ -22,8 +22,7 @@ class Part:
 
 def parts_of(offset:UOp) -> Iterator[Part]:
   """Yields the offset of a buffer instruction, and every term of the sums in it except constants. If the offset contains a product, also yields the
-  terms
-  of its factors, because a compiler may multiply out the product."""
+  terms of its factors, because a compiler may multiply out the product."""
   if offset.op in (Ops.CAST, Ops.WHERE):
     for x in offset.src[offset.op is Ops.WHERE:]: yield from parts_of(x)
   elif offset.op is not Ops.CONST:

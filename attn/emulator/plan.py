@@ -1,6 +1,5 @@
 """Compiles a program's linear UOps to a `Plan`: a list of closures that run the program. A plan is made once per program. The values of a run are in
-a
-`machine.Frame`."""
+a `machine.Frame`."""
 from __future__ import annotations
 from typing import Any, Callable
 from collections import Counter
@@ -23,8 +22,7 @@ Step = Callable[[Frame], "int|None"]   # returns the next program counter, or No
 
 class Plan(EmulatedProgram):
   """A program compiled for the interpreter. `renderer` makes the renderer that lowered and printed the program. Error messages use this renderer to
-  find
-  the place of an operation in the source."""
+  find the place of an operation in the source."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
     self.linear = uops
@@ -276,8 +274,7 @@ class Plan(EmulatedProgram):
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
     """Returns for each step the slots whose values are dropped after it. Also returns the largest number of bytes per thread that values occupy at
-    the same
-    time."""
+    the same time."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

@@ -5,8 +5,8 @@ even for shapes that are too large for this machine. If there is no such proof f
 (checks.Overflow).
 
 Integers that may wrap are left out: arithmetic on unsigned numbers, conversions between unsigned types or between types of the same width (they keep
-the bits), and conversions to fewer than 32 bits. All other integers count or address something. A range is (least, most). If nothing is known about
-a number, its range is the range of its type."""
+the bits), and conversions to fewer than 32 bits. All other integers count or address something. A range is (least, most). If nothing is known about a
+number, its range is the range of its type."""
 from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
@@ -87,8 +87,7 @@ class Ranges:
 
   def _within(self, u:UOp, exact:Range) -> Range:
     """Returns the range of the number u, given the range `exact` of its exact result. If u is a sum, the range of the sum may narrow it further. Adds
-    u to
-    `beyond` if its exact result must fit its type, and this is not proven."""
+    u to `beyond` if its exact result must fit its type, and this is not proven."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)
@@ -141,8 +140,7 @@ class Ranges:
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
     """Returns the range of a WHERE, which chooses between two values by a condition such as x < y. The condition narrows the ranges of x and y in the
-    two
-    branches. Maxima and minima are printed as such choices; a branch may be x or y cast to another type."""
+    two branches. Maxima and minima are printed as such choices; a branch may be x or y cast to another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken

@@ -12,8 +12,7 @@ UNDER_WAY = 2**30   # tags of writes that have not arrived begin here, above the
 
 class Spans:
   """Record of the spans (ranges of locations) of a buffer that were accessed. For each span it has the last interval (time between two barriers) in
-  which
-  a wave accessed the span."""
+  which a wave accessed the span."""
   def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
@@ -30,14 +29,11 @@ class LdsShadow:
 
   An interval is the time between two barriers. Intervals are counted per wave: a barrier that only some waves reach ends the interval of those waves
   only. Accesses of two waves in intervals of the same number may happen at the same time, even if the waves are at different points of the program.
-  So
-  an access is safe only if a barrier lies between it and the other wave's access: it must be in a later interval.
+  So an access is safe only if a barrier lies between it and the other wave's access: it must be in a later interval.
 
   `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. A write that is
-  under
-  way (an asynchronous copy that is not complete) has the number of its operation, counted from `UNDER_WAY` on, in place of the interval. `reader`
-  holds
-  for each wave an array, called a plane, with the interval in which the wave last read each location.
+  under way (an asynchronous copy that is not complete) has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
+  `reader` holds for each wave an array, called a plane, with the interval in which the wave last read each location.
 
   Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads
   are never recorded in the planes of `reader`. A read is first kept in a list. When a write overlaps a read in the list, all reads of the list are
@@ -66,8 +62,7 @@ class LdsShadow:
 
   def all_written(self, span:Span) -> bool:
     """Tells whether every workgroup has written all locations of a span. To save time, the emulator looks at a span at most once between two
-    barriers. If
-    the span was not complete then, it counts as not written until the next barrier."""
+    barriers. If the span was not complete then, it counts as not written until the next barrier."""
     if self.complete or span in self.full: return True
     if self.looked.get(span) == self.f.since: return False
     self.looked[span] = self.f.since
@@ -82,8 +77,7 @@ class LdsShadow:
 
   def foreign(self, tag:Array) -> Array:
     """Returns the mask of threads that access a location which another wave wrote last, with no barrier since. Such a write may not be complete.
-    `tag` holds
-    the tag of the last write for each thread's location."""
+    `tag` holds the tag of the last write for each thread's location."""
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 

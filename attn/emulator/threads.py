@@ -25,8 +25,7 @@ class Product:
 
 class Operand:
   """An operand of an asynchronous matrix product: locations of LDS, or an element of a register array. The product may read the operand at any time
-  from
-  the start of the product until the threads have waited for it."""
+  from the start of the product until the threads have waited for it."""
   def hold(self, product:Product) -> None: raise NotImplementedError
   def release(self, product:Product) -> None: raise NotImplementedError
   def read_until_now(self, threads:Array) -> None:
@@ -107,10 +106,8 @@ class Threads:
 
   def note_intervals(self) -> None:
     """Recomputes the attributes that depend on `interval` and `seen`, after a wave has passed a barrier. An interval is the time of a wave between
-    two
-    barriers or arrivals at an mbarrier. `interval` has the number of each wave's current interval. `seen` has, for each wave, the first interval of
-    the
-    other waves that this wave has not waited for."""
+    two barriers or arrivals at an mbarrier. `interval` has the number of each wave's current interval. `seen` has, for each wave, the first interval
+    of the other waves that this wave has not waited for."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

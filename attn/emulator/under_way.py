@@ -19,8 +19,7 @@ Array = NDArray[Any]
 @dataclass
 class Copy:
   """An asynchronous store to LDS that threads have started: the locations that it writes, and for each thread the group of copies that it belongs to.
-  A
-  thread waits for whole groups of its copies."""
+  A thread waits for whole groups of its copies."""
   shadow: LdsShadow
   at: Array        # locations: (locations of a thread, threads)
   by: Array        # threads

@@ -20,7 +20,7 @@ with needs("isa", "python -m attn.isa", __name__):
   from attn.isa.timing import drawing, kernels, tables
 
 class ReportByDefault(click.Group):
-  """Command group where `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
+  """Group of commands in which `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
   def parse_args(self, ctx:click.Context, args:list[str]) -> list[str]:
     if args and args[0] not in self.commands and args[0] not in ("--help", "--version"): args = ["report", *args]
     return super().parse_args(ctx, args)
@@ -48,14 +48,13 @@ class NewFile(click.Path):
 OF_FILES = ("dv", "kernel", "queries", "lds", "threads", "products", "behind")
 
 def check_options_of_files(word:str) -> None:
-  """Raises UsageError if an option for files is given together with one of our kernels. For our kernel the value of such an option follows from the
-  kernel."""
+  """Raises UsageError if an option for files is given together with one of our kernels. For our kernels these values follow from the kernel."""
   given = click.get_current_context()
   for name in OF_FILES:
     if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of ours")
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
-  """Returns the report on a file, or on the one of our kernels that `word` names."""
+  """Returns the report on the file `word`, or on one of our kernels if `word` is the kernel's name."""
   path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
   if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)

@@ -1,4 +1,4 @@
-"""Finds instructions that need every lane of a wave, at places where a lane may be switched off. To know this, the checker follows the mask of active
+"""Finds instructions that need every lane of a wave, at places where a lane may be switched off. To know this, the check follows the mask of active
 lanes (EXEC) through the function.
 
 An instruction that reads other lanes gets no value from a lane that is switched off: v_permlane16_swap_b32 leaves that lane's register unchanged,
@@ -6,10 +6,10 @@ ds_bpermute_b32 gives 0, and a matrix instruction of RDNA needs EXEC to be all o
 branch that only some lanes take. Then the result lacks the values of the other lanes. The kernels use these instructions for whole waves only. So
 each such instruction under a partial EXEC is a finding, even if its result is right.
 
-What is known at a point of the code is a set of facts. A fact is a set of scalar registers, and says: for every lane, at least one of these registers
-has the lane's bit set. {exec_lo} says that all lanes are active. {s4, exec_lo} says that each lane that is switched off has its bit set in s4; then
-`s_or_b32 exec_lo, exec_lo, s4` switches all lanes on. The halves of a 64-lane mask are separate registers. At the beginning of a function all lanes
-are active. Where paths meet, a fact holds if it holds on every path."""
+What is known at a point of the code is a set of facts. A fact is a set of scalar registers: every lane has its bit set in at least one of these
+registers. The fact {exec_lo} means that all lanes are active. The fact {s4, exec_lo} means that each lane that is switched off has its bit set in s4;
+then `s_or_b32 exec_lo, exec_lo, s4` switches all lanes on. The halves of a 64-lane mask are separate registers. At the beginning of a function all
+lanes are active. Where paths meet, a fact holds if it holds on every path."""
 from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from attn.isa.instruction import Instruction
 Fact = frozenset[str]
 Facts = frozenset[Fact]
 
-LARGEST = 8      # most registers of a fact: one for each nested branch, and EXEC
+LARGEST = 8      # most registers of a fact: EXEC, and one register for each of the branches around a place
 EXEC = ("exec_lo", "exec_hi")
 NEED_ALL_LANES = re.compile(r"v_(permlane|mfma|smfmac|wmma|swmmac)|ds_(b?permute|swizzle|read_b\d+_tr|load_tr)|global_load_(b\d+_)?tr")
 
@@ -62,8 +62,8 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """Returns the facts after a logical instruction on masks. An instruction with _saveexec or _wrexec combines EXEC with the operand and stores this
-  in EXEC. Its result register gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
+  """Returns the facts after a logical instruction on masks. An instruction with _saveexec or _wrexec combines its operand with EXEC and stores the
+  result in EXEC. Its result register gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
   out, *sources = map(halves, operands)
   for i, register in enumerate(out):
@@ -76,7 +76,7 @@ def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
   return facts
 
 def _written(x:Instruction, operands:list[str]) -> Iterator[str]:
-  """Returns the scalar registers that an instruction writes. The position of an operand says whether the instruction writes it."""
+  """Yields the scalar registers that an instruction writes. The position of an operand tells whether the instruction writes it."""
   if re.match(r"s_(cmp|bitcmp|branch|cbranch|wait|barrier|set|nop|sleep|delay|clause|store|endpgm)", x.op): return
   for operand in operands[:2 if re.search(r"_co_|_div_scale|_mad_[ui]64", x.op) else 1]: yield from _dwords(operand)
   if x.op.startswith("v_cmpx"): yield from EXEC
@@ -86,19 +86,19 @@ def _after(facts:Facts, x:Instruction) -> Facts:
     return facts
   operands = _operands(x)
   if (m := _SCALAR.fullmatch(x.op)) is not None: return _after_scalar(facts, m, operands)
-  # scalar registers spilled to lanes of a vector register: each lane counts as a register here
+  # Scalar registers may be spilled to lanes of a vector register. Each such lane counts as a register here.
   if x.op.startswith("v_writelane"): return _define(facts, f"{operands[0]}[{operands[2]}]", _RULES["mov"], a=operands[1])
   if x.op.startswith("v_readlane"): return _define(facts, operands[0], _RULES["mov"], a=f"{operands[1]}[{operands[2]}]")
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts on one side of a branch: where it is `taken`, or where it is not. If the branch tests EXEC, no lane is active on one of its
-  sides. The result for that side contains the empty fact, which no lane can satisfy: it marks a path that no wave takes."""
+  """Returns the facts after a branch on one of its two sides: where the branch is `taken`, or where it is not. If the branch tests EXEC, no lane is
+  active on one side. For that side the result contains the empty fact, which no lane can satisfy: it marks a path that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns the facts at the beginning of each block, None for a block that no path leads to."""
+  """Returns the facts at the beginning of each block, or None for a block that no path leads to."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -107,7 +107,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
     assert facts is not None
     for x in blocks[at].instructions: facts = _after(facts, x)
     for s in blocks[at].successors:
-      # a conditional branch to the next block tells nothing
+      # both sides of a conditional branch to the next block lead there, so nothing is known about the condition
       there = facts if len(blocks[at].successors) == 1 else _on_edge(facts, blocks[at], s != at + 1)
       if frozenset() in there: continue
       before = known[s]
@@ -117,7 +117,7 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """Returns for each instruction of each block whether all lanes of a wave are known to be active. None for a block that no path leads to."""
+  """Returns for each instruction of each block whether all lanes of a wave are known to be active. Returns None for a block that no path leads to."""
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):

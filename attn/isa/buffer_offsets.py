@@ -1,10 +1,10 @@
 """Finds buffer instructions that add an immediate number to a register which may be negative. No document says what the memory unit does then
 (attn/emulator/offsets.py).
 
-Registers are followed through a function as ranges of unsigned numbers. A register becomes unknown if it comes from memory, from an instruction that
-is not known here, or from one whose result may wrap around. An instruction is a finding if it is not shown that the sum of register and number fits
-into 32 bits, even if the register is never negative. Where lanes may be switched on, the values that these lanes held while they were off count,
-too."""
+The check follows the registers of a function as ranges of unsigned numbers. A register becomes unknown if its value comes from memory, from an
+instruction that this module does not know, or from an instruction whose result may wrap around. An instruction is a finding if the ranges do not
+prove that the sum of register and number fits into 32 bits, even if the register is never negative. If an instruction may switch lanes on, the ranges
+also include the values that these lanes held while they were off."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Known = dict[str, Range]     # range of each known register
 
 LARGEST_WORD, POSITIVE = 0xffffffff, 0x7fffffff
 UNKNOWN: Range = (0, LARGEST_WORD)
-OFTEN = 3                    # after this many visits of a block, registers that still change there become unknown
+OFTEN = 3                    # after this many visits of a block, a register whose range still changes there becomes unknown
 
 # ***** instructions *****
 
@@ -38,14 +38,15 @@ def _scalar_field(x:Range, at:Range) -> Range:
 def _least(*xs:Range) -> Range: return min(x[0] for x in xs), min(x[1] for x in xs)
 def _most(*xs:Range) -> Range: return max(x[0] for x in xs), max(x[1] for x in xs)
 def _below(limit:int, fn:Callable[..., Range]) -> Callable[..., Range]:
-  """Makes a rule that only holds if all operands are at most `limit`. Beyond `limit` the rule is wrong, because numbers are signed, or because the
-  instruction reads only some bits of its first two operands."""
+  """Makes a rule that holds only if the first two operands are at most `limit`. For larger operands the result is unknown, because the numbers are
+  signed, or because the instruction reads only some bits of these operands."""
   return lambda *xs: fn(*xs) if max(x[1] for x in xs[:2]) <= limit else UNKNOWN
 def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]
   return _most(*xs) if len(known) == len(xs) else (known[0][0], POSITIVE) if known else UNKNOWN
 def _middle_signed(*xs:Range) -> Range:
-  """Returns the range of the median of three signed numbers. The median lies between any two of them."""
+  """Returns the range of the median of three signed numbers. Two operands that are known to be nonnegative bound the median, because it lies between
+  any two of the three numbers."""
   known = [x for x in xs if x[1] <= POSITIVE]
   return _hull(*known) if len(known) > 1 else UNKNOWN
 def _same(x:Range) -> Range: return x
@@ -74,17 +75,17 @@ def _rule(op:str) -> Callable[..., Range]|None:
   return next((fn for pattern, fn in _RULES if re.fullmatch(pattern, name)), None)
 
 def _range(operand:str, known:Known) -> Range:
-  """Returns the range of an operand. The range of a register with a sign or absolute value is unknown, because the register holds a float."""
+  """Returns the range of an operand. A register with a minus sign or an absolute value holds a float, so its range is unknown."""
   if named := registers(operand): return known.get(named[0], UNKNOWN) if len(named) == 1 and re.search(r"[-|(]", operand) is None else UNKNOWN
   try: number = int(operand, 0) & LARGEST_WORD
   except ValueError: return UNKNOWN
   return number, number
 
 def _results(op:str, args:str, known:Known) -> dict[str, Range]:
-  """Returns the registers that an instruction writes, or the instructions of a pair write, with their ranges."""
+  """Returns the registers that an instruction writes, with their ranges."""
   x, parts = Instruction(op, args, f"{op} {args}"), written_operands(args)
   found = dict.fromkeys(() if x.kind == "load_to_lds" else uses(x)[0], UNKNOWN)
-  if re.match(r"v_mad_(co_)?u64_u32", op):      # the low half of the result does not depend on the high half of the summand
+  if re.match(r"v_mad_(co_)?u64_u32", op):      # the low half of the result does not depend on the upper half of the number that is added
     (low, high), (added, *above) = registers(parts[0]), registers(parts[4]) or (parts[4],)
     total = _add(_mul(*(_range(x, known) for x in parts[2:4])), _range(added, known))
     if total[1] <= LARGEST_WORD: found.update({low: total, high: (0, 0) if all(known.get(r) == (0, 0) for r in above) else UNKNOWN})
@@ -95,17 +96,17 @@ def _results(op:str, args:str, known:Known) -> dict[str, Range]:
 
 # ***** a function *****
 
-HALVES = ("vcc", "exec")      # two registers of one name
+HALVES = ("vcc", "exec")      # names that stand for two registers each
 _FEWER_LANES = re.compile(r"v_cmpx|s_and_saveexec|s_and(n2|_not1)?_b\d+ exec(_lo)?, exec(_lo)?,")      # any other write to EXEC may switch lanes on
 
 class KnownRegisters:
-  """The ranges of values that registers are known to have: one range for the active lanes, and one for all lanes."""
+  """Known ranges of the values of registers. Each register has one range for the active lanes, and one range for all lanes."""
   def __init__(self, active:Known, every:Known): self.active, self.every = active, every
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 
   def follow(self, x:Instruction, whole:bool) -> None:
     """Updates the known ranges by one instruction. `whole` says whether all lanes are known to be active."""
-    read = self.every if x.op.startswith("v_readfirstlane") and not whole else self.active      # with no lane active it reads a lane that is off
+    read = self.every if x.op.startswith("v_readfirstlane") and not whole else self.active      # if no lane is active, it reads an inactive lane
     results = {r: found for op, args in issued_together(x.text) for r, found in _results(op, args, read).items()}
     for r, found in results.items():
       in_every = found if whole or r[0] == "s" else _hull(found, self.every.get(r, UNKNOWN))
@@ -115,8 +116,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Keeps only what is known both here and in `other`, where two paths meet. Returns whether less is known than before. With `often`, a register
-    whose range changes becomes unknown."""
+    """Merges the ranges of `other` into these ranges, at a point where two paths meet: a range then includes both. Returns whether less is known than
+    before. With `often`, a register whose range changes becomes unknown."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):
@@ -127,8 +128,8 @@ class KnownRegisters:
     return changed
 
 def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], work_items:Range) -> list[KnownRegisters|None]:
-  """Returns the registers' known ranges at the beginning of each block, None for a block that no path leads to. At the beginning of the function v0
-  lies within `work_items`."""
+  """Returns the known ranges of registers at the beginning of each block, or None for a block that no path leads to. At the beginning of the function
+  v0 lies within `work_items`."""
   known, came, waiting = [None]*len(blocks), [0]*len(blocks), [0]     # type: tuple[list[KnownRegisters|None], list[int], list[int]]
   known[0] = KnownRegisters({"v0": work_items}, {"v0": work_items})
   while waiting:
@@ -145,8 +146,8 @@ def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], wo
   return known
 
 def not_shown_to_fit(blocks:Sequence[Block], wave:int, dimensions:int=3) -> list[str]:
-  """Returns each buffer instruction that adds a number to a register where it is not shown that the sum fits into 32 bits. v0 holds a thread's
-  position in `dimensions` dimensions of its workgroup, ten bits each."""
+  """Finds buffer instructions that add an immediate number to a register, if the ranges do not prove that the sum fits into 32 bits. Returns one line
+  each. `dimensions` is the number of dimensions of a thread's position in its workgroup, which v0 holds, ten bits each."""
   whole, found = whole_waves(blocks, wave), list[str]()
   for block, state, each in zip(blocks, registers_of(blocks, whole, (0, (1 << 10*dimensions) - 1)), whole):
     if state is None or each is None: continue

@@ -1,5 +1,5 @@
-"""Checks of machine code. They find what is wrong in a kernel, or slows it down without need. CHECKS names each check. A check looks at one function
-and reports its findings in words.
+"""Checks of machine code. A check finds code that may give wrong numbers, or that slows a kernel down without need. CHECKS names each check. A check
+looks at one function and returns its findings as sentences.
 
   findings(assembly_text, "gfx942")           every check on any text
   python -m attn.isa check                    every check on every kernel of docs/costs.txt, under the compiler in use or under users' compilers"""
@@ -38,8 +38,8 @@ CHECKS: dict[str, Callable[[Function], list[str]]] = {
 }
 
 def findings(text:str, arch:str|None=None) -> list[str]:
-  """Runs all checks on the functions of an assembly text. Returns the findings, one line each, which begins with the check's name. Raises ValueError
-  if the text has no function, or if neither the text nor `arch` names the chip."""
+  """Runs all checks on the functions of an assembly text. Returns one line for each finding, which begins with the check's name. Raises ValueError if
+  the text has no function, or if neither the text nor `arch` names the chip."""
   functions = parse(text, arch)
   if not functions: raise ValueError("no AMDGPU code found: expected assembly text of a kernel, or the output of llvm-objdump -d")
   if functions[0].arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
@@ -47,8 +47,8 @@ def findings(text:str, arch:str|None=None) -> list[str]:
   return [f"{name}: {found}" for kernel in functions for name, check in CHECKS.items() for found in check(Function(kernel, chip))]
 
 def findings_of(specs:Sequence[Spec], tools:Toolchain) -> Iterator[tuple[str, list[str]]]:
-  """Yields, for each of our kernels in `specs`, a description of the kernel and its findings under a compiler: once for whole tiles and once for
-  uneven numbers of rows. Kernels are rendered one after another while clang compiles on every core."""
+  """Yields a description and the findings of each of our kernels in `specs`, compiled by `tools`: once for whole tiles, and once for numbers of
+  queries and keys that are not powers of two. Kernels are rendered one after another while clang compiles on every core."""
   def checked(spec:Spec, text:str) -> list[str]: return findings(assembly(text, spec.arch, tools=tools), spec.arch)
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {f"{spec}{words}": pool.submit(checked, spec, source.kernel_source(spec, llvm=tools.llvm, shape=shape).text)

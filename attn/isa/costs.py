@@ -1,4 +1,4 @@
-"""The cost of every kernel of ours on every chip, one line each, and the slow idioms that no kernel may contain.
+"""The cost of every kernel of ours on every chip, one line each. Also finds slow idioms that no kernel may contain.
 
 python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
 python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same figures under the compilers that users may have
@@ -25,25 +25,25 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on one of our kernels by itself, from its machine code `text`. The report covers the loop with the `rank`-th most matrix work: 0, the hot
-  loop. It covers the usual path through the loop, or with `every_block` all blocks."""
+  """Reports on one of our kernels from its machine code `text`. The report covers the loop with the `rank`-th most matrix work; rank 0 is the hot
+  loop. It counts the usual path through the loop, or with `every_block` all blocks of the loop. The figure `useful` counts only this kernel."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on one of our kernels. The figure `useful` is the share of the matrix unit's peak rate that goes to useful products. It counts all
-  kernels that do the work together (both backward kernels). `rank` and `every_block` choose what is reported, as in `report_of_text`; if they choose
-  anything but the usual path of the hot loop, `useful` counts only this kernel."""
+  """Compiles one of our kernels and reports on its machine code. By default the figure `useful` (share of the matrix unit's peak rate that goes to
+  useful products) counts all kernels that do the work together, such as both backward kernels. With another `rank` or with `every_block`, which
+  choose what `report_of_text` counts, `useful` counts only this kernel."""
   if not rank and not every_block: return reports_of([spec])[0]
   kernel = source.kernel_source(spec, llvm=toolchain().llvm)
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Reports on several kernels. Kernels are rendered one after another (tinygrad's lowering is Python) while clang compiles on every core. A report's
-  figure `useful`, the share of the matrix unit's peak rate that goes to useful products, covers all kernels that do the work together (both backward
-  kernels)."""
+  """Compiles several of our kernels and reports on their machine code. Kernels are rendered one after another, because tinygrad's lowering is Python,
+  while clang compiles on every core. The figure `useful` of a report (share of the matrix unit's peak rate that goes to useful products) counts all
+  kernels that do the work together, such as both backward kernels."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)
@@ -52,8 +52,8 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """Returns the report with the figure `useful`, the share of the matrix unit's peak rate that goes to useful products, recomputed for the kernels
-  `together`, which run one after another: their times are added."""
+  """Returns a report whose figure `useful` (share of the matrix unit's peak rate that goes to useful products) counts all kernels of the reports
+  `together`. These kernels run one after another, so their times are added."""
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report
   return replace(report, loop=replace(report.loop, useful=1/sum(1/x for x in shares)))
@@ -64,7 +64,7 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """A file of costs: its header, its columns (the first one names the kernel), and the function that computes its lines."""
+  """A file of costs: its header, its columns, and the function that computes its lines. The first column names the kernel."""
   header: str
   columns: tuple[str, ...]
   lines_of: Callable[[Sequence[Spec]], list[str]]
@@ -100,7 +100,7 @@ def _short(tools:Toolchain) -> str:
   return "clang " + tools.version.split("clang version ")[1].split()[0]
 
 def costs() -> Costs:
-  """Returns the file docs/costs.txt: every figure, under the compiler in use."""
+  """Describes the file docs/costs.txt, which has every figure of every kernel under the compiler in use."""
   header = (f"# The costs of our kernels under {_short(toolchain())}: bounds from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF), lambda specs: [line_of(r) for r in reports_of(specs)])
@@ -114,7 +114,7 @@ def knows(tools:Toolchain, arch:str) -> bool:
   return tools.llvm >= oldest_for(arch)
 
 def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]:
-  """Computes the columns CELLS for the kernels whose chips a compiler supports: the tile as queries x keys, registers, spills, and the number of
+  """Computes the columns CELLS for each kernel whose chip the compiler supports: the tile (queries x keys), registers, spills, and the number of
   waves per SIMD that registers allow."""
   found = [spec for spec in specs if knows(tools, spec.arch)]
   cells = {}
@@ -125,7 +125,7 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """Returns the file docs/costs_compilers.txt: registers, spills and waves of the default tiles under each of several compilers."""
+  """Describes the file docs/costs_compilers.txt, which has registers, spills and waves of the default tiles under each of several compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(_short, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   def lines_of(specs:Sequence[Spec]) -> list[str]:
@@ -136,24 +136,25 @@ def costs_under(compilers:Sequence[Toolchain]) -> Costs:
 # ***** slow idioms *****
 
 def _halves(x:Instruction) -> list[tuple[str, list[str]]]:
-  """Splits an instruction into (mnemonic, operands without modifiers). For a pair of instructions that issue together (dual issue), returns both."""
+  """Splits an instruction into (mnemonic, operands without modifiers). Returns two such pairs for two instructions that issue together (dual
+  issue)."""
   parts = [part.strip().replace("v_dual_", "v_", 1).partition(" ") for part in x.text.split("::")]
   return [(op, [re.sub(r"[|\-]|\b(abs|neg)\b|[()]", "", a).strip().replace("vcc_lo", "vcc") for a in args.split(",")]) for op, _, args in parts]
 
 def _overwrites(operand:str, register:str) -> bool:
-  """Returns whether an instruction that writes `operand`, such as v3 or v[2:5], changes `register`."""
+  """Returns whether an instruction with the result operand `operand`, such as v3 or v[2:5], changes `register`."""
   if (m:=re.fullmatch(r"([vas])\[(\d+):(\d+)\]", operand)) is None: return operand == register
   return register[0] == m[1] and register[1:].isdigit() and int(m[2]) <= int(register[1:]) <= int(m[3])
 
 def _uses(code:Sequence[tuple[str, list[str]]], register:str) -> Iterator[tuple[str, list[str]]]:
-  """Yields the instructions of `code` up to and including the instruction that overwrites `register`."""
+  """Yields the instructions of `code` up to the first instruction that overwrites `register`, including that instruction."""
   for op, operands in code:
     yield op, operands
     if "store" not in op and "write" not in op and _overwrites(operands[0], register): return
 
 def defects(kernel:Kernel) -> list[str]:
-  """Finds slow idioms in a kernel: a call into the device library, an exp2 whose result v_ldexp corrects for denormals, and a maximum computed by
-  compare and select."""
+  """Finds slow idioms in a kernel: a call into the device library, a v_ldexp that corrects the result of an exp2 for denormals, and a maximum
+  computed by compare and select."""
   code, found = [half for x in kernel.instructions for half in _halves(x)], []
   for i, (op, operands) in enumerate(code):
     text = f"{op} {', '.join(operands)}"

@@ -1,6 +1,6 @@
-"""The control-flow graph of a kernel, its natural loops, and the usual path through a loop.
+"""Control-flow graph of a kernel, its natural loops, and the usual path through a loop.
 
-Dominators by Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"; natural loops as in the Dragon Book, section 9.6."""
+Dominators are computed as in Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm"; natural loops as in the Dragon Book, section 9.6."""
 from __future__ import annotations
 from dataclasses import dataclass, field
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def _postorder(start:int, successors:dict[int, list[int]]) -> list[int]:
   return order
 
 def loops_of(blocks:Sequence[Block]) -> list[Loop]:
-  """Finds the natural loops. Back edges to the same header make one loop."""
+  """Finds the natural loops. Back edges to the same header belong to the same loop."""
   order = _postorder(0, {i: b.successors for i, b in enumerate(blocks)})[::-1]
   rank = {b: i for i, b in enumerate(order)}
   predecessors: dict[int, list[int]] = {b: [] for b in order}
@@ -96,18 +96,19 @@ def loops_of(blocks:Sequence[Block]) -> list[Loop]:
   return list(loops.values())
 
 def matrix_loops(blocks:Sequence[Block]) -> list[Loop]:
-  """Finds the innermost loops with matrix instructions. Loops with more floating point operations come first; of loops with equally many, the loop
-  with fewer instructions comes first. A causal kernel has two loops with equal matrix work: of these the loop without a mask comes first."""
+  """Finds the innermost loops with matrix instructions. Loops with more floating point operations come first. Among loops with equally many
+  operations, the loop with fewer instructions comes first. So of the two loops of a causal kernel, which have equal matrix work, the loop without a
+  mask comes first."""
   flops = [b.flops for b in blocks]
   loops = [(sum(flops[i] for i in loop.body), loop) for loop in loops_of(blocks)]
   loops = [(f, loop) for f, loop in loops if f and not any(g and other.body < loop.body for g, other in loops)]
   return [loop for _, loop in sorted(loops, key=lambda x: (-x[0], sum(len(blocks[i].instructions) for i in x[1].body)))]
 
 def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[int]:
-  """Finds the path that an iteration of a loop usually takes: the cheapest path from the loop's header to its end that has all of the loop's matrix
+  """Finds the path that an iteration of a loop usually takes: the shortest path from the loop's header to its end that has all of the loop's matrix
   work and nearly one exponential per score (97 %, because a side block may have some). The path leaves out rare side blocks, such as a rescale of the
-  accumulator that few iterations need. The path goes through an inner loop once. `flops_per_exp` is the matrix work per v_exp instruction, 0 if
-  unknown."""
+  accumulator that few iterations need. The path goes through an inner loop once. `flops_per_exp` is the matrix work per v_exp instruction, or 0 if it
+  is unknown."""
   inside = {b: [s for s in blocks[b].successors if s in loop.body and s != loop.header] for b in loop.body}
   order = _postorder(loop.header, inside)[::-1]
   rank = {b: i for i, b in enumerate(order)}
@@ -123,14 +124,15 @@ def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[i
     block, kept = blocks[b], list[Way]()
     arrived = [(f + block.flops, min(needed, e + block.exponentials), n + len(block.instructions), (*path, b)) for f, e, n, path in ways[b]]
     for way in sorted(arrived, key=lambda w: (-w[0], -w[1], w[2])):
-      if not any(k[1] >= way[1] and k[2] <= way[2] for k in kept): kept.append(way)   # paths kept earlier have at least as much matrix work
+      if not any(k[1] >= way[1] and k[2] <= way[2] for k in kept): kept.append(way)   # paths in `kept` have at least as much matrix work
     ways[b] = kept
     for s in inside[b]:
       if rank[s] > rank[b]: ways[s] = ways[s] + kept
   return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])
 
 def way_inside(blocks:Sequence[Block], loop:Loop, first:int, last:int) -> list[int]:
-  """Finds the shortest path inside a loop from block `first` to block `last`. The path includes `first` but not `last`. Empty if there is no path."""
+  """Finds the shortest path inside a loop from block `first` to block `last`. The path includes `first` but not `last`. Returns an empty list if
+  there is no path."""
   ways = [[first]]
   for way in ways:
     for s in blocks[way[-1]].successors:

@@ -1,9 +1,10 @@
-"""Finds code that no loop should have, because every iteration pays for it: loads that are done lane by lane, and spilled registers.
+"""Finds code that no loop should have, because every iteration pays for it: loads that are done lane by lane, and accesses to spilled registers.
 
 A load through a buffer descriptor needs the descriptor in scalar registers. If clang has computed the descriptor's address or size in vector
-registers, even with one value for all lanes, each load gets a loop of its own (a waterfall): v_readfirstlane_b32 takes the value of one lane, EXEC is
-narrowed to the lanes with the same value, and these lanes load. The other lanes load in later iterations. Spilled vector registers go to memory
-(scratch). Spilled scalar registers go to lanes of a vector register (v_writelane_b32, v_readlane_b32)."""
+registers, even with one value for all lanes, each load gets a loop of its own, called a waterfall. In each iteration of the waterfall
+v_readfirstlane_b32 takes the value of one lane, EXEC is narrowed to the lanes with the same value, and these lanes load. The other lanes load in
+later iterations. Spilled vector registers go to memory (scratch). Spilled scalar registers go to lanes of a vector register (v_writelane_b32,
+v_readlane_b32)."""
 from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from attn.isa.flow import Block, Loop, loops_of, matrix_loops, usual_path
@@ -15,7 +16,7 @@ ACCESSES = ("load", "load_to_lds", "store", "memory_other")
 def _inside(blocks:Sequence[Block], loop:Loop) -> list[Instruction]: return [x for b in sorted(loop.body) for x in blocks[b].instructions]
 
 def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
-  """Returns whether a loop is a waterfall: to access memory, it has one iteration for each different value among the lanes."""
+  """Returns whether a loop is a waterfall: a loop around a memory access, with one iteration for each different value that lanes have."""
   inside = _inside(blocks, loop)
   by_value = any(x.op.startswith("v_readfirstlane") for x in inside) and any("and_saveexec" in x.op for x in inside)
   ends = [blocks[b].instructions[-1].op for b in loop.latches]
@@ -37,14 +38,14 @@ def waterfalls(blocks:Sequence[Block]) -> list[str]:
           for header in sorted(found)]
 
 def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
-  """Returns the blocks that an iteration of a loop usually runs through. For a loop with matrix work, these do not include rare side blocks such as a
+  """Returns the blocks that an iteration of a loop usually runs through. For a loop with matrix work, leaves out rare side blocks such as a
   rescale."""
   if not any(blocks[b].flops for b in loop.body): return loop.body
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """Counts, for each loop, the instructions of one iteration that are in `wanted` (compared by identity). Instructions of inner loops do not
-  count."""
+  """Counts, for each loop, the instructions of one iteration whose id() is in `wanted`. An instruction of an inner loop counts for the inner loop
+  only. Returns only loops with at least one such instruction."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     own = {b for b in _trip(blocks, loop) if _innermost(loops, b) is loop}
@@ -52,13 +53,13 @@ def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]
   return found
 
 def scratch_accesses(blocks:Sequence[Block]) -> list[str]:
-  """Counts the accesses to vector registers that are spilled to memory, loop by loop."""
+  """Counts the accesses to vector registers that were spilled to memory. Returns one line per loop."""
   wanted = {id(x) for block in blocks for x in block.instructions if x.kind == "scratch"}
   return [f"{n} in {_at(blocks, loop)}" for loop, n in _per_loop(blocks, wanted)]
 
 def scalar_spills(blocks:Sequence[Block]) -> list[str]:
-  """Counts the moves of spilled scalar registers to and from lanes of vector registers, loop by loop. A move is one instruction and costs little in
-  an outer loop around a loop with matrix work, for example once per head; such a move is not counted."""
+  """Counts the moves of spilled scalar registers to and from lanes of vector registers. Returns one line per loop. A loop around a loop with matrix
+  work is left out, because a move is one instruction, which costs little there (for example once per head)."""
   code = [x for block in blocks for x in block.instructions]
   aside = {x.args.split(",")[0] for x in code if x.op.startswith("v_writelane")}
   wanted = {id(x) for x in code if x.op.startswith("v_writelane") or (x.op.startswith("v_readlane") and x.args.split(",")[1].strip() in aside)}

@@ -14,13 +14,14 @@ class Instruction:
   def kind(self) -> str: return kind_of(self.op, self.args)
   @property
   def name(self) -> str:
-    """Mnemonic without its encoding. A matrix instruction of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, gets the name that CDNA3 uses for it."""
+    """Mnemonic without the suffix for its encoding. A matrix instruction of CDNA2, such as v_mfma_f32_32x32x8bf16_1k, gets the name that CDNA3 uses
+    for it."""
     name = re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp|vi|gfx\w+)$", "", self.op)
     return re.sub(r"^(v_mfma_\w+x\d+)(b?f16)(_1k)?$", r"\1_\2", name)
   @property
   def dpp(self) -> bool: return re.search(r"row_|quad_perm|wave_|dpp|bank_mask", self.args) is not None
 
-# (kind, pattern on the mnemonic); the first match counts. kind_of tells loads to LDS by their operands
+# (kind, pattern on the mnemonic); the first match counts. kind_of recognises loads to LDS by their operands
 _KINDS = [(kind, re.compile(pattern)) for kind, pattern in [
   ("matrix", r"v_(mfma|smfmac|wmma|swmmac)_"),
   ("lds_permute", r"ds_(bpermute|permute|swizzle)"),
@@ -52,8 +53,8 @@ VECTOR = ("valu", "packed", "dual", "acc_move", "lane")   # the vector ALU witho
 
 @functools.lru_cache(maxsize=8192)
 def kind_of(op:str, args:str="") -> str:
-  """Returns the kind of an instruction, one of KINDS. A buffer access without a per-lane address is an access to scratch, where each lane has its own
-  memory: CDNA2 has no other instruction for scratch."""
+  """Returns the kind of an instruction, which is one of KINDS. A buffer access without a per-lane address counts as an access to scratch (memory of a
+  lane's own), because CDNA2 has no other instruction for scratch."""
   kind = next(kind for kind, pattern in _KINDS if pattern.match(op))
   if kind == "load" and ("_lds_" in op or re.search(r"\blds\b", args)): return "load_to_lds"
   return "scratch" if kind in ("load", "store") and op.startswith("buffer_") and re.search(r"\boff\b", args) else kind
@@ -61,8 +62,8 @@ def kind_of(op:str, args:str="") -> str:
 _SHAPE = re.compile(r"_(\d+)x(\d+)x(\d+)(?:_(\d+)b)?")
 
 def matrix_shape(op:str) -> tuple[str, int]:
-  """Returns (shape, floating point operations) of a matrix instruction, for example ("32x32x8", 16384). An instruction with a shape of 4x4 blocks
-  counts 0 operations, because it adds up numbers of single lanes and computes no part of the products."""
+  """Returns (shape, floating point operations) of a matrix instruction, for example ("32x32x8", 16384). An instruction of 4x4 blocks counts 0
+  operations: kernels use it to add up numbers within a lane, and it computes no part of attention's products."""
   if (m:=_SHAPE.search(op)) is None: return "?", 0
   rows, columns, depth, blocks = (int(x or 1) for x in m.groups())
   return f"{rows}x{columns}x{depth}" + (f"_{blocks}b" if blocks > 1 else ""), 2*rows*columns*depth*blocks*(rows > 4)

@@ -8,7 +8,7 @@ _REGISTER = re.compile(r"\b(ttmp|[vas])\[(\d+)(?::(\d+))?\]|\b([vas])(\d+)\b|\b(
 
 @functools.lru_cache(maxsize=8192)
 def registers(operand:str) -> tuple[str, ...]:
-  """Returns the registers that an operand names: v[2:3] names v2 and v3."""
+  """Returns the registers that an operand names. For example, v[2:3] names v2 and v3."""
   found = list[str]()
   for m in _REGISTER.finditer(operand):
     if m[6]: found.append(m[6].lower())
@@ -47,14 +47,14 @@ def _half_uses(op:str, args:str) -> tuple[list[str], list[str]]:
   return writes, reads
 
 def issued_together(text:str) -> Iterator[tuple[str, str]]:
-  """Returns (mnemonic, operands) of an instruction. If the text is a pair of instructions that issue together, returns both."""
+  """Yields (mnemonic, operands) of an instruction. If the text is a pair of instructions that issue together, yields both."""
   for half in text.split("::"):
     op, _, args = half.strip().replace("v_dual_", "v_", 1).partition(" ")
     yield op, args.strip()
 
 @functools.lru_cache(maxsize=16384)
 def uses(x:Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """Returns (registers that an instruction writes, registers that it reads). For a pair of instructions that issue together, the registers of
-  both."""
+  """Returns (registers that an instruction writes, registers that it reads). For a pair of instructions that issue together, returns the registers of
+  both instructions."""
   found = [_half_uses(op, args) for op, args in issued_together(x.text)]
   return tuple(r for writes, _ in found for r in writes), tuple(r for _, reads in found for r in reads)

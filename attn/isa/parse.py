@@ -1,4 +1,4 @@
-"""Reads assembly: the .s text of clang, LLVM and most hand-written kernels, and the output of llvm-objdump -d."""
+"""Reads the functions of an assembly text: .s files of clang, LLVM and most hand-written kernels, and the output of llvm-objdump -d."""
 from __future__ import annotations
 import re
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ _COUNTS = ("vgpr_count", "agpr_count", "sgpr_count", "vgpr_spill_count", "sgpr_s
            "max_flat_workgroup_size", "wavefront_size", "workgroup_processor_mode", "kernarg_segment_size", "accum_offset")
 
 def _metadata(text:str) -> dict[str, dict[str, int]]:
-  """Returns, by kernel name, the kernel's directives (`amdhsa_...`) and the counts of its registers and spills."""
+  """Returns for each kernel name the kernel's directives (`amdhsa_...`), and the counts in its metadata, such as registers and spills."""
   found: dict[str, dict[str, int]] = {}
   for m in re.finditer(r"\.amdhsa_kernel\s+(\S+)(.*?)\.end_amdhsa_kernel", text, re.S):
     found[m[1]] = {k: int(v) for k, v in re.findall(r"\.(amdhsa_\w+)\s+(\d+)\s*$", m[2], re.M)}
@@ -40,8 +40,8 @@ def _instruction(text:str, line:int|None=None) -> Instruction:
   return Instruction(op, args.strip(), text, line)
 
 def _source_line(text:str) -> int|None:
-  """Returns the source line that the comment of a .loc directive names. For inlined functions this is the line of the outermost call, which the
-  comment names last."""
+  """Returns the number of the source line in the comment of a .loc directive. If functions are inlined there, returns the line of the outermost call.
+  The comment names that call last."""
   places = re.findall(r":(\d+):\d+", text.partition(";")[2])
   return int(places[-1]) if places else None
 
@@ -50,7 +50,7 @@ def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instr
   current: list[str|Instruction]|None = None
   place: int|None = None
   for line in lines:
-    if line.startswith(("\t.loc", ".Ltmp")):           # a .loc directive, or the label of one
+    if line.startswith(("\t.loc", ".Ltmp")):           # a .loc directive, or the label of a .loc directive
       place = _source_line(line) if line.startswith("\t") else place
       continue
     text = re.split(r";|//", line, maxsplit=1)[0].strip().replace("\t", " ")
@@ -61,7 +61,7 @@ def _read_assembly(lines:list[str], starts:set[str]) -> dict[str, list[str|Instr
   return functions
 
 def _read_dump(lines:list[str]) -> dict[str, list[str|Instruction]]:
-  """Reads the functions of an objdump text. Each branch target becomes a label A<address>."""
+  """Reads the functions of an objdump text. Each address to which a branch jumps becomes a label A<address>."""
   rows: dict[str, list[tuple[int, Instruction]]] = {}
   current: list[tuple[int, Instruction]]|None = None
   targets: set[int] = set()

@@ -1,11 +1,11 @@
-"""What a kernel costs: registers, LDS, and the work of one iteration of its hot loop, with two bounds on the use of the matrix unit.
+"""Cost of a kernel: registers, LDS, and the work of one iteration of its hot loop, with two bounds on the use of the matrix unit.
 
   report = analyse(assembly_text, d=128)      # any .s, or llvm-objdump -d output with arch="gfx942"
   print(report.loop.serial)
 
-The hot loop is the innermost loop with the most matrix work. In a causal kernel with two such loops it is the one without the mask. Only the usual
-path through it counts (`flow.usual_path`), without rare side blocks. A kernel that loops over its tiles twice has two hot loops; the report adds up
-one iteration of each loop. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
+The hot loop is the innermost loop with the most matrix work. A causal kernel has two such loops; its hot loop is the one without the mask. Only the
+usual path through the loop counts (`flow.usual_path`), without rare side blocks. A kernel that loops over its tiles twice has two hot loops; the
+report adds up one iteration of each loop. Not modelled: LDS bank conflicts, caches and memory, latencies, barriers, clocks."""
 from __future__ import annotations
 import dataclasses, re
 from collections import Counter
@@ -24,7 +24,7 @@ GRADIENTS = (3, 2)                       # backward needs S, dQ and dK (over D),
 
 @dataclass(frozen=True)
 class Resources:
-  """Registers, LDS and threads of a wave and of a workgroup. A field is None if the text doesn't say (a bare disassembly)."""
+  """Registers, LDS and threads of a wave and of a workgroup. A field is None if the text doesn't contain the number (a bare disassembly)."""
   vgpr: int|None
   agpr: int|None
   sgpr: int|None
@@ -61,7 +61,7 @@ class HotLoop:
   valu_per_score: float|None        # vector instructions per score of a lane's share
   exp_per_score: float|None
   lds_bytes_per_score: float|None
-  useful: float|None                # cycles of the products that attention needs, at the chip's dense rate / the cycles that `serial` divides by
+  useful: float|None                # cycles of the products that attention needs, at the chip's dense rate / the same divisor as in `serial`
 
   @property
   def valu(self) -> int: return sum(self.kinds[k] for k in VECTOR)
@@ -100,7 +100,7 @@ def resources_of(kernel:Kernel, chip:Chip, lds:int|None=None, threads:int|None=N
   """Reads a kernel's resources. `lds` and `threads` override what the kernel declares (LDS may be given at launch)."""
   def known(*names:str) -> int|None: return next((kernel.metadata[n] for n in names if n in kernel.metadata), None)
   total, agpr = known("vgpr_count", "amdhsa_next_free_vgpr"), known("agpr_count")
-  offset = known("amdhsa_accum_offset", "accum_offset")   # gfx90a+: the one register file, AGPRs behind the VGPRs
+  offset = known("amdhsa_accum_offset", "accum_offset")   # from gfx90a on one register file has the VGPRs, and the AGPRs behind them
   if agpr is None and total is not None: agpr = max(0, total - offset) if offset is not None else 0
   vgpr = offset if agpr and offset is not None else total
   declared = known("group_segment_fixed_size", "amdhsa_group_segment_fixed_size")
@@ -118,8 +118,8 @@ def _widths(instructions:Sequence[Instruction]) -> dict[str, int]:
   return dict(sorted(Counter(f"b{8*access_bytes(x.op)}" for x in instructions).items(), key=lambda w: int(w[0][1:])))
 
 def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float, Counter[str]]:
-  """Returns (cycles of the matrix instructions, unknown shapes). The model has no cycle count for an unknown shape and assumes the chip's peak rate
-  for it."""
+  """Returns (cycles of the matrix instructions, count of each unknown shape). The model has no cycle count for an unknown shape, and assumes the
+  chip's peak rate for it."""
   cu, cycles, unknown = chip.pipes, 0.0, Counter[str]()
   for x in instructions:
     shape, flops = matrix_shape(x.op)
@@ -136,7 +136,7 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   n = {k: len(v) for k, v in by_kind.items()}
   valu, transcendentals = sum(n[k] for k in VECTOR), n["exp"] + n["transcendental"]
   matrix, unpublished = matrix_cycles(by_kind["matrix"], chip)
-  of_products, _ = matrix_cycles([x for x in by_kind["matrix"] if matrix_shape(x.op)[1]], chip)     # instructions that only add up have no flops
+  of_products, _ = matrix_cycles([x for x in by_kind["matrix"] if matrix_shape(x.op)[1]], chip)      # without instructions that only add up
   def moved(*kinds:str) -> int:   # an access of less than a dword still takes a whole bank
     return sum(max(4, access_bytes(x.op)) for k in kinds for x in by_kind[k])
   read, written = moved("lds_read"), moved("lds_write", "load_to_lds")
@@ -144,7 +144,7 @@ def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|
   lds = chip.wave*cu.simds*((read + 4*n["lds_permute"])/cu.lds_read + written/cu.lds_write)
   vector, slow = float(valu*cu.valu), float(transcendentals*cu.trans)
   if cu.coissue: busiest = max(matrix, vector + slow + n["matrix"]*cu.matrix_issue, lds)
-  else: busiest = max(matrix + vector + transcendentals*cu.valu, slow, lds)   # transcendentals have a unit of their own and take one issue slot
+  else: busiest = max(matrix + vector + transcendentals*cu.valu, slow, lds)   # RDNA's transcendental unit is separate, but takes issue slots
   flops = sum(matrix_shape(x.op)[1] for x in by_kind["matrix"])
   scores = flops/sum(flops_of_score(x, d, dv) for x in products) if d else None
   share = scores/chip.wave if scores else None
@@ -168,10 +168,10 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of an iteration, number of instructions in all its blocks,
-  number of loops with matrix work, waits of an iteration). An iteration takes the usual path through the loop, or with `every_block` every block. If
-  `products` describes several loops that follow one another, each of them does a part of the matrix work, and the result covers one iteration of
-  each."""
+  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of an iteration, number of instructions in all blocks of the
+  loop, number of loops with matrix work, waits of an iteration). An iteration takes the usual path through the loop, or with `every_block` every
+  block. If `products` describes several loops that follow one another, each of these loops does a part of the matrix work, and the result covers one
+  iteration of each loop. Returns None if there is no such loop."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
@@ -188,7 +188,7 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """Returns the loops whose matrix work is exactly the fraction `part`/`most` of the first loop's matrix work."""
+  """Returns the loops whose matrix work is exactly `part`/`most` times the matrix work of the first loop."""
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]
 

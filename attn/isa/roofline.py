@@ -1,11 +1,11 @@
-"""An upper bound on TFLOP/s from problem, tile and chip, beside what others measured. Bounds, not measurements.
+"""Upper bound on TFLOP/s for a problem, tile and chip, and the rates that others measured. The bound is computed, not measured.
 
   bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)
 
-The time of a problem is at least each of
-  compute   the busiest compute unit's share of the tiles that the kernel computes (masked and padded parts too), at the chip's dense rate, with the
-            matrix unit used as far as the hot loop allows
-  memory    every tensor once, at the memory's bandwidth
+The time of a problem is at least as long as each of these two times:
+  compute   the busiest compute unit's share of the tiles that the kernel computes (masked and padded parts too), at the chip's dense rate times the
+            use of the matrix unit that the hot loop allows
+  memory    one transfer of every tensor, at the memory's bandwidth
 The bound is useful operations divided by the longer time. Not modelled: caches, latency, prologue and epilogue, power and clocks under load."""
 from __future__ import annotations
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Roofline:
   chip: Chip
   card: Card
   utilisation: float     # use of the matrix unit in the hot loop, as given
-  balance: float         # mean load of the compute units / load of the busiest one: the tail of the grid
+  balance: float         # mean load of the compute units / load of the busiest compute unit: below 1 if some are idle at the end of the grid
   useful: float          # visible scores / computed scores, times the same ratio for head dimensions
   compute_seconds: float
   memory_seconds: float
@@ -51,9 +51,9 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """Computes a lower bound on the time of the busiest of `machines` machines, which share `copies` jobs of each size. Of the machines*k + 1 longest
-  jobs, some machine gets at least k + 1 jobs. Its time is at least that of the k + 1 shortest among them. The bound is at least the mean time of the
-  machines."""
+  """Computes a lower bound on the time of the busiest of `machines` machines, which share `copies` jobs of each size in `sizes`. Among the machines*k
+  + 1 longest jobs, at least k + 1 jobs go to the same machine. So its time is at least the sum of the k + 1 shortest of these jobs. The bound is also
+  at least the mean time of the machines."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
   found = ceildiv(total, machines)
@@ -63,7 +63,7 @@ def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
   return found
 
 def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> Roofline:
-  """Computes the bound for `p` with `tile` on a card of RATED. `overlap` is the largest possible use of the matrix unit in the hot loop:
+  """Computes the bound for the problem `p` with `tile` on a card of RATED. `overlap` is the largest possible use of the matrix unit in the hot loop:
   HotLoop.overlap, or HotLoop.serial for a loop in which nothing overlaps."""
   # if a workgroup has fewer waves than SIMDs, other workgroups run beside it at full speed
   beside = max(1, chip.pipes.simds//tile.waves)
@@ -82,7 +82,7 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
 
 @dataclass(frozen=True)
 class Published:
-  """Forward speed that others have measured. A field is None if the source doesn't state it, or if it may have any value."""
+  """Speed of a forward kernel that others have published. A field is None if the source doesn't state it, or if it may have any value."""
   card: str
   kernel: str
   tflops: float
@@ -97,7 +97,7 @@ class Published:
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
   """Makes records of published measurements on one card. `figures` maps the name of a kernel to a pair (TFLOP/s without a mask, TFLOP/s with the
-  causal mask), in which None means that it was not measured."""
+  causal mask). None means that the rate was not measured."""
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]
 
@@ -117,13 +117,13 @@ PUBLISHED: list[Published] = [
 ]
 
 def published(p:Problem, card:str) -> list[Published]:
-  """Returns what others measured on `card` for the shape of `p`, fastest first. If a source does not state a dimension, its figure is used for every
-  value of this dimension."""
+  """Returns the rates that others measured on `card` for the shape of `p`, the highest first. If a source does not state a dimension, its figure is
+  used for every value of this dimension."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
   asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}
   def fits(x:Published) -> bool:
-    # a source that states only query heads has as many key/value heads
+    # if a source states only the number of query heads, there are equally many key/value heads
     stated = {**{k: getattr(x, k) for k in asked}, "hkv": x.hkv if x.hkv is not None else x.h}
     return x.card == card and x.causal == causal and all(v is None or v == asked[k] for k, v in stated.items())
   return sorted((x for x in PUBLISHED if fits(x)), key=lambda x: -x.tflops)

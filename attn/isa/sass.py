@@ -8,8 +8,8 @@ from attn.tinygrad_compat import CompileError
 DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ("-c",)}
 
 def toolkit_program(*names:str, also:Iterable[str]=()) -> str|None:
-  """Returns the path of the first program of `names` that is found on PATH, in the folder of a CUDA toolkit, or in the folders `also`. The toolkit's
-  folder is the one that CUDA_HOME or CUDA_PATH names, the folder of nvcc, or the usual folder."""
+  """Returns the path of the first program of `names` that is found on PATH, in a folder of a CUDA toolkit, or in the folders `also`. The folders of a
+  CUDA toolkit are bin in CUDA_HOME and in CUDA_PATH, the folder of nvcc, and /usr/local/cuda/bin. Returns None if no program is found."""
   nvcc = shutil.which("nvcc")
   homes = [Path(os.environ[x])/"bin" for x in ("CUDA_HOME", "CUDA_PATH") if x in os.environ]
   homes += [Path(nvcc).resolve().parent] if nvcc is not None else []
@@ -17,7 +17,7 @@ def toolkit_program(*names:str, also:Iterable[str]=()) -> str|None:
   return next((found for name in names if (found := shutil.which(name, path=where)) is not None), None)
 
 def missing() -> str|None:
-  """Returns a sentence that names the tools which are needed for SASS and not installed. None if all tools are installed."""
+  """Returns a sentence that names the programs which SASS needs and which are not installed. Returns None if all of them are installed."""
   lacking = [words for names, words in ((("nvcc",), "nvcc"), (DISASSEMBLERS, "cuobjdump or nvdisasm")) if toolkit_program(*names) is None]
   return f"no {' and no '.join(lacking)} on PATH, in CUDA_HOME or in /usr/local/cuda: SASS needs a CUDA toolkit" if lacking else None
 

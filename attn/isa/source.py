@@ -1,5 +1,5 @@
-"""Names our kernels and prints their source. A word such as gfx942/128/float16/causal names a forward kernel, gfx942/128/float16/causal/dq a
-backward kernel, and gfx942/128/float16/full/decode the kernel of one query against a long cache. Only this module of attn.isa knows the kernels."""
+"""Names our kernels and prints their source. A word such as gfx942/128/float16/causal names a forward kernel. gfx942/128/float16/causal/dq names a
+backward kernel. gfx942/128/float16/full/decode names the kernel of one query against a long cache. Only this module of attn.isa knows the kernels."""
 from __future__ import annotations
 import functools, hashlib, json
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   
 
 @dataclass(frozen=True, order=True)
 class Spec:
-  """The name of one of our kernels, in parts: chip, head dimension, dtype, mask and kernel."""
+  """Name of one of our kernels, in parts: chip, head dimension, dtype, mask and kernel."""
   arch: str
   d: int
   dtype: str = "float16"
@@ -73,11 +73,11 @@ class Source:
   d: int         # head dimension of q and k as computed (padded)
   dv: int        # head dimension of v as computed (padded)
   queries: int   # queries of a wave in one iteration
-  block_m: int   # queries of a workgroup, or its keys if it owns keys
+  block_m: int   # queries of a workgroup, or keys of a workgroup that owns keys
   products: LoopProducts = PRODUCTS
   heads: int = 1       # query heads whose rows a workgroup has
-  splits: int = 1      # number of key ranges, each for workgroups of its own
-  python: Mapping[int, PythonLine] = field(default_factory=dict)   # line of the text -> its line of Python, if these were asked for
+  splits: int = 1      # number of key ranges; each range has its own workgroups
+  python: Mapping[int, PythonLine] = field(default_factory=dict)   # line of the text -> line of Python that emitted it, if `lines` was given
 
 @dataclass(frozen=True)
 class Shape:
@@ -89,18 +89,18 @@ class Shape:
   n: int
   queries: int|None = None
 
-# whole tiles, enough of them to fill every chip; more heads or keys would not change the loop that is counted
+# Problems of whole tiles that are large enough to fill every chip. More heads or keys would not change the loop that is counted.
 SHAPE = Shape(1, 32, 32, 4096)
 SHAPE_OF_DECODE = Shape(8, 32, 8, 16384)
 SHAPE_OF_LATENT = Shape(32, 128, 1, 4096)
-# a shape whose last tiles of queries and of keys are partial
+# a problem whose last tiles of queries and of keys are partial with most tiles
 UNEVEN = Shape(1, 32, 8, 4133, 4000)
-ROTARY, DECODED = 64, 2     # latent attention: columns of K that are not V; queries, which decode one token and a draft of the next
+ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are not V; number of queries (a token and a draft of the next)
 
 def usual_shape(spec:Spec) -> Shape: return {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
-  """Returns a shape for the kernel in which the numbers of rows are not powers of two. If the kernel fixes the number of queries, only the number of
-  keys is changed. The kernel of all gradients needs a larger batch to be chosen."""
+  """Returns a problem size for the kernel in which the numbers of queries and keys are not powers of two. If the kernel fixes the number of queries,
+  only the number of keys is changed. The kernel of all gradients gets a larger batch, because dispatch would not choose it otherwise."""
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (DECODE, LATENT) else UNEVEN
 
@@ -144,8 +144,8 @@ def _made_by() -> str:
   return TINYGRAD_VERSION + hashlib.sha256(b"".join(x.read_bytes() for x in files)).hexdigest()
 
 def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) -> tuple[str, dict[int, PythonLine]]:
-  """Returns a kernel's source, and for each line of the source the file and line of Python that the line comes from, where known. The result is kept
-  in the user's cache, because it takes a second or more to make a kernel while the place of every operation is recorded."""
+  """Returns a kernel's source, and for lines of the source the file and line of Python that emitted them, where known. The result is kept in the
+  user's cache, because it takes a second or more to make a kernel while the place of every operation is recorded."""
   def made() -> bytes:
     found = Listing.of(lambda: _ast(spec, p, kernel, tile), printer_of(spec.arch))
     return json.dumps([found.source, list(found.python_lines().items())]).encode()
@@ -153,7 +153,7 @@ def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) 
   return text, {line: (file, number) for line, (file, number) in lines}
 
 def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
-  """Returns the kernel that dispatch chooses, its tile, and the number of key ranges."""
+  """Returns the kernel that dispatch chooses for the problem `p`, its tile, and the number of key ranges."""
   arch = _chip(spec, llvm)
   if spec.kernel in (*BACKWARD, ALL):
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")
@@ -177,9 +177,9 @@ def text_of(spec:Spec) -> str:
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """Returns the source of a kernel, as tinygrad's renderer prints it. Dispatch chooses kernel and tile. If `tile` is given, the kernel that `spec`
-  names gets this tile. `shape` is the shape of the problem, if it is not the usual shape. `lines` asks for the line of Python behind each line of the
-  source."""
+  """Returns the source of a kernel, as tinygrad's renderer prints it. Dispatch chooses the kernel and its tile. If `tile` is given, the source is of
+  the kernel that `spec` names, with this tile. `shape` replaces the usual size of the problem. `lines` also asks for the line of Python that emitted
+  each line of the source."""
   p = problem_of_spec(spec, shape)
   name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)
@@ -194,7 +194,7 @@ def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=Non
   return Source(text, d, dv, used.block_n if used.keys else used.matrix.N, used.block_m, products, python=python)
 
 def products_of(wanted:Iterable[str]) -> tuple[int, int]:
-  """Returns how many matrix products a backward loop computes for the gradients `wanted`: (number of products over D, out of S, dQ and dK; number
-  over Dv, out of dP and dV)."""
+  """Returns the number of matrix products in a backward loop that computes the gradients `wanted`, as (products over D, products over Dv). The
+  products over D are S, dQ and dK. The products over Dv are dP and dV."""
   of_scores = {"dq", "dk"}.intersection(wanted)       # gradients that need dS, and therefore dP
   return 1 + len(of_scores), bool(of_scores) + ("dv" in wanted)

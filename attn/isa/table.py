@@ -13,7 +13,7 @@ def _listed(counts:dict[str, int]) -> str: return " + ".join(f"{n} x {name}" for
 def _kind(*kinds:str) -> Callable[[HotLoop], Cell]: return lambda x: sum(x.kinds[k] for k in kinds)
 def _cycles(pipe:str) -> Callable[[HotLoop], Cell]: return lambda x: x.cycles[pipe]
 
-# docs/isa.md says what each row is
+# docs/isa.md says what each figure means
 RESOURCES: dict[str, Callable[[Report], Cell]] = {
   "VGPR": lambda r: r.resources.vgpr, "AGPR": lambda r: r.resources.agpr, "SGPR": lambda r: r.resources.sgpr,
   "VGPR spills": lambda r: r.resources.vgpr_spills, "SGPR spills": lambda r: r.resources.sgpr_spills, "scratch bytes": lambda r: r.resources.scratch,
@@ -45,7 +45,7 @@ def show(value:Cell) -> str:
   return str(value)
 
 def rows_of(reports:Sequence[Report]) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
-  """Arranges the figures of reports as (heading, [(name of the row, one value per report)])."""
+  """Arranges the figures of reports in groups: (heading, [(name of a figure, its value in each report)])."""
   def of_loop(table:dict[str, Callable[[HotLoop], Cell]]) -> list[tuple[str, list[Cell]]]:
     return [(name, [f(r.loop) if r.loop is not None else None for r in reports]) for name, f in table.items()]
   return [("resources", [(name, [f(r) for r in reports]) for name, f in RESOURCES.items()]), ("hot loop, one iteration of a wave", of_loop(LOOP)),
@@ -56,7 +56,8 @@ def _change(a:Cell, b:Cell) -> str:
   return "" if a == b else "differs"
 
 def full(reports:Sequence[Report], change:bool=False) -> Table:
-  """Prints a table with one column per kernel. With `change`, for two kernels, the last column shows the second figure minus the first."""
+  """Makes a table with all figures, one column per kernel. With `change`, which needs two kernels, the last column has the second figure minus the
+  first."""
   table = Table("", *(f"{r.name}\n{r.arch}" for r in reports), *(["change"] if change else []))
   for heading, rows in rows_of(reports):
     table.add_section()
@@ -66,7 +67,7 @@ def full(reports:Sequence[Report], change:bool=False) -> Table:
   return table
 
 def waits(report:Report) -> Table:
-  """Lists the waits and barriers of one iteration of the hot loop, one per line."""
+  """Makes a table of the waits and barriers of one iteration of the hot loop, one per line."""
   table = Table("at", "after matrix", "wait or barrier", "for", "the last of them", "issued before", "matrix since", "still under way",
                 title=f"{report.name}: waits and barriers of an iteration")
   for x in report.waits:
@@ -76,7 +77,7 @@ def waits(report:Report) -> Table:
   return table
 
 def brief(reports:Sequence[Report]) -> Table:
-  """Prints a table with one line per kernel."""
+  """Makes a table with one line per kernel."""
   table = Table("kernel", "arch", *BRIEF)
   for r in reports: table.add_row(r.name, r.arch, *brief_cells(r))
   return table
@@ -84,8 +85,8 @@ def brief(reports:Sequence[Report]) -> Table:
 BRIEF = ("regs", "spill", "LDS", "waves", "by LDS", "mat", "VALU/elt", "exp/elt", "LDSB/elt", "overlap", "serial", "useful")
 
 def brief_cells(r:Report) -> list[str]:
-  """Cells of a kernel's line under the headings BRIEF. "waves" are the waves per SIMD that registers allow, "by LDS" the waves per SIMD that the LDS
-  allows. docs/isa.md explains the other cells."""
+  """Cells of a kernel's line under the headings BRIEF. "waves" is the number of waves per SIMD that registers allow. "by LDS" is the number of waves
+  per SIMD that the LDS allows. docs/isa.md explains the other cells."""
   held, x = r.resources, r.loop
   cells = [f"{show(held.vgpr)}+{show(held.agpr)}", show(held.vgpr_spills), show(held.lds), show(held.waves_by_registers),
            f"{held.waves_by_lds:g}" if held.waves_by_lds is not None else "?"]
@@ -96,8 +97,8 @@ def brief_cells(r:Report) -> list[str]:
                   f"{100*x.useful:.0f}%" if x.useful is not None else "?"]
 
 def bounds(p:Problem, tile:Tile, report:Report) -> Table:
-  """Prints the rate that a problem may reach on each card with the chip of `report`, and what others measured for the problem's shape on that
-  card."""
+  """Makes a table with the rate that a problem may reach on each card with the chip of `report`, and the rates that others measured for the problem's
+  shape on that card."""
   table = Table("card", "peak TFLOP/s", "bound", "serial", "limit", "tail", "useful work", "published", title="bound, not measured")
   if (loop:=report.loop) is None: return table
   for chip, card in rated(report.arch):

@@ -1,9 +1,9 @@
-"""What an iteration of the hot loop waits for: each wait with the access that it waits for, and the accesses that are not complete at each barrier.
+"""Waits of an iteration of the hot loop: each wait with the accesses that it waits for, and the accesses that are not complete at each barrier.
 
-A counter counts the accesses that a wave has issued and that are not done. They finish in the order of issue, and a wait for n lasts until at most n
-are left. Scalar loads may finish in another order; while they are under way, code waits until 0 accesses are left. For the accesses that each counter
-counts see AMD's ISA documents, "Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp. Waits of the vector ALU (depctr) are
-listed but not followed."""
+A counter counts the accesses that a wave has issued and that are not complete. They complete in the order of issue, and a wait for n lasts until at
+most n of them are left. Scalar loads may complete in another order; while they are under way, code waits until 0 accesses are left. AMD's ISA
+documents, "Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp, say which accesses each counter counts. Waits of the vector
+ALU (depctr) are listed but not followed."""
 from __future__ import annotations
 import re
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from attn.isa.flow import Block, Loop, way_inside
 from attn.isa.instruction import Instruction
 
 def counters_in(number:int, counters:Counters) -> dict[str, int]:
-  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, how many accesses may still be incomplete."""
+  """Decodes the number in s_waitcnt. Returns, for each counter that the instruction waits for, the number of accesses that may be incomplete after
+  it."""
   found = {}
   for name, fields in counters.number.items():
     value = shift = 0
@@ -24,7 +25,7 @@ def counters_in(number:int, counters:Counters) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Awaited:
-  """What a wait waits for: the number of accesses, the last one of them, and how many instructions lie between that access and the wait."""
+  """Accesses that a wait waits for: their number, the last of them, and how many instructions lie between that last access and the wait."""
   accesses: int                 # number of accesses
   last: str                     # text of the instruction of the last access
   kind: str                     # kind of that instruction
@@ -36,7 +37,7 @@ class Stop:
   """A wait for one counter, or a barrier, in an iteration of the hot loop."""
   at: int                       # index among the instructions of the iteration
   matrix: int                   # matrix instructions of the iteration before it
-  what: str                     # "vmcnt(4)", "s_barrier", or the text of a wait for the ALU
+  what: str                     # such as "vmcnt(4)", "s_barrier", or the text of a wait for the vector ALU
   awaited: Awaited|None         # None: a barrier, or a wait for accesses that are done already
   under_way: dict[str, int]     # counter -> accesses that are still under way after it
 
@@ -53,7 +54,8 @@ def raised_by(x:Instruction, counters:Counters) -> set[str]:
   return {counters.store if stores else counters.load} | ({counters.lds} if x.op.startswith("flat_") else set())
 
 def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
-  """Returns for each counter how many accesses may still be incomplete after a wait. Empty for a wait for the vector ALU."""
+  """Returns, for each counter that an instruction waits for, the number of accesses that may be incomplete after it. Returns an empty dictionary for
+  a wait for the vector ALU."""
   named = {name: int(n) for name, n in re.findall(r"(\w+cnt)\((\d+)\)", x.args)}
   number = re.search(r"(?:^|\s)(0x[0-9a-f]+|\d+)$", x.args)
   if named or number is None: return named
@@ -64,8 +66,8 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Adds to a loop's usual path the blocks that only waves without an active lane jump over (s_cbranch_execz), because all other waves wait in these
-  blocks."""
+  """Adds to a loop's usual path the blocks that a wave without an active lane jumps over (s_cbranch_execz). All other waves run through these blocks
+  and wait in them."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -73,7 +75,7 @@ def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> lis
     if jumps and b + 1 in loop.body and b + 1 != after: path += way_inside(blocks, loop, b + 1, after)
   return path
 
-TRIPS = 3      # after this many iterations the accesses under way at an iteration's beginning repeat, if none lasts more than two iterations
+TRIPS = 3      # iterations until each further one begins with the same accesses under way, if no access lasts more than two iterations
 
 @dataclass(frozen=True)
 class _Access:
@@ -86,7 +88,8 @@ def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
   return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
-  """Returns the waits and barriers of a loop iteration in the steady state, which is reached after the first iterations."""
+  """Returns the waits and barriers of a loop iteration in the steady state: the iteration follows iterations whose accesses may still be under
+  way."""
   counters, stops = chip.counters, list[Stop]()
   under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
   now = matrix = 0
@@ -108,6 +111,6 @@ def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
   return stops
 
 def time_of_loads(stops:Sequence[Stop]) -> int|None:
-  """Returns the smallest number of matrix instructions between a load from memory and the wait for this load. None if an iteration waits for no
-  load."""
+  """Returns the smallest number of matrix instructions between a load from memory and the wait for this load. Returns None if an iteration waits for
+  no load."""
   return min((x.awaited.matrix for x in stops if x.awaited is not None and x.awaited.kind in ("load", "load_to_lds")), default=None)

@@ -1,7 +1,7 @@
-"""Finds the LDS addresses that a wave's lanes use, by following integer instructions, and the cycles in which the banks serve them.
+"""Finds the LDS addresses that a wave's lanes use, by following integer instructions, and the cycles that the LDS banks need for them.
 
-Each instruction is followed for all lanes of a wave at once. A value is unknown if it comes from memory or from an instruction that isn't known
-here, or is computed from such a value. An unknown scalar counts as 0: added to every lane's address, it only rotates the banks."""
+Each instruction is followed for all lanes of a wave at once. A value is unknown if it comes from memory, from an instruction that this module does
+not know, or from an unknown value. An unknown scalar counts as 0: if it is added to every lane's address, it only rotates the banks."""
 from __future__ import annotations
 import functools, re
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def _perm(a:LaneValues, b:LaneValues, select:LaneValues) -> LaneValues:
   for i in range(4): found = found | (both >> 8*np.minimum(select >> 8*i & 255, 7) & 255) << 8*i
   return found
 
-# integer instructions, scalar and vector ones, by mnemonics without sizes and encodings
+# integer operations of scalar and vector instructions, by mnemonic without size and encoding
 INTEGER_OPERATIONS: dict[str, Callable[..., LaneValues]] = {
   "mov": lambda a: a, "add": lambda a, b: a + b, "add_nc": lambda a, b: a + b, "sub": lambda a, b: a - b, "sub_nc": lambda a, b: a - b,
   "subrev": lambda a, b: b - a, "subrev_nc": lambda a, b: b - a, "add_co": lambda a, b: a + b,
@@ -50,7 +50,7 @@ def _name(op:str) -> str:
 
 @dataclass(frozen=True)
 class _Followed:
-  """An instruction in the form that `WaveState.follow` needs. Each line is parsed only once for all waves."""
+  """An instruction in the form that `WaveState.follow` needs. Each line of assembly is parsed only once for all waves."""
   instruction: Instruction
   operands: tuple[str, ...]                       # operands as written
   writes: tuple[str, ...]                         # registers that it writes
@@ -58,14 +58,14 @@ class _Followed:
 
 @functools.lru_cache(maxsize=16384)
 def _followed(text:str) -> tuple[_Followed, ...]:
-  """Parses a line of assembly, which is one instruction or a pair of instructions that issues together."""
+  """Parses a line of assembly, which is one instruction or a pair of instructions that issue together."""
   def half(op:str, args:str) -> _Followed:
     x = Instruction(op, args, f"{op} {args}")
     return _Followed(x, tuple(written_operands(args)), uses(x)[0], INTEGER_OPERATIONS.get(_name(op)) if op[0] in "vs" else None)
   return tuple(half(op, args) for op, args in issued_together(text))
 
 class WaveState:
-  """The known values of a wave's registers. The value of a vector register or a mask is an array over the lanes; the value of a scalar register is a
+  """Known values of a wave's registers. The value of a vector register or a mask is an array over the lanes. The value of a scalar register is a
   number."""
   def __init__(self, chip:Chip, wave:int, two_dimensional:bool):
     self.chip, lanes = chip, np.arange(chip.wave, dtype=np.int64)
@@ -90,7 +90,7 @@ class WaveState:
     return self.masks.get(named[0]) if (named := registers(text)) else None
 
   def follow(self, x:Instruction) -> None:
-    """Updates the known registers by one instruction."""
+    """Updates the known registers for the effect of one instruction."""
     for half in _followed(x.text): self._follow(half)
 
   def _follow(self, half:_Followed) -> None:
@@ -140,7 +140,7 @@ class WaveState:
     found = [self._mask(p) for p in parts]
     if op.startswith("s_mov"): return found[0]
     a, b = found
-    if op.startswith("s_or"): return a if b is None else b if a is None else a | b     # the or restores what was taken from exec
+    if op.startswith("s_or"): return a if b is None else b if a is None else a | b     # s_or switches on the lanes that were switched off in exec
     if a is None or b is None: return None
     return a & b if op.startswith("s_and_b") else a ^ b if op.startswith("s_xor") else a & ~b
 
@@ -149,7 +149,8 @@ class WaveState:
     return None if no is None or yes is None or mask is None else np.where(mask, yes, no)
 
   def _bits_of_three(self, x:Instruction, parts:Sequence[str]) -> LaneValues|None:
-    """Computes v_bitop3: bit number 4a + 2b + c of the instruction's table, where a, b and c are bits of its operands."""
+    """Computes v_bitop3. Each bit of the result is bit number 4a + 2b + c of the instruction's table, where a, b and c are the bits of its operands
+    at the same place."""
     a, b, c = (self._operand(p.split()[0]) for p in parts[1:4])
     found = re.search(r"bitop3:(\w+)", x.args)
     if a is None or b is None or c is None or found is None: return None
@@ -166,11 +167,11 @@ class WaveState:
 
   @property
   def known_active(self) -> bool:
-    """Whether at least one lane is known to be active."""
+    """True if at least one lane is known to be active."""
     return (mask := self.masks.get("exec")) is not None and bool(mask.any())
 
   def bank_cycles(self, x:Instruction) -> int|None:
-    """Returns the cycles that the LDS banks need for an access, or None if an address is not known."""
+    """Returns the cycles that the LDS banks need for an access. Returns None for another instruction, or if an address is not known."""
     if x.kind not in ("lds_read", "lds_write"): return None
     parts = _followed(x.text)[0].operands
     address = self._operand(parts[0 if x.kind == "lds_write" else 1].split()[0])
@@ -187,7 +188,7 @@ class WaveState:
     return sum(use.cycles for use in counter.uses.values())
 
 def bank_cycles_of(trip:Sequence[Instruction], state:WaveState) -> list[int|None]:
-  """Returns the LDS bank cycles of each instruction of a loop iteration, which begins with the registers in `state`."""
+  """Returns the LDS bank cycles of each instruction of a loop iteration. `state` has the values of registers at its beginning."""
   found = []
   for x in trip:
     found.append(state.bank_cycles(x))

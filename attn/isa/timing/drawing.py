@@ -1,5 +1,5 @@
-"""Draws one or two loop iterations as a picture. Each wave of a workgroup has a row. The row has a line for each execution unit, and one line for
-what the wave waits for."""
+"""Draws loop iterations as a picture. Each wave of a workgroup has a band of lines: one line for each execution unit, and one line for what the wave
+waits for."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LANE, _GAP, _LEFT, _TOP, _WIDTH, _SHOWN = 7, 12, 120, 56, 1500, 2
 
 @dataclass(frozen=True)
 class _Bar:
-  """A span of cycles in a line of a wave's row of the picture. The row's last line, after the lines of the execution units, shows waits."""
+  """A span of cycles in one line of the picture. Each wave has a band of lines: one for each execution unit, then one for waits."""
   wave: int
   lane: int
   begin: float
@@ -31,7 +31,7 @@ def _bars(loop:LoopTiming, shown:list[int], begin:int, end:int) -> Iterator[_Bar
     step = loop.run.waves[x.wave].steps[x.step]
     unit = Pipe.SCALAR if step.unit in (Pipe.BRANCH, Pipe.NONE) else step.unit
     if step.unit != Pipe.NONE:
-      # an access is drawn from its issue for as long as it holds its path; the wait for its data is drawn where the wave waits
+      # The bar of an access begins at its issue and lasts while the access transfers data. The wait for the data has a bar in the line of waits.
       length = max(step.hold, step.matrix, step.transfer, step.pause if unit == Pipe.SCALAR else 0)
       yield _Bar(row[x.wave], LANES.index(unit), max(begin, x.at), min(end, x.at + length), COLOURS[unit])
     if x.at > x.since and x.why: yield _Bar(row[x.wave], len(LANES), max(begin, x.since), min(end, x.at), WAITS[x.why])

@@ -1,4 +1,5 @@
-"""Predicts the time of kernels. A word names one of our kernels; any other kernel is given as assembly text."""
+"""Predicts the time of kernels. One of our kernels is given by its name (a word such as gfx942/128/float16/causal), any other kernel by its assembly
+text."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,13 +11,13 @@ from attn.isa.timing.predict import Division, Prediction, blocks_of_grid, predic
 from attn.isa.timing.trips import Timing, timing_of
 from attn.problem import Problem
 
-LINE_TABLES = ("-gline-tables-only",)     # makes clang's text say which source line an instruction is from; the code stays the same
+LINE_TABLES = ("-gline-tables-only",)     # makes clang name the source line of each instruction; the code stays the same
 
 ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by default
 
 @dataclass(frozen=True)
 class Predicted:
-  """A kernel's timing, and the problem whose time is predicted from it."""
+  """Timing of a kernel, and the problem whose time is predicted from this timing."""
   timing: Timing
   problem: Problem|None
   division: Division|None          # None: not known, so no problem can be predicted
@@ -29,7 +30,8 @@ class Predicted:
     ranges = f" in {x.splits} key ranges, without merging them"*(x.splits > 1)
     return f"B={p.B} H={p.H} Hkv={p.Hkv} {length} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) + ranges
   def on_cards(self, card:str|None=None, ghz:float|None=None) -> list[Prediction]:
-    """Predicts the problem's time on one card, or on each card of the chip whose clock is known. Raises ValueError for a card with another chip."""
+    """Predicts the problem's time on one card, or without `card` on each card of the chip whose clock is known. Raises ValueError for a card with
+    another chip."""
     known = {c.name: c for c in self.timing.chip.cards}
     if card is not None and card not in known: raise ValueError(f"--card {card}: the cards of {self.timing.chip.name} are {', '.join(known)}")
     if self.problem is None or self.division is None: return []
@@ -41,7 +43,8 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """Times one of our kernels. A decode kernel is made for this problem's size, because its key ranges depend on the size."""
+  """Times one of our kernels, and prepares the prediction for a problem of size `shape`. A decode kernel is compiled for this size, because its key
+  ranges depend on the size."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape if spec.kernel == source.DECODE else None, lines=lines)
@@ -54,7 +57,7 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
 def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
             products:LoopProducts=((1, 1),), behind:int|None=None) -> Predicted:
-  """Predicts the time of an iteration of a kernel from its assembly text. Also predicts the time of a whole problem, if the head dimension and the
+  """Times an iteration of a kernel from its assembly text. Also prepares the prediction for a problem of size `shape`, if the head dimension and the
   number of queries of a wave are given."""
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
   if d is None or queries is None: return Predicted(timing, None, None)

@@ -1,15 +1,15 @@
 """Predicts the time of a problem on a card from the cycles of one loop iteration. The result is a prediction, not a measurement.
 
 A workgroup's time is the time of its loop iterations and of its code before and after the loop. A compute unit gets a new workgroup when it has
-finished one, and the busiest compute unit determines the compute time, at a given clock. Several workgroups on one compute unit run at the same time:
-the cycles of an iteration are those in which all these workgroups make one iteration. The prediction is the longest of three times: the compute time,
-and two lower bounds from the data that is moved:
+finished one. The compute time is the time of the busiest compute unit, at a given clock. Several workgroups on one compute unit run at the same time:
+the cycles of an iteration are the cycles in which all these workgroups make one iteration. The prediction is the longest of three times: the compute
+time, and two lower bounds from the data that is moved:
 
-  memory  every tensor once, at the memory's bandwidth
-  L2      everything that workgroups read (the rows that each loops over, and its own rows) at the rate of the L2 caches. A
-          workgroup with half as many own rows reads twice the bytes per result
+  memory  one transfer of every tensor, at the memory's bandwidth
+  L2      everything that workgroups read (each workgroup reads the rows that it loops over, and its own rows) at the rate of the
+          L2 caches. A workgroup with half as many own rows reads twice the bytes per result
 
-The bytes that really come from memory lie between these two numbers of bytes. They are not modelled."""
+The number of bytes that really come from memory lies between these two numbers of bytes. It is not modelled."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from attn.problem import BYTES, Problem, Shapes
 
 @dataclass(frozen=True)
 class Division:
-  """How a kernel divides a problem: the rows that each workgroup owns, and the rows that it reads in each loop iteration."""
+  """Division of a problem among workgroups: the rows that each workgroup owns, and the rows that it reads in each loop iteration."""
   own: int
   walked: float
   keys: bool = False                     # a workgroup owns keys, and loops over the queries of every head that shares them
@@ -56,7 +56,7 @@ class Prediction:
   def tflops(self) -> float: return self.flops/self.seconds/1e12
 
 def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
-  """Returns the number of workgroups if each owns `own` rows: queries of `heads` heads, or keys."""
+  """Returns the number of workgroups if each workgroup owns `own` rows. The rows are queries of `heads` heads, or keys if `keys` is true."""
   rows, copies = (p.Sk, p.B*p.Hkv) if keys else (p.Sq*heads, p.B*p.H//heads)
   return ceildiv(rows, own)*copies*p.num_splits
 
@@ -82,21 +82,22 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def bytes_read(p:Problem, x:Division, trips:list[float], copies:int) -> float:
-  """Returns the number of bytes that all workgroups together read: in each loop iteration rows of two tensors, and once the own rows of two
-  tensors."""
+  """Returns the number of bytes that all workgroups together read. A workgroup reads rows of two tensors in each loop iteration, and its own rows of
+  two tensors once."""
   row = (p.D + p.Dv)*p.itemsize
   own = p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits
   return sum(trips)*copies*x.walked*row*len(x.products) + p.B*own*row
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Returns for what share of the chip's peak rate the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit. `row` is
-  the size in bytes of one row of both tensors together. If the share is 1 or more, L2 does not slow the kernel."""
+  """Returns the share of the chip's peak rate for which the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit.
+  `row` is the size in bytes of one row of both tensors together. If the share is 1 or more, L2 does not slow the kernel."""
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None) -> Prediction:
-  """Predicts the time of a problem on a card, at the given clock or by default at the card's rated clock."""
+  """Predicts the time of a problem on a card, at the clock `ghz` or by default at the card's rated clock. Raises ValueError if the clock is not
+  known."""
   clock = ghz or card.ghz
   if not clock: raise ValueError(f"the clock of {card.name} is not known: give it with --ghz")
   trips, copies = trips_of_blocks(p, x), p.B*(p.Hkv if x.keys else p.H//x.heads)

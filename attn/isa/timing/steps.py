@@ -1,9 +1,9 @@
-"""Turns an instruction into what stepping needs: the unit that it holds and for how long, the earlier instructions that it waits for, and the cycles
-after which others may use its result.
+"""Converts each instruction of a loop iteration to a step: the unit that the instruction holds and for how long, the earlier instructions that it
+waits for, and the cycles after which others may use its result.
 
-An iteration of the loop is straight-line code that repeats. Therefore an instruction always depends on the instruction that is a fixed number of
-places earlier, in this iteration or in the one before. It issues at least a fixed number of cycles after that instruction. Only s_waitcnt waits for
-the result of a load, as on the machine."""
+An iteration of the loop is straight-line code that repeats. So the earlier instruction whose result an instruction uses is always a fixed number of
+places before it, in this iteration or in the iteration before. The instruction issues at least a fixed number of cycles after that earlier
+instruction. Only s_waitcnt waits for the result of a load, as on the machine."""
 from __future__ import annotations
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
 class Pipe(IntEnum):
-  """The execution units of a SIMD or compute unit. Each can start at most one instruction per turn of its SIMD."""
+  """An execution unit of a SIMD or compute unit. Each unit can start at most one instruction per turn of its SIMD."""
   VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
 
 _UNIT_OF_KIND = {
@@ -31,17 +31,17 @@ _UNIT_OF_KIND = {
 class Dependence:
   """Dependence of an instruction on the result of an earlier instruction."""
   back: int       # distance of the earlier instruction, in instructions
-  latency: int    # cycles from its issue
+  latency: int    # least number of cycles from the issue of the earlier instruction
   register: str   # one of the registers waited for
 
 @dataclass
 class TripStep:
-  """One instruction of a loop iteration, with what stepping needs to know about it."""
+  """One instruction of a loop iteration, with the facts that stepping needs about it."""
   instruction: Instruction
   unit: Pipe
-  hold: int = 0                    # cycles for which vector issue, or its unit, is held
-  matrix: int = 0                  # cycles of the matrix unit
-  alone: bool = False              # packed fp32 on a chip where that excludes the matrix unit
+  hold: int = 0                    # cycles for which the instruction holds vector issue, or its unit
+  matrix: int = 0                  # cycles for which it holds the matrix unit
+  alone: bool = False              # packed fp32 on a chip where packed fp32 and matrix instructions exclude each other
   needs: list[Dependence] = field(default_factory=list)
   awaits: list[int] = field(default_factory=list)      # accesses that have to be done, as distances in instructions
   pause: int = 1                   # cycles until the wave's next instruction
@@ -61,8 +61,8 @@ _DOT = re.compile(r"v_dot")
 def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
-  """Returns the number of cycles from the issue of `producer`, which holds the matrix unit for `cycles`, to the issue of `consumer`, which uses the
-  result. `as_sum` says that the consumer only adds to this result."""
+  """Returns the number of cycles from the issue of `producer` to the issue of `consumer`, which uses the result of `producer`. `cycles` is the number
+  of cycles for which `producer` holds the matrix unit. `as_sum` means that `consumer` uses the result only as the sum to which it adds."""
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:
     if user == Pipe.MATRIX and as_sum: return cycles + (m.matrix_sum.value if cycles <= 8 else 0)
@@ -76,14 +76,14 @@ def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool
   return m.vector.value + (m.slow.value - 4//m.turn.value if _is_slow(producer) and m.turn.value == 1 else 0)
 
 def matrix_cycles_of(x:Instruction, chip:Chip) -> int:
-  """Returns the number of cycles for which an instruction holds the matrix unit. A shape that the chip's table doesn't have is assumed to run at the
+  """Returns the number of cycles for which an instruction holds the matrix unit. A shape that is not in the chip's table is assumed to run at the
   peak rate."""
   shape, flops = matrix_shape(x.op)
   return chip.pipes.matrix.get(shape, max(1, round(flops*chip.pipes.simds/chip.pipes.flops)))
 
 def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]:
-  """Returns the results that each instruction of a loop iteration waits for: for each register that it reads, the result of the last instruction that
-  wrote the register. That instruction may be in the iteration before."""
+  """Returns, for each instruction of a loop iteration, the earlier instructions whose results it waits for. For each register that an instruction
+  reads, this is the last instruction that wrote the register. It may be in the iteration before."""
   machine, written = chip.latencies, dict[str, int]()
   found: list[list[Dependence]] = []
   used = [uses(x) for x in trip]
@@ -105,8 +105,8 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 # ***** accesses *****
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
-  """Returns the memory accesses that each instruction of a loop iteration waits for, as distances in instructions. The iteration is one in the steady
-  state, which follows the first iterations. s_waitcnt waits for the accesses that its numbers name. A memory access waits for earlier accesses if its
+  """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions. The iteration is in the
+  steady state, after the first iterations. s_waitcnt waits for the accesses that its numbers name. A memory access waits for earlier accesses if its
   counter would overflow otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
@@ -160,8 +160,8 @@ def _step(x:Instruction, chip:Chip, m:Machine, bank_cycles:int|None) -> TripStep
   return step
 
 def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|None], taken:Sequence[bool]) -> list[TripStep]:
-  """Makes the steps (`TripStep`) of a loop iteration. `bank_cycles` are the LDS bank cycles of each instruction, None if the addresses of its access
-  are not known. `taken` says for each instruction whether it is a taken branch."""
+  """Makes the steps (`TripStep`) of a loop iteration. `bank_cycles` has the LDS bank cycles of each instruction, or None if the addresses of its
+  access are not known. `taken` tells for each instruction whether it is a taken branch."""
   machine, steps = chip.latencies, list[TripStep]()
   for x, needs, waits, banks, jumps in zip(trip, dependences(trip, chip), awaited(trip, chip), bank_cycles, taken, strict=True):
     step = _step(x, chip, machine, banks)
@@ -173,7 +173,7 @@ def trip_steps(trip:Sequence[Instruction], chip:Chip, bank_cycles:Sequence[int|N
 _KNOWN = re.compile(r"[vs]_|ds_|buffer_|global_|flat_|scratch_")
 
 def unknown(trip:Sequence[Instruction], chip:Chip) -> Iterator[str]:
-  """Yields a line for each instruction for which the model has no figures. The line says what the model assumes instead."""
+  """Yields a line for each instruction for which the model has no figures. The line says what the model assumes for the instruction."""
   for (op, kind), n in Counter((x.op, x.kind) for x in trip).items():
     if not _KNOWN.match(op) or kind == "other": yield f"{op} ({n}): not known, counted as an instruction that only takes its place in the order"
     elif kind == "matrix" and matrix_shape(op)[0] not in chip.pipes.matrix:

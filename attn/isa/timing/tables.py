@@ -1,5 +1,4 @@
-"""Prints a prediction as tables: the cycles of a loop iteration, the time of a problem on each card, and the waits by instruction and
-source line."""
+"""Prints a prediction as tables: the cycles of a loop iteration, the time of a problem on each card, and the waits by instruction and source line."""
 from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from attn.isa.timing.trips import LoopTiming, Timing
 
 
 def trips_table(timing:Timing) -> Table:
-  """Prints the cycles of one iteration, one column per loop."""
+  """Makes a table of the cycles of one iteration, one column per loop."""
   table = Table("predicted, not measured", *(f"{timing.name}\n{x.label}" for x in timing.loops))
   for name, values in _rows(timing): table.add_row(name, *values)
   return table
@@ -32,7 +31,7 @@ def _rows(timing:Timing) -> list[tuple[str, list[str]]]:
     ("cycles before and after the loops", [str(timing.edges), *again])]
 
 def problem_table(title:str, found:Sequence[Prediction]) -> Table:
-  """Prints the time of a problem, one line per card and clock."""
+  """Makes a table of the predicted time of a problem, one line per card and clock."""
   table = Table("card", "GHz", "iterations of a workgroup", "ms of compute units", "of memory", "of L2", "limit", "TFLOP/s",
                 title=f"{title}: predicted, not measured")
   for x in found:
@@ -41,25 +40,25 @@ def problem_table(title:str, found:Sequence[Prediction]) -> Table:
   return table
 
 def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> Table:
-  """Prints the longest waits of an iteration, each with its instruction and source line."""
+  """Makes a table of the longest waits of an iteration, each with its instruction and source line."""
   table = Table("matrix idle", "waits", "for", "instruction", "line", title=f"{loop.label}: what a wave waits for in an iteration (predicted cycles)")
   for x in loop.stalls[:most]:
     table.add_row(f"{x.idle:.0f}", f"{x.cycles:.0f}", x.why, x.step.instruction.text, python_place(x.step.instruction.line, lines))
   return table
 
 def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
-  """Returns the line of Python behind a line of the source. If it is not known, returns the line of the source."""
+  """Returns the line of Python that emitted a line of the source, as text. If that line of Python is not known, returns the line of the source."""
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
 
 def machine_table(chip:Chip) -> Table:
-  """Prints the figures of a chip's family, each with its source."""
+  """Makes a table of the figures of a chip's family, each with its source."""
   table = Table("figure", "value", "source", title=f"{chip.family}: cycles, or bytes a cycle")
   for name, (value, origin) in figures_of(chip.latencies).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
   return table
 
 def timing_json(timing:Timing, found:Sequence[Prediction], lines:Mapping[int, PythonLine]) -> dict[str, Any]:
-  """Returns the whole prediction as values for JSON, without single issues of instructions."""
+  """Returns the whole prediction as values for JSON, but not the single issues of instructions."""
   return {"name": timing.name, "arch": timing.chip.name, "cycles": timing.cycles, "matrix_use": timing.matrix_use, "groups": timing.groups,
           "waves": timing.waves, "behind": timing.behind, "edges": timing.edges, "unknown": list(timing.unknown),
           "loops": [{"label": x.label, "cycles": x.cycles, "matrix_use": x.matrix_use, "conflicts": x.conflicts,

@@ -1,5 +1,5 @@
-"""Times a kernel's hot loop. Assembly text goes in; a prediction in cycles comes out. The waves of a compute unit are stepped through several
-iterations of the loop, and the time of one iteration is measured."""
+"""Times a kernel's hot loop: computes a prediction in cycles from assembly text. The waves of a compute unit are stepped through several iterations
+of the loop, and the time of one iteration is measured."""
 from __future__ import annotations
 import math, re
 from bisect import bisect_right
@@ -16,19 +16,19 @@ from attn.isa.timing.steps import Pipe, TripStep, trip_steps, unknown
 from attn.isa.timing.waves import Run, Wave, step_waves
 
 WARM, MEASURED = 2, 4      # iterations before measuring, and measured iterations
-MOST_ISSUES = 60000        # about the most instructions to step; a long loop makes fewer iterations
+MOST_ISSUES = 60000        # rough limit of instructions to step: a long loop is stepped through fewer iterations
 
 @dataclass(frozen=True)
 class Stall:
-  """How long waves wait at one instruction, as a mean over the iterations of a wave."""
+  """Time that waves wait at one instruction, as a mean over the iterations of a wave."""
   step: TripStep
-  cycles: float      # cycles from when the instruction before allowed the issue until the issue
-  idle: float        # part of the delay in which the SIMD's matrix unit was idle
+  cycles: float      # cycles from the earliest cycle that the instruction before allowed until the issue
+  idle: float        # part of these cycles in which the SIMD's matrix unit was idle
   why: str           # main cause: "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class LoopTiming:
-  """The timing of one iteration of a loop."""
+  """Timing of one iteration of a loop."""
   label: str
   cycles: float                    # cycles in which all waves make one iteration
   matrix_use: float                # share of these cycles in which the matrix unit is in use
@@ -42,13 +42,13 @@ class LoopTiming:
 
 @dataclass(frozen=True)
 class Timing:
-  """The timing of a kernel."""
+  """Timing of a kernel: its hot loops, and the workgroups that run on a compute unit at the same time."""
   name: str
   chip: Chip
   resources: Resources
   waves: int                       # waves of a workgroup
   groups: int                      # workgroups on a compute unit
-  whole_processor: bool            # RDNA: a workgroup has both compute units of a pair
+  whole_processor: bool            # RDNA: a workgroup runs on both compute units of a pair
   behind: int                      # waves of a workgroup that begin the loop one barrier behind the others
   loops: tuple[LoopTiming, ...]
   edges: int                       # cycles of a workgroup before and after its loops
@@ -61,15 +61,15 @@ class Timing:
   def matrix_use(self) -> float: return sum(x.matrix_use*x.cycles for x in self.loops)/self.cycles
   @property
   def share(self) -> float:
-    """Matrix operations of the loops, divided by the operations that the chip could do in these cycles at its dense 16-bit peak rate."""
+    """Matrix operations of the loops, divided by the operations that the chip could do in the same cycles at its dense 16-bit peak rate."""
     rate = self.chip.pipes.flops*(2 if self.whole_processor else 1)
     return sum(x.flops for x in self.loops)*self.waves*self.groups/(self.cycles*rate)
 
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """Finds a path from block `first` to block `last`. The path includes `first` but not `last`. At each branch the path falls through if it can. Empty
-  if there is no path."""
+  """Finds a path from block `first` to block `last` that goes through no block of `avoid`. The path includes `first` but not `last`. At each branch
+  the path falls through if it can. Returns an empty list if there is no path."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -89,8 +89,8 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Finds the path that a wave takes in an iteration: the usual path. If the wave is known to have an active lane, the path also has the blocks that
-  only waves without an active lane jump over."""
+  """Finds the path that a wave takes in an iteration. It is the usual path. If the wave is known to have an active lane, the path also includes the
+  blocks that only a wave without an active lane jumps over."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -105,7 +105,7 @@ def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:
 def _instructions(blocks:Sequence[Block], path:Sequence[int]) -> list[Instruction]: return [x for b in path for x in blocks[b].instructions]
 
 def _taken(blocks:Sequence[Block], path:Sequence[int], closed:bool) -> list[bool]:
-  """Returns for each instruction of a path whether it is a taken branch. With `closed` the path ends with a jump to its beginning."""
+  """Returns for each instruction of a path whether it is a taken branch. `closed` means that the path ends with a jump to its beginning."""
   found = list[bool]()
   for b, after in zip(path, [*path[1:], path[0] if closed else -1]):
     found += [False]*len(blocks[b].instructions)
@@ -124,8 +124,8 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Returns the number of waves of a workgroup that pass an additional barrier before the loop. The other waves jump over the block that holds only
-  this barrier. In kernels with such a block, half of the waves pass the barrier."""
+  """Returns the number of waves of a workgroup that pass an additional barrier before the loop. This is half of the waves if the code before the loop
+  can jump over a block that holds only a barrier, and otherwise 0."""
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 
@@ -136,7 +136,7 @@ def _only_a_barrier(block:Block) -> bool:
 # ***** timing *****
 
 def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
-  """Returns the waits at each instruction, over all waves that take the same path as the first wave."""
+  """Returns the waits at each instruction, as means over all waves that take the same path as the first wave."""
   same = [i for i, w in enumerate(found.waves) if w.steps is found.waves[0].steps or len(w.steps) == len(steps)]
   sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
   reasons: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -151,7 +151,7 @@ def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
   return tuple(sorted(rows, key=lambda s: (-s.idle, -s.cycles)))
 
 class _Busy:
-  """Spans of cycles in which a unit is in use. `idle` returns for how long the unit is free between two cycles."""
+  """Spans of cycles in which a unit is in use. `idle` returns the number of cycles between two cycles in which the unit is free."""
   def __init__(self, intervals:Sequence[tuple[int, int]]):
     self.starts, self.ends, self.sums = list[int](), list[int](), [0]
     for a, b in intervals:
@@ -166,13 +166,13 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """Returns during what share of the measured cycles the matrix units are in use."""
+  """Returns the share of the measured cycles in which the matrix units are in use."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """Finds the loop that half of a workgroup's waves run instead of `loop`; `loop` itself if there is no other loop. Two such loops have the same
-  matrix work and the same number of barriers. Neither loop leads to the other within one iteration of a loop around both."""
+  """Finds the loop that half of a workgroup's waves run instead of `loop`, or returns `loop` if there is no such loop. Two such loops have the same
+  matrix work and the same number of barriers. Neither loop leads to the other within one iteration of a loop around both loops."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:
@@ -193,7 +193,7 @@ def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
   """Times one iteration of a loop. `shape` is (workgroups, waves of a workgroup, SIMDs, waves behind). The first half of the waves runs the first
-  loop of `pair`, the second half the second loop. In most kernels both are the same loop."""
+  loop of `pair`, the second half runs the second loop. In most kernels both loops are the same."""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
@@ -227,13 +227,13 @@ def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[
   return LoopTiming(label, found.cycles, _use(found), scores, flops, steps, _stalls(found, steps), found, conflicts, unknowns)
 
 def _without_conflicts(trip:Sequence[Instruction], chip:Chip) -> list[int|None]:
-  """Returns the bank cycles that each access to LDS would need without bank conflicts, and None for other instructions."""
+  """Returns for each access to LDS the bank cycles that it would need without bank conflicts. Returns None for other instructions."""
   rate = {"lds_read": chip.pipes.lds_read, "lds_write": chip.pipes.lds_write}
   return [-(-max(4, access_bytes(x.op))*chip.wave//rate[x.kind]) if x.kind in rate else None for x in trip]
 
 def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, simds:int) -> int:
-  """Returns the cycles that a workgroup needs outside of the loops: from its beginning to the first loop, and from the last loop to its end. No other
-  workgroup runs on the compute unit."""
+  """Returns the cycles that a workgroup needs outside of the loops, while no other workgroup runs on the compute unit: from the workgroup's beginning
+  to the first loop, and from the last loop to the workgroup's end."""
   first, last = loops[0], loops[-1]
   out = next((s for b in sorted(last.body) for s in blocks[b].successors if s not in last.body), None)
   ends = [i for i, b in enumerate(blocks) if b.instructions and b.instructions[-1].op.startswith("s_endpgm")]
@@ -254,10 +254,10 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
   """Times the hot loop of a kernel in an assembly text.
 
     d, dv     head dimensions as the kernel computes them
-    products  what its loops compute
-    behind    waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
+    products  for each hot loop, the number of matrix products that sum over D, and over Dv
+    behind    number of waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
     grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for
-  Raises ValueError for a text without a loop that holds matrix instructions, and if the number of threads of a workgroup is not known."""
+  Raises ValueError if the text has no loop with matrix instructions, and if the number of threads of a workgroup is not known."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

@@ -1,10 +1,12 @@
-"""Steps the waves of a compute unit through their loop iterations together: which wave issues which instruction at which cycle, and why not earlier.
+"""Steps the waves of a compute unit through their loop iterations together. The result tells when each wave issues each instruction, and why not
+earlier.
 
-An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since the one before, the results it
-needs are there, and the accesses it waits for are done. Then its unit has to be free, at a turn of its SIMD. If several waves could issue at the same
-cycle, the wave with the highest priority goes; among equals, the wave whose last issue is longest ago. So if one wave issues MFMAs and another wave
-vector instructions, neither wave delays the other. Measurements confirm this (attn/chips/machine.py, "coissue"). Units are held from the issue on.
-LDS and memory are held for as long as the data takes, in the order of issue."""
+An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since its last issue, the results that
+the instruction needs are ready, and the accesses that it waits for are complete. Then the instruction's unit has to be free, at a turn of the wave's
+SIMD. If several waves could issue in the same cycle, the wave with the highest priority issues. Among waves of equal priority it is the wave whose
+last issue is longest ago. So if one wave issues MFMAs and another wave vector instructions, neither wave delays the other. Measurements confirm this
+(attn/chips/machine.py, "coissue"). An instruction holds its unit from its issue on. An access holds LDS or memory for as long as its data takes, in
+the order of issue."""
 from __future__ import annotations
 import heapq
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from attn.isa.timing.steps import Pipe, TripStep
 
 SHARED = (Pipe.LDS, Pipe.MEMORY)     # units that all SIMDs of a compute unit share
 
-# why an instruction was not issued as soon as the one before it allowed
+# reasons why an instruction was not issued as soon as the instruction before it allowed
 ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Issue:
   step: int
   since: int        # earliest cycle that the instruction before allowed
   at: int           # cycle of the issue
-  end: int          # cycle until which its unit is held, or its access lasts
-  why: str          # what it waited for between `since` and `at`: ACCESS, RESULT, BUSY, BARRIER, or ""
+  end: int          # cycle until which the instruction holds its unit, or its access lasts
+  why: str          # reason for the wait between `since` and `at`: ACCESS, RESULT, BUSY, BARRIER, or ""
 
 @dataclass
 class Run:
@@ -53,7 +55,7 @@ class Run:
     return (self.end - self.begin)/self.trips
 
 class _Groups:
-  """The state of the barriers of each workgroup."""
+  """State of the barriers of each workgroup."""
   def __init__(self, waves:Sequence[Wave]):
     self.members = {g: [i for i, w in enumerate(waves) if w.group == g] for g in {w.group for w in waves}}
     self.arrived = [0]*len(waves)
@@ -68,15 +70,15 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Steps the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips`. Nothing is recorded in
-  the `first` iterations. Each workgroup begins `apart` cycles after the workgroup before it."""
+  """Steps the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips` iterations. Records
+  nothing during the `first` iterations. Each workgroup begins `apart` cycles after the workgroup before it."""
   m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
   beside, drain, barrier = bool(m.beside.value), m.packed_drain.value, m.barrier.value
   vector, matrix, slow = [0]*simds, [0]*simds, [0]*simds     # cycle from which each SIMD's unit is free
   packed = [False]*simds                                     # whether the matrix unit was last held by packed fp32
   slots = {unit: [0]*simds for unit in (Pipe.SCALAR, Pipe.BRANCH, Pipe.LDS, Pipe.MEMORY)}
-  units = -(-simds//cu.simds)                                # compute units: two if a workgroup has a pair of them
+  units = -(-simds//cu.simds)                                # number of compute units: 2 if a workgroup runs on a pair
   port, banks, memory = [0]*(ports*units), [0]*units, [0]*units
   queue = m.memory_queue.value*1024//m.memory_bytes.value
   groups = _Groups(waves)
@@ -101,13 +103,13 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
     trip, at = divmod(n, len(w.steps))
     x, simd, unit = w.steps[at], w.simd, w.steps[at].unit
     cu_of, now, why = simd//cu.simds, own, ""
-    # results, accesses and barriers that it waits for
+    # results, accesses and barriers that the instruction waits for
     if (t := released.get(i, 0)) > now: now, why = t, BARRIER
     for need in x.needs:
       if n >= need.back and (t := times[n - need.back] + need.latency) > now: now, why = t, RESULT
     for back in x.awaits:
       if n >= back and (t := done[i][n - back]) > now: now, why = t, ACCESS
-    # its unit
+    # the instruction's unit
     if unit == Pipe.NONE: ready = now
     elif unit == Pipe.VECTOR:
       ready = max(now, vector[simd])
@@ -117,7 +119,7 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
     else:
       ready = max(now, slots[unit][simd])
     if turn > 1: ready += (simd - ready) % turn
-    # no turn here: waves of all SIMDs can go when there is room
+    # `ready` is not rounded up to a turn here: when there is room, a wave of any SIMD can issue
     if unit in SHARED: ready = max(ready, port[simd*ports//cu.simds] - m.lds_queue.value if unit == Pipe.LDS else memory[cu_of] - queue)
     if ready > key:
       heapq.heappush(heap, (ready, -priority[i], times[-1] if times else -1, i))
