@@ -7,13 +7,14 @@ DTYPE      float16, bfloat16, float32    OUT_DTYPE  as DTYPE, or float32        
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
 VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; settings hold for all
 ISA        1: bounds and a prediction, from the machine code                              CSV      a file for the table
-TUNE       1: on a device, times every tile that the kernel may have (with BWD=1 both kernels), and keeps the fastest for dispatch in the user's cache
-           directory: for AMD's kernels, and those of plain UOps (float32, D above 256, DEV=CL, DEV=CPU)
-COMPARE    1: on an NVIDIA GPU, also times PyTorch's SDPA (FlashAttention-2, cuDNN, in float32 memory-efficient) and tinygrad's; with SWEEP=1 over
-           a list of shapes, with DTYPE=float32 another list
-PLOT       with COMPARE=1, a picture file (needs matplotlib)
-BWD        1: the gradients of q, k and v: the rate counts 2.5 times the operations of forward, and a second rate all seven products computed
-FIGURES    1: the README's figures about the emulator's speed, and nothing else"""
+TUNE       1: on a device, times every tile that the kernel may have (with BWD=1 those of both backward kernels), and keeps the fastest in the user's
+           cache directory, where later calls find it. For AMD's kernels, and kernels of plain UOps (float32, D above 256, DEV=CL, DEV=CPU)
+COMPARE    1: on an NVIDIA GPU, also times PyTorch's SDPA (FlashAttention-2, cuDNN; for float32 its memory-efficient kernel) and tinygrad's. SWEEP=1
+           then has a list of its own, and another one for DTYPE=float32
+PLOT       with COMPARE=1: file for a picture of the results (needs matplotlib)
+BWD        1: times the gradients of q, k and v. TFLOP/s counts 2.5 times the operations of forward, the five products that gradients need. A second
+           rate counts all seven products that the kernels compute
+FIGURES    1: prints the README's figures about the emulator's speed, and does nothing else"""
 from __future__ import annotations
 import csv, importlib, math, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ SWEEP: list[dict[str, Any]] = [
   {"H": 8, "HKV": 2}, {"H": 7, "HKV": 1, "CAUSAL": "1"}, {"WINDOW": "64,0"}, {"LAYOUT": "bshd"}, {"DTYPE": "bfloat16"},
   {"DTYPE": "bfloat16", "OUT_DTYPE": "float32"}]
 SAMPLE = 1 << 24   # most scores that VERIFY=1 computes in float64
-MOST_SCORES = 1 << 26     # most scores of one key head, which are all in memory for the gradients in float64
+MOST_SCORES = 1 << 26     # most scores of one key head for which gradients are checked: all of them are in memory, in float64
 
 class BadSetting(Exception): pass
 
@@ -93,7 +94,7 @@ def pair(name:str, default:str) -> tuple[int, int]:
   return left, right
 
 def settings(default:Mapping[str, Any]) -> Settings:
-  """Reads the problem from the environment. A setting that is not in the environment comes from `default`."""
+  """Reads the problem from the environment. `default` has the values of settings that the environment does not have."""
   B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
   HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
@@ -111,14 +112,14 @@ def settings(default:Mapping[str, Any]) -> Settings:
   return found
 
 def check_verified(s:Settings) -> None:
-  """Raises BadSetting if the check of the gradients would take too much memory."""
+  """Raises BadSetting if checking the gradients would take too much memory."""
   p = s.problem
   if s.backward and s.verify and (scores := p.H//p.Hkv*p.Sq*p.Sk) > MOST_SCORES:
     raise BadSetting(f"VERIFY={s.verify} with BWD=1: a head of keys has {scores} scores, of which {MOST_SCORES} at most are computed again; "
                      "VERIFY=0 checks none")
 
 def find_device() -> str:
-  """Returns the device DEV if it is set, else AMD if such a GPU is found, else the emulator."""
+  """Returns the device to run on: DEV if it is set, else AMD if such a GPU is found, else the emulator. Raises BadSetting for a wrong DEV."""
   if not (device := getenv("DEV", "")):
     try: return Device["AMD"].device
     except Exception:   # a missing GPU raises another exception on each system
@@ -136,7 +137,7 @@ def find_device() -> str:
 # ***** tensors *****
 
 def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
-  """Returns the shapes of q, k, v, o and lse."""
+  """Returns the shapes of q, k, v, o and lse in `layout`."""
   four = [(B, H, N, D), (B, HKV, SK, D), (B, HKV, SK, DV), (B, H, N, DV)]
   return [arrange(np.empty(x, np.bool_), layout).shape for x in four] + [(B*H, N) if layout == "nsd" else (B, H, N)]
 
@@ -152,8 +153,8 @@ def to_array(t:Tensor) -> np.ndarray:
 # ***** one problem *****
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Compares the outputs (o, or o and lse) with the accuracy law. All arrays have the shape (B, H, ...). Returns the worse of the verdicts, and the
-  share of the rows that was checked."""
+  """Checks the outputs (o, or o and lse) by the accuracy law. All arrays have the shape (B, H, ...). Returns the worst verdict, and the share of the
+  rows that was checked."""
   (q, k, v), rows = inputs, max(1, min(p.Sq, SAMPLE//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if everything else math.ceil(len(parts)/max(1, SAMPLE//(rows*p.Sk)))
@@ -165,7 +166,7 @@ def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray],
   return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(parts[::step])/len(parts)
 
 def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
-  """Makes q, k and v as arrays (B, H, S, D) and as tensors, and the outputs, which are empty tensors."""
+  """Makes random inputs: q, k and v as arrays (B, H, S, D) and as tensors. Also returns empty tensors for the outputs."""
   p, rng = s.problem, np.random.default_rng(s.seed)
   inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
             for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
@@ -174,7 +175,7 @@ def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
   return inputs, [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], outs
 
 def bench(s:Settings) -> dict[str, Any]:
-  """Runs one problem and returns a row of the table."""
+  """Runs and times the forward kernel of one problem, and checks its result. Returns a row of the table."""
   p, arch, (inputs, tensors, outs) = s.problem, device_arch(), operands(s)
   start = time.perf_counter()
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
@@ -201,12 +202,13 @@ def bench(s:Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Backward:
-  """The inputs of a problem's backward kernels, and the launches of these kernels."""
+  """Backward kernels of a problem, ready to run: their inputs, and their launches by name."""
   arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
   tensors: dict[str, Tensor]     # the inputs, o and lse
   launches: dict[str, BackwardLaunch]
   def run(self, name:str) -> dict[str, Tensor]:
-    """Returns the tensors that the kernel `name` writes, not computed yet. A gradient that the kernel writes in parts is the sum of its parts."""
+    """Runs the kernel `name`. Returns the tensors that it writes, not computed yet. If the kernel writes a gradient in parts, returns the sum of the
+    parts."""
     shapes = self.launches[name].shapes
     given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
              for n, (shape, dtype) in shapes.items()]
@@ -214,7 +216,7 @@ class Backward:
     return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENTS else t for n, t in found.items()}
 
 def backward_of(s:Settings, arch:Chip) -> Backward:
-  """Runs forward and prepares the backward kernels. Raises BadSetting if no kernel computes the gradients."""
+  """Runs the forward kernel of a problem, and prepares the backward kernels. Raises BadSetting if no kernel computes the gradients."""
   p, (inputs, tensors, _) = replace(s.problem, return_lse=True), operands(s)
   if isinstance(reason := can_differentiate(p, arch), str):
     raise BadSetting(f"BWD=1: no kernels compute the gradients of {describe(s)}: {reason}")
@@ -227,7 +229,7 @@ def backward_of(s:Settings, arch:Chip) -> Backward:
 GRADIENTS = ("dq", "dk", "dv")
 
 def bench_backward(s:Settings) -> dict[str, Any]:
-  """Runs forward and both backward kernels of one problem. Returns a row of the table."""
+  """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
   call, start, seconds, lowering = backward_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
@@ -257,8 +259,8 @@ def bench_backward(s:Settings) -> dict[str, Any]:
   return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Compares dq, dk and dv with the accuracy law, one key head after another. All arrays have the shape (B, H, ...). Returns the worst verdict, and
-  the share of the heads that was checked."""
+  """Checks dq, dk and dv by the accuracy law, one key head after another. All arrays have the shape (B, H, ...). Returns the worst verdict, and the
+  share of the heads that was checked."""
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
   step = 1 if everything else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/SAMPLE))
@@ -292,7 +294,7 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 # ***** bounds *****
 
 def show_bounds(s:Settings) -> None:
-  """Prints the bounds that follow from the kernel's machine code and from the chip's data sheet."""
+  """Prints bounds of a kernel's speed, which follow from its machine code and from the chip's data sheet, and a prediction."""
   from attn.isa import report, roofline, table
   from attn.isa.timing.predict import Division, predict
   from attn.isa.timing.trips import timing_of
@@ -318,7 +320,7 @@ def show_bounds(s:Settings) -> None:
 # ***** tuning by time *****
 
 def device_timer(s:Settings) -> Seconds:
-  """Returns a function that times a kernel on the device: the time of its fastest run."""
+  """Returns a function that times a forward kernel on the device. The time is that of the fastest run."""
   _, tensors, outs = operands(s)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
@@ -326,8 +328,8 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """Returns a function that times a backward kernel on the device: the time of its fastest run. Gradients are not written in parts, because the
-  number of parts would differ from tile to tile."""
+  """Returns a function that times a backward kernel on the device. The time is that of the fastest run. Gradients are not written in parts, because
+  the number of parts would differ from tile to tile."""
   call = backward_of(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:
@@ -371,7 +373,7 @@ def show_figures() -> None:
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
 def compare_all(x:Task) -> list[dict[str, Any]]:
-  """Returns the rows of the table for COMPARE=1."""
+  """Times attn and its peers, such as PyTorch, on each problem (COMPARE=1). Returns the rows of the table."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA only")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
@@ -394,7 +396,7 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   return rows
 
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
-  """Returns the rows of the table for COMPARE=1 with BWD=1."""
+  """Times the gradients of attn and its peers on each problem (COMPARE=1 with BWD=1). Returns the rows of the table."""
   from attn.measure import backward, peers
   if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:
@@ -412,7 +414,7 @@ def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Task:
-  """What the settings ask for: what bench.py does with the problems."""
+  """Settings that say what bench.py does with the problems, such as tuning or a comparison, and which files it writes."""
   figures: bool
   sweep: bool
   tune: bool
@@ -423,7 +425,7 @@ class Task:
   backward: bool
 
 def task() -> Task:
-  """Reads the task from the environment. Raises BadSetting before anything runs if the task is impossible."""
+  """Reads from the environment what to do. Raises BadSetting, before anything runs, if the settings contradict each other."""
   x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"), flag("BWD"))
   chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: only one of them may be set")
@@ -436,7 +438,7 @@ def task() -> Task:
   return x
 
 def file_for(name:str) -> str:
-  """Returns the path in setting `name`, after a check that the file can be written. "" if the setting is not given."""
+  """Returns the file path in the environment variable `name`, or "" if it is not set. Raises BadSetting if the file can't be written."""
   if not (path := getenv(name, "")): return ""
   folder = os.path.dirname(os.path.abspath(path))
   if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
@@ -470,7 +472,7 @@ def main() -> int:
     for s in todo if todo_with.isa else []: show_bounds(s)
   if todo_with.csv:
     with open(todo_with.csv, "w", newline="") as f:
-      writer = csv.DictWriter(f, list(dict.fromkeys(name for row in rows for name in row)))     # a peer that refused a shape is missing in its row
+      writer = csv.DictWriter(f, list(dict.fromkeys(name for row in rows for name in row)))     # a row has no field for a peer that refused the shape
       writer.writeheader()
       writer.writerows(rows)
   return int(any(row.get("verdict", "ok") != "ok" for row in rows))

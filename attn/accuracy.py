@@ -28,31 +28,33 @@ from attn.reference import (PLAIN, Array, Options, TermStep, with_heads, batch_o
 SIGMAS = 6.0                    # standard deviations that the random part of an element's error may have
 ENOUGH_ELEMENTS = 10**4                  # elements that a root mean square needs
 FP32 = ROUNDOFF["float32"]
-SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # normal numbers
+SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # smallest normal numbers
 OVERFLOWS = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}      # from here on a number is rounded to inf
 VANISHING = 2.0**-96            # bound of errors below the normal numbers of fp32, 2^-126, times the largest size and number of inputs
 MOST = 700.0                    # exponent of e: beyond it float64 overflows
-STEP = 16                       # keys, or elements of a row, that a matrix instruction adds at a time
+STEP = 16                       # number of keys, or of elements of a row, that a matrix instruction adds at a time
 SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs compute tanh as 1 - 2/(1 + exp(2x)), everywhere
 
 @dataclass(frozen=True)
 class Law:
-  """The accuracy law of an output: for each element the exact value and the limit of the error. `alike` marks the elements that are left out of the
-  root mean square of the errors. An element is left out if its error comes from few different roundings or equals the error of another element, as
-  equal numbers are rounded with equal errors. An element below the smallest normal number of the dtype is left out, too."""
+  """Accuracy law of an output: for each element the exact value and the limit of the error. `sigma` is the standard deviation of the rounding errors
+  that the dtypes force, and `slack` the limit of all other errors. `alike` marks the elements that are left out of the root mean square of the
+  errors. An element is left out if its error comes from few different roundings or equals the error of another element, as equal numbers are rounded
+  with equal errors. An element below the smallest normal number of the dtype is left out, too."""
   exact: Array
   sigma: Array
   slack: Array
   alike: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the accuracy law of the output after `change`, which changes the shape or selects elements."""
+    """Returns the accuracy law of a part or a rearrangement of the output. `change` makes it from an array: it changes the shape or selects
+    elements."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Replaces the accuracy law of the elements `at` by `law`."""
+    """Overwrites the elements `at` with those of another accuracy law: their exact values and the limits of their errors."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds to the elements `at` a second result whose errors are independent: exact values, variances and slacks add up."""
+    """Adds another result to the elements `at`. The errors of both results are independent, so exact values, variances and slacks add up."""
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
@@ -70,8 +72,7 @@ def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
 
 @dataclass(frozen=True)
 class Laws:
-  """The accuracy laws of the gradients: for each gradient the exact values and the limits of their errors. None for a gradient that is not
-  computed."""
+  """Accuracy laws of all gradients, each with the exact values and the limits of the errors. None for a gradient that is not computed."""
   q: Law
   k: Law
   v: Law
@@ -83,11 +84,11 @@ class Laws:
 
 @dataclass(frozen=True)
 class Verdict:
-  """How an output compares with its law.
+  """Result of a comparison of an output with its accuracy law.
 
-  `error`, `limit`, `sigma` and `where` describe one element: the one with the largest error/limit. `rms` is the root mean square of error/sigma over
-  the `resolved` elements, whose slack is below sigma/4 and which are not `alike`; `furthest` is their largest error/sigma. `count` is the number of
-  elements. `pattern` says which NaN or inf is out of place."""
+  `error`, `limit`, `sigma` and `where` describe the element with the largest error/limit; `where` is its index. `rms` is the root mean square of
+  error/sigma over the `resolved` elements, whose slack is below sigma/4 and which are not `alike`. `resolved` is their number, and `furthest` their
+  largest error/sigma. `count` is the number of all elements. `pattern` says which NaN or inf is out of place, or is ""."""
   error: float
   limit: float
   sigma: float
@@ -103,7 +104,7 @@ class Verdict:
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Whether the root mean square of error/sigma is above 1, over enough elements."""
+    """Tells whether the root mean square of error/sigma is above 1. It counts only if there are enough elements."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -113,8 +114,8 @@ class Verdict:
             f"rms of error/sigma {self.rms:.2f} over {self.resolved} elements")
 
 def judge(out:Array, law:Law) -> Verdict:
-  """Compares the output `out` with its law. Each element's error must not exceed its limit, and NaN and inf must stand where the exact result has
-  them."""
+  """Compares an output with its accuracy law. Each element's error must not exceed its limit, and NaN and inf must stand exactly where the exact
+  result has them."""
   assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(law.exact)).any():
@@ -131,14 +132,14 @@ def judge(out:Array, law:Law) -> Verdict:
   rms, furthest = (float(np.sqrt(np.square(sigmas).mean())), float(sigmas.max())) if sigmas.size else (0.0, 0.0)
   return Verdict(float(error[at]), float(limit[at]), float(law.sigma[at]), at, rms, furthest, sigmas.size, error.size)
 
-# ***** roundings *****
+# ***** rounding errors *****
 
 def _finite(x:Array) -> Array:
   """Returns x with NaN and inf replaced by 0."""
   return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
 
 def _in_dtype(x:Array, dtype:str) -> Array:
-  """Returns x as `dtype` can hold it: a number that is too large for `dtype` becomes inf of the same sign."""
+  """Replaces the numbers of x that are too large for `dtype` by inf of the same sign."""
   return np.where(np.abs(x) >= OVERFLOWS[dtype], np.copysign(np.inf, x), x)
 
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
@@ -149,8 +150,8 @@ def _largest_error(x:Array, dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class _Moments:
-  """The errors of a result before it is stored: `variance` of the rounding errors, and `slack`, the limit of all other errors. `alike` marks elements
-  whose errors come from roundings of equal numbers."""
+  """Errors of a result before it is stored: `variance` is the variance of the rounding errors, and `slack` the limit of all other errors. `alike`
+  marks elements whose errors come from roundings of equal numbers."""
   variance: Array
   slack: Array
   alike: Array
@@ -171,12 +172,13 @@ def _stored(x:Array, found:_Moments, dtype:str) -> Law:
   return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Returns (the largest error of rounding the weights w to `dtype`, the loss of w or None). The loss is an error that is not random, such as a
-  weight that is rounded to 0: errors of this kind add up over the weights.
+  """Describes the errors of rounding the weights w to `dtype`. Returns two arrays: for each weight the largest rounding error, and its loss (None if
+  no weight has one). A loss is an error that is not random, such as a weight that becomes 0: errors of this kind add up over the weights.
 
   float16 has losses: a weight below 2^-8 times the smallest normal number has only the last two bits of a denormal number, and may be rounded to 0.
-  Its loss is at most the weight itself. A unit that `flushes` loses every weight below the smallest normal number, and may lose one that lies at most
-  `off`, the error of w, above it. bfloat16 has no losses, because it holds numbers as small as the exponentials of fp32. float32 is not rounded."""
+  Its loss is at most the weight itself. A unit that `flushes` loses every weight below the smallest normal number. It may also lose a larger weight,
+  if the weight is larger by at most `off`, its own error. bfloat16 has no losses, because it holds numbers as small as the exponentials of fp32.
+  float32 is not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
@@ -187,7 +189,8 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """Computes the sum over j of (r_j (factor_j x_j - centre))^2, for each row of r."""
+  """Computes the variance of a sum whose weights have independent rounding errors: sum over j of (r_j (factor_j x_j - centre))^2, where r_j is the
+  error of weight j. r is (..., n, m) and x is (..., m, columns). Returns (..., n, columns)."""
   found, of_x = r*r, r*r if factor is None else r*r*factor
   total = (of_x if factor is None else of_x*factor) @ (x*x)
   if centre is not None: total += centre*(centre*found.sum(-1, keepdims=True) - 2*(of_x @ x))
@@ -197,14 +200,14 @@ EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal
 TOGETHER = 2**21                # numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Returns whether each row has two values of equal size that are not negligible beside the largest value of the row."""
+  """Finds the rows that have two values of equal size. Values that are negligible beside the largest value of their row do not count."""
   size = np.sort(np.abs(values), axis=-1)
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects `total` (..., n, columns), the sums of squares of terms, in rows that have groups of equal `values` (..., n, m). Equal values have equal
-  rounding errors. So the terms of such a group are added before they are squared, and the row's total is the sum of these squares over its groups.
+  """Corrects sums of squares in rows that have equal values. `total` (..., n, columns) has, for each row, the sum of the squares of its terms.
+  `values` is (..., n, m). Equal values have equal rounding errors. So the terms of equal values form a group, and are added before they are squared.
   `terms(rows, order)` returns the terms of some rows as (count, m, columns), sorted by `order` (count, m). Returns the corrected total, and which
   rows were corrected (..., n, 1)."""
   equals = _rows_with_equals(values)
@@ -223,8 +226,9 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Returns the sum, over groups of keys with equal `values`, of (the group's sum of r_j (factor_j x_j - centre))^2. The terms of a group are added
-  before they are squared, because equal values have equal rounding errors. Also returns which rows have such groups."""
+  """Computes the variance of a sum whose weights have rounding errors, as `_squares` does, but with equal errors for keys with equal `values`. The
+  terms r_j (factor_j x_j - centre) of these keys form a group: they are added before they are squared. Returns the sum of the squares over all
+  groups, and which rows have such groups."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]
@@ -235,9 +239,9 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """Returns the largest sizes that two sums over j reach while they are added up: the sum of w_j factor_j x_j, and the sum of w_j (factor_j x_j -
-  centre). The size of a partial sum is exact at the ends of blocks of j. Within a block it is estimated by a random walk, as the root of the sum of
-  squares."""
+  """Estimates how large two sums over j become while they are added up: the sum of w_j factor_j x_j, and the sum of w_j (factor_j x_j - centre).
+  Returns the largest size of a partial sum of each. The size of a partial sum is exact at the ends of blocks of j. Within a block it is estimated by
+  a random walk, as the root of the sum of squares."""
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
   largest = np.sqrt(_squares(w, x, factor))
@@ -253,17 +257,17 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Returns a limit of the error of an fp32 sum of terms with factors w, as a multiple of the roundoff of the largest partial sum. A matrix
-  instruction adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term. Only terms with nonzero w count."""
+  """Bounds the error of a sum in fp32, as a multiple of the roundoff of its largest partial sum. w are the factors of the terms; only terms with
+  nonzero w count. A matrix instruction adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Returns a limit of the error of an fp32 sum of products with factors w. `largest` is the largest partial sum."""
+  """Bounds the error of an fp32 sum of products with factors w. `largest` is the largest partial sum."""
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """Returns the standard deviation of the error of a dot product of n terms in fp32. `size` is the dot product, `squares` the sum of the squares of
+  """Estimates the standard deviation of the error of a dot product of n terms in fp32. `size` is the dot product, `squares` the sum of the squares of
   its terms."""
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
@@ -273,11 +277,11 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """Float64 values for each pair of a query and a key, (..., H, Sq, Sk). `raw` is the scaled product of query and key, and `p` the weight P. `slope`
-  is the derivative of the final score by `raw` (softcap and score_mod change it from 1), and `slope_off` its error. `factor` is 1/(1 - dropout_p) for
-  a pair that dropout keeps, 0 for another pair, and None without dropout. `off` is the standard deviation of the score's error in fp32, and `own` the
-  part of `off` that arises after the product. For each row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is the result of
-  `_rounding` for the weights of forward. q, k and v have equal numbers of heads."""
+  """Values in float64 for each pair of a query and a key, (..., H, Sq, Sk). `raw` is the scaled product of query and key, and `p` the weight P.
+  `slope` is the derivative of the final score by `raw` (softcap and score_mod change it from 1), and `slope_off` its error. `factor` is 1/(1 -
+  dropout_p) for a pair that dropout keeps, 0 for another pair, and None without dropout. `off` is the standard deviation of the score's error in
+  fp32, and `own` the part of `off` that arises after the product. For each row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is
+  the result of `_rounding` for the weights of forward. q, k and v have equal numbers of heads."""
   dtype: str
   flushes: bool
   scale: float
@@ -295,7 +299,7 @@ class _Pairs:
   lse_off: Array
   rounding: tuple[Array, Array|None]
   def kept(self, a:Array) -> Array:
-    """Returns `a` after dropout."""
+    """Applies dropout to `a`, which has a value for each pair."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -309,8 +313,8 @@ def _off_by_a_function(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[
   new_off = off*slope + 4*FP32*(np.abs(step.before*slope) + np.abs(_finite(step.after)) + inner)
   return new_off, 4*FP32*(1 + slope) + np.abs(moved - step.slope)
 
-# terms that do more than add to a score, by the name of their option. The function gets the standard deviation of the scores' error before the term.
-# It returns the standard deviation after the term, and a limit of the error of the term's slope
+# Terms that do more than add to a score, by the name of their option. The function of a term gets the standard deviation of the scores' error before
+# the term. It returns the standard deviation after the term, and a limit of the error of the term's slope.
 BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] = {
   "softcap": _off_by_the_cap, "score_mod": _off_by_a_function}
 
@@ -327,7 +331,7 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
     p, lse = (_finite(a) for a in softmax_of(s, x))
     top = _finite(np.fmax.reduce(s, axis=-1, initial=-np.inf))[..., None]
     none_bent: dict[str, Any] = dict.fromkeys(BENT, 0.0)
-    # what terms add to scores
+    # the sum of what terms add to scores
     bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])
   lse = lse[..., None]
   off, size, slope_off = scale*_dot_error(q.shape[-1], raw/scale, (q*q) @ (turned*turned)), np.abs(raw), np.zeros_like(raw)
@@ -367,8 +371,8 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """Yields (batches, number of keys, shift of the diagonal, options). Without kv_lengths all batches come together. With kv_lengths each batch comes
-  by itself."""
+  """Yields the batches that can be computed together: (batches, number of keys, shift of the diagonal, options). Without kv_lengths these are all
+  batches. With kv_lengths each batch comes by itself."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
     for b, n in enumerate(map(int, x.kv_lengths)):
@@ -395,14 +399,14 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
   """Computes the accuracy laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of
-  `reference.exact_backward`. `do` is the gradient of an o of `out_dtype`, rounded to `dtype`."""
+  `reference.exact_backward`. `do` is the gradient of o, rounded to `dtype`; o itself is rounded to `out_dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
   types = {"q": dtype, "k": dtype, "v": dtype, "bias": bias_dtype, "sinks": "float32", "alibi_slopes": "float32"}
   results = {n: a for n in types if (a := getattr(want, n)) is not None}
   total = {n: _Moments.none(a.shape) for n, a in results.items()}
-  if flushes:       # that is what the unit sees
+  if flushes:       # the matrix unit sees these inputs
     q, k, v, do = (_flushed(a, dtype) for a in (q, k, v, do))
     seen = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
     for name, a in results.items(): total[name].slack[...] += np.abs(_finite(getattr(seen, name)) - _finite(a))
@@ -424,9 +428,9 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Float64 values for the gradients. For each pair (..., H, Sq, Sk) there are the derivative of the loss by the final score (`ds`) and by the
-  product of query and key (`capped`), and the variances of the fp32 errors of both (`off`, `capped_off`). For each row (..., H, Sq, 1) there are
-  delta, the variance of its error, and the part of this variance that fp32 causes."""
+  """Values in float64 from which the laws of the gradients follow. For each pair (..., H, Sq, Sk) there are the derivative of the loss by the final
+  score (`ds`) and by the product of query and key (`capped`), and the variances of the fp32 errors of both (`off`, `capped_off`). For each row (...,
+  H, Sq, 1) there are delta, the variance of its error (`variance`), and the variance that fp32 adds (`fp32`)."""
   t: _Pairs
   do: Array
   heads: int
@@ -459,15 +463,16 @@ class _Gradients:
     return _Gradients(t, do, heads, ds, ds*t.slope, off, capped_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
-    """Rearranges values of pairs so that rows are keys, and columns are all queries of the heads that share a key: (..., Hkv, Sk, rows)."""
+    """Rearranges values of pairs so that each row belongs to a key. Its columns are all queries of the heads that share this key: (..., Hkv, Sk,
+    rows)."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
     """Joins the queries of all heads that share keys: (..., Hkv, rows, D)."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, common:Array|float=0.0) -> _Moments:
-    """Returns the moments (variance and slack) of w @ x, where w is rounded before the product. Each element of w has an error of its own, with
-    variance `off`, and an error with variance `common` that other elements share."""
+    """Describes the errors of the product w @ x, where w is rounded before the product. Returns their variance and slack. Each element of w has an
+    error of its own, with variance `off`, and an error with variance `common` that other elements share."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + common))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
@@ -490,8 +495,8 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Returns the moments (variance and slack) of fp32 sums of weights (Sq, Sk) times dS. Each sum runs over the elements that were broadcast from
-    one element of `shape` to (B, H, Sq, Sk)."""
+    """Describes the errors of fp32 sums of weights (Sq, Sk) times dS. Returns their variance and slack. Each sum is over the scores (B, H, Sq, Sk) to
+    which one element of a tensor of this `shape` is broadcast."""
     mass = weights*self.t.p
     if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
     def total(a:Array) -> Array: return summed_to(a, shape)

@@ -1,12 +1,13 @@
-"""Error message for a missing package that one of attn's extras installs."""
+"""Error message for a missing package, with the extra of attn that installs it."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needs(extra:str, program:str, module:str) -> Iterator[None]:
-  """Context manager around imports that need the packages of an extra, such as "bench". If a package is missing, it raises an error that says in one
-  sentence what to install: SystemExit if `module` runs as a program ("__main__"), else ModuleNotFoundError."""
+  """Context for imports that need the packages of an extra, such as "bench". If a package is missing, the context raises an error that says in one
+  sentence what to install. `program` is the program's name in this sentence. The error is SystemExit if `module` runs as a program ("__main__"), else
+  ModuleNotFoundError."""
   try: yield
   except ModuleNotFoundError as e:
     package = (e.name or "").partition(".")[0]

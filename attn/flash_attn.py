@@ -1,7 +1,7 @@
-"""FlashAttention's functions (github.com/Dao-AILab/flash-attention), with its names and conventions: tensors are (B, S, H, D), `causal` is
-bottom-right, and `window_size` counts neighbours on each side, with no bound below 0. With `causal`, no key on the right is seen, whatever
-`window_size` says. softcap <= 0 is off. One difference: the softmax_lse of a row that sees no key is -inf, not +inf. One argument more:
-`dropout_seed`, a keyword, decides which elements drop. docs/flash_attention.md lists every argument."""
+"""Functions of FlashAttention (github.com/Dao-AILab/flash-attention), with its names and conventions: tensors are (B, S, H, D), `causal` is
+bottom-right, and `window_size` counts neighbours on each side, where a number below 0 means no bound. With `causal`, no key on the right is seen,
+whatever `window_size` says. softcap <= 0 is off. There is one difference: the softmax_lse of a row that sees no key is -inf, not +inf. There is one
+more argument: `dropout_seed`, a keyword, decides which elements drop. docs/flash_attention.md lists every argument."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Window = tuple[int, int]|list[int]
 _OURS = {"window_size": "window", "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse"}   # FlashAttention's name -> attention's
 
 def _window(x:Any) -> Any:
-  """Converts FlashAttention's window to a window of `attention`. It may be a list, and a bound below 0 means no bound."""
+  """Converts FlashAttention's window to a window of `attention`. FlashAttention's window may be a list, and any number below 0 means no bound."""
   if not isinstance(x, (tuple, list)) or len(x) != 2 or not all(values.is_whole(n) for n in x): return x
   return tuple(max(int(n), -1) for n in x)
 
@@ -31,8 +31,8 @@ def _softcap(x:Any) -> Any:
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(arguments:dict[str, Any]) -> dict[str, Any]:
-  """Picks the options of `attention` from the arguments of a function of this module, under the names of `attention`. Errors call an option by its
-  name in FlashAttention."""
+  """Picks the options of `attention` from the arguments of a function of this module, and gives them the names of `attention`. Errors call an option
+  by its name in FlashAttention."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
   options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()
@@ -41,20 +41,22 @@ def _options(arguments:dict[str, Any]) -> dict[str, Any]:
   return options
 
 def _check_starts(name:str, starts:Any) -> Tensor:
-  """Returns the tensor `name`, which holds the row at which each packed sequence begins, and then the total, after a check of dtype and shape."""
+  """Checks the tensor `name`, which holds the first row of each packed sequence, and then the total. Returns the tensor, or raises an error for a
+  wrong dtype or shape."""
   values.dtype_name(name, values.tensor(name, starts).dtype, ("int32",))
   if starts.ndim != 1 or starts.shape[0] < 2:
     raise ValueError(f"{name} has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")
   return starts
 
 def _lengths(cu_seqlens:Tensor|None) -> Tensor:
-  """Returns the length of each packed sequence. `cu_seqlens` holds the row at which each sequence begins, and then the total."""
+  """Returns the length of each packed sequence. `cu_seqlens` holds the first row of each sequence, and then the total."""
   starts = _check_starts("cu_seqlens_k", cu_seqlens)
   return (starts[1:] - starts[:-1]).contiguous()
 
 def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, longest:tuple[int, int]|None=None) -> Any:
-  """Calls `attention`. Returns out, or (out, softmax_lse, S_dmask) if the options ask for lse. S_dmask is (B, H, Sq, Sk) in the dtype of q: 1 where
-  dropout keeps an element of P, and -1 where dropout drops it, or None without dropout. For packed sequences, `longest` are Sq and Sk."""
+  """Calls `attention`, and arranges its results as FlashAttention does. Returns out, or (out, softmax_lse, S_dmask) if the options ask for lse.
+  S_dmask is None without dropout. With dropout it is (B, H, Sq, Sk) in the dtype of q: 1 where dropout keeps an element of P, and -1 where dropout
+  drops it. For packed sequences, `longest` are Sq and Sk."""
   if not options["return_lse"] or not options["dropout_p"]:
     found = attention(q, k, v, layout=layout, **options)
     return (*found, None) if options["return_lse"] else found
@@ -69,16 +71,16 @@ def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, lo
 def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                     softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                     dropout_seed:Tensor|None=None) -> Any:
-  """Attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H, Sq),
-  S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P and -1 where dropout drops it; None without dropout.
+  """Computes attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H,
+  Sq), S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P and -1 where dropout drops it; it is None without dropout.
 
-  out has the same bits in every run. With `deterministic` the gradients have too, which may be slower. Dropout is active whenever dropout_p is not 0.
-  Its seed is dropout_seed, uint32 (2), or, if that is None, a new seed from tinygrad's generator."""
+  out has the same bits in every run. With `deterministic` the gradients also have the same bits in every run, but may take longer. Dropout is active
+  whenever dropout_p is not 0. Its seed is dropout_seed, uint32 (2), or, if that is None, a new seed from tinygrad's generator."""
   options = _options(locals())
   return _attend(options, q, k, v, "bshd")
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
-  """Splits a packed tensor into its parts, along the third last axis."""
+  """Splits a packed tensor into its parts, along the third-last axis. `parts` is their number, and `shape` the required shape as a text."""
   dtype_of(name, values.tensor(name, t))
   sizes = static_shape(name, t.shape)
   if len(sizes) != shape.count(",") + 1 or sizes[-3] != parts or 0 in sizes:
@@ -86,20 +88,20 @@ def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
   return [t[..., i, :, :] for i in range(parts)]
 
 def _others(arguments:dict[str, Any], *packed:str) -> dict[str, Any]:
-  """Returns the arguments of a function of packed tensors, without those named `packed`."""
+  """Leaves out the arguments named `packed`, and returns the others."""
   return {name: x for name, x in arguments.items() if name not in packed}
 
 def flash_attn_kvpacked_func(q:Tensor, kv:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                              softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                              dropout_seed:Tensor|None=None) -> Any:
-  """`flash_attn_func` with k and v packed: kv (B, Sk, 2, Hkv, D)."""
+  """Computes `flash_attn_func` of k and v that are packed in one tensor: kv (B, Sk, 2, Hkv, D)."""
   others, (k, v) = _others(locals(), "q", "kv"), _packed("kv", kv, 2, "(B, Sk, 2, Hkv, D)")
   return flash_attn_func(q, k, v, **others)
 
 def flash_attn_qkvpacked_func(qkv:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                               softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                               dropout_seed:Tensor|None=None) -> Any:
-  """`flash_attn_func` with q, k and v packed: qkv (B, S, 3, H, D)."""
+  """Computes `flash_attn_func` of q, k and v that are packed in one tensor: qkv (B, S, 3, H, D)."""
   others, (q, k, v) = _others(locals(), "qkv"), _packed("qkv", qkv, 3, "(B, S, 3, H, D)")
   return flash_attn_func(q, k, v, **others)
 
@@ -107,8 +109,8 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
                            dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0,
                            alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, block_table:Tensor|None=None, *,
                            dropout_seed:Tensor|None=None) -> Any:
-  """Attention of packed sequences q (total_q, H, D) and k, v (total_k, Hkv, D), with cu_seqlens int32 (B + 1). Returns out (total_q, H, D), or with
-  return_attn_probs (out, softmax_lse (H, total_q), S_dmask), S_dmask (B, H, max_seqlen_q, max_seqlen_k) as in `flash_attn_func`.
+  """Computes attention of packed sequences q (total_q, H, D) and k, v (total_k, Hkv, D), with cu_seqlens int32 (B + 1). Returns out (total_q, H, D),
+  or with return_attn_probs (out, softmax_lse (H, total_q), S_dmask). S_dmask (B, H, max_seqlen_q, max_seqlen_k) is as in `flash_attn_func`.
 
   block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows each sequence has in them."""
   options = _options(locals())
@@ -121,14 +123,15 @@ def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, cu_seqlens_q:Tensor, cu
                                     dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                                     softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                                     dropout_seed:Tensor|None=None) -> Any:
-  """`flash_attn_varlen_func` with k and v packed: kv (total_k, 2, Hkv, D)."""
+  """Computes `flash_attn_varlen_func` of k and v that are packed in one tensor: kv (total_k, 2, Hkv, D)."""
   others, (k, v) = _others(locals(), "q", "kv"), _packed("kv", kv, 2, "(total_k, 2, Hkv, D)")
   return flash_attn_varlen_func(q, k, v, **others)
 
 def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:int, dropout_p:float=0.0, softmax_scale:float|None=None,
                                      causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None,
                                      deterministic:bool=False, return_attn_probs:bool=False, *, dropout_seed:Tensor|None=None) -> Any:
-  """`flash_attn_varlen_func` with q, k and v packed: qkv (total, 3, H, D), cu_seqlens int32 (B + 1), max_seqlen the longest sequence."""
+  """Computes `flash_attn_varlen_func` of q, k and v that are packed in one tensor: qkv (total, 3, H, D), cu_seqlens int32 (B + 1), max_seqlen the
+  longest sequence."""
   others, (q, k, v) = _others(locals(), "qkv", "cu_seqlens", "max_seqlen"), _packed("qkv", qkv, 3, "(total, 3, H, D)")
   starts, longest = _check_starts("cu_seqlens", cu_seqlens), check_longest("max_seqlen", max_seqlen)
   check_sequences("cu_seqlens", starts, int(qkv.shape[0]), longest, "max_seqlen")
@@ -138,7 +141,7 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
   """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2); the first rotary_dim
-  columns are rotated. Row i of batch b has position at[b] + i. If not `moving`, all rows of batch b have position at[b]."""
+  columns are rotated. Row i of batch b has position at[b] + i if `moving`. Otherwise all rows of batch b have position at[b]."""
   half, rows = int(cos.shape[1]), int(x.shape[1])
   if 2*half > x.shape[3]:
     raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns of {name}")
@@ -173,12 +176,12 @@ def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
     raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
 
 def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
-  """Returns the first `batch` batches of a cache, because a cache may have more batches than q."""
+  """Returns the first `batch` batches of a cache. A cache may have more batches than q; then only the first ones are used."""
   values.tensor(name, cache)
   return cache[:batch] if cache.ndim == 4 and isinstance(cache.shape[0], int) and cache.shape[0] > batch else cache
 
 def check_batches(numbers:Tensor, count:int) -> None:
-  """Raises ValueError for a number that is no batch of the cache, where the host can read the numbers at no cost."""
+  """Raises ValueError if a number in a tensor is not the number of a batch of the cache. Checks only if the host can read the numbers at no cost."""
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 
@@ -187,8 +190,8 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
                             cache_leftpad:Tensor|None=None, block_table:Tensor|None=None, softmax_scale:float|None=None, causal:bool=False,
                             window_size:Window=(-1, -1), softcap:float=0.0, rotary_interleaved:bool=True, alibi_slopes:Tensor|None=None,
                             num_splits:int=0, return_softmax_lse:bool=False) -> Any:
-  """Attention over a key/value cache, which first appends the new rows k and v in place at cache_seqlens. Returns out, or (out, lse) with
-  return_softmax_lse.
+  """Computes attention over a key/value cache. If new rows k and v are given, first appends them to the cache in place, at cache_seqlens. Returns
+  out, or (out, lse) with return_softmax_lse.
 
     q                (B, Sq, H, D)
     k_cache, v_cache (B or more, capacity, Hkv, D)
@@ -197,9 +200,9 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
     cache_batch_idx  int32 (B): batch of the caches for each batch of q; by default the first ones
     cache_leftpad    int32 (B): row where each sequence begins; cache_seqlens still counts from the first row of the cache
     block_table      int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D)
-    rotary_cos, rotary_sin  (positions, rotary_dim/2), with as many positions as a sequence may have rows: q and the new k are rotated, k before it is
-                            appended. Row i has position cache_seqlens + i; with neither causal nor a window all rows of q have position
-                            cache_seqlens.
+    rotary_cos, rotary_sin  (positions, rotary_dim/2), with at least one position for each row that a sequence may have: q and the new k are rotated,
+                            k before it is appended. Row i has position cache_seqlens + i. With neither causal nor a window, all rows of q have
+                            position cache_seqlens.
     rotary_interleaved  True: columns 0 and 1, 2 and 3 ... make pairs. False: columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
 
   A row that sees no key has lse -inf, where FlashAttention's is +inf."""

@@ -12,32 +12,36 @@ from attn.tinygrad_compat import UOp
 # ***** masks: whether the query at i sees the key at j *****
 
 def causal(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp:
-  """Mask j <= i."""
+  """Causal mask: the query at i sees the keys j <= i."""
   return i >= j
 
 def sliding_window(size:int) -> Callable[..., UOp]:
-  """Makes the mask i - size < j <= i (Longformer, arXiv 2004.05150; Mistral, arXiv 2310.06825)."""
+  """Makes a causal mask with a window: the query at i sees the last `size` keys, i - size < j <= i (Longformer, arXiv 2004.05150; Mistral, arXiv
+  2310.06825)."""
   return lambda b, h, i, j: (i >= j) & (i - j < size)
 
 def dilated_window(size:int, step:int) -> Callable[..., UOp]:
-  """Makes a mask: of the keys j with i - size < j <= i, the query at i sees every `step`-th one, counted back from i (LongNet, arXiv 2307.02486)."""
+  """Makes a causal mask with a window that has gaps: of the keys i - size < j <= i, the query at i sees every `step`-th one, counted back from i
+  (LongNet, arXiv 2307.02486)."""
   return lambda b, h, i, j: (i >= j) & (i - j < size) & ((i - j) % step == 0)
 
 def sinks_and_window(sinks:int, size:int) -> Callable[..., UOp]:
-  """Makes a mask: of the keys j <= i, the query at i sees the first `sinks` keys and the last `size` keys (StreamingLLM, arXiv 2309.17453)."""
+  """Makes a causal mask that always shows the first keys: of the keys j <= i, the query at i sees the first `sinks` keys and the last `size` keys
+  (StreamingLLM, arXiv 2309.17453)."""
   return lambda b, h, i, j: (i >= j) & ((j < sinks) | (i - j < size))
 
 def prefix_lm(length:int) -> Callable[..., UOp]:
-  """Makes the mask j <= i or j < length (T5, arXiv 1910.10683)."""
+  """Makes a causal mask with a prefix that all queries see: the query at i sees the keys j <= i and the keys j < length (T5, arXiv 1910.10683)."""
   return lambda b, h, i, j: (i >= j) | (j < length)
 
 def documents(b:UOp, h:UOp, i:UOp, j:UOp, numbers:UOp) -> UOp:
-  """Mask numbers[b, i] = numbers[b, j]. `numbers`: int (B, Sk), the number of the document of each place."""
+  """Mask for several documents in one sequence: a query sees only the keys of its own document, numbers[b, i] == numbers[b, j]. `numbers`: int (B,
+  Sk), the number of the document at each place."""
   return numbers[b, i] == numbers[b, j]
 
 def sliding_tile(width:int, radius:int, tile:int=1) -> Callable[..., UOp]:
-  """Makes the mask of an image of `width` columns, in tiles of tile x tile pixels: a pixel sees the tiles that are at most `radius` tiles up, down,
-  left or right of its own (sliding tile attention, arXiv 2502.04507; neighbourhood attention, arXiv 2204.07143, has tile=1)."""
+  """Makes a mask for an image of `width` columns, in tiles of tile x tile pixels: a pixel sees the tiles that are at most `radius` tiles up, down,
+  left or right of its own tile (sliding tile attention, arXiv 2502.04507; neighbourhood attention, arXiv 2204.07143, has tile=1)."""
   def near(b:UOp, h:UOp, i:UOp, j:UOp) -> UOp:
     rows, columns = i//width//tile - j//width//tile, i % width//tile - j % width//tile
     return (rows.abs() <= radius) & (columns.abs() <= radius)
@@ -46,22 +50,23 @@ def sliding_tile(width:int, radius:int, tile:int=1) -> Callable[..., UOp]:
 # ***** scores *****
 
 def alibi_bias(score:UOp, b:UOp, h:UOp, i:UOp, j:UOp, slopes:UOp) -> UOp:
-  """Score - slopes[h] * |i - j|. `slopes`: float (H) (ALiBi, arXiv 2108.12409)."""
+  """Lowers scores in proportion to distance: score - slopes[h] * |i - j|. `slopes`: float (H) (ALiBi, arXiv 2108.12409)."""
   return score - slopes[h]*(i - j).abs()
 
 def relative_bias(longest:int) -> Callable[..., UOp]:
-  """Makes score + table[h, i - j + longest - 1], for at most `longest` keys and queries. `table`: float (H, 2*longest - 1) (Shaw et al., arXiv
-  1803.02155; T5, arXiv 1910.10683, whose buckets of distances fill the table)."""
+  """Makes a function that adds a learned number for each distance: score + table[h, i - j + longest - 1], for at most `longest` keys and queries.
+  `table`: float (H, 2*longest - 1) (Shaw et al., arXiv 1803.02155; T5, arXiv 1910.10683, whose buckets of distances fill the table)."""
   return lambda score, b, h, i, j, table: score + table[h, i - j + longest - 1]
 
 def tanh_softcap(cap:float) -> Callable[..., UOp]:
-  """Makes cap * tanh(score/cap) (Gemma 2, arXiv 2408.00118)."""
+  """Makes a function that keeps scores between -cap and cap: cap * tanh(score/cap) (Gemma 2, arXiv 2408.00118)."""
   return lambda score, b, h, i, j: (score/cap).tanh()*cap
 
 def tanh_gate(score:UOp, b:UOp, h:UOp, i:UOp, j:UOp, gates:UOp) -> UOp:
-  """Score * tanh(gates[h]). `gates`: float (H). At gate 0 a head takes the mean of V (the gate of Flamingo, arXiv 2204.14198, on scores)."""
+  """Multiplies the scores of each head by a learned gate: score * tanh(gates[h]). `gates`: float (H). At gate 0 a head takes the mean of V (the gate
+  of Flamingo, arXiv 2204.14198, on scores)."""
   return score*gates[h].tanh()
 
 def head_scale(score:UOp, b:UOp, h:UOp, i:UOp, j:UOp, scales:UOp) -> UOp:
-  """Score * scales[h]. `scales`: float (H)."""
+  """Multiplies the scores of each head by a number of its own: score * scales[h]. `scales`: float (H)."""
   return score*scales[h]

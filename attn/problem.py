@@ -1,4 +1,4 @@
-"""The class Problem: one validated attention problem. Everything on which a kernel is specialised is a field of it."""
+"""Class Problem: one attention problem, with all its fields checked. Everything on which a kernel is specialised is a field of it."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
@@ -11,10 +11,10 @@ DTYPES = OUT_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)", "thd": "(total, H, D) with cu_seqlens"}
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "as True",
           "top-left": "query i sees keys j <= i"}
-ORDERS = {"contiguous": 1, "zigzag": 2}     # orders in which devices hold a sequence, and how many pieces of it each device has
+ORDERS = {"contiguous": 1, "zigzag": 2}     # orders in which devices hold a sequence, and the number of its pieces that each device has
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # size of an element
 MAX_SPLITS = 256
-MOST_ROWS = 2**28        # in one sequence, and in all packed sequences together
+MOST_ROWS = 2**28        # most rows of one sequence, and of all packed sequences together
 INVARIANT_KEYS = 512     # keys of a key range under batch_invariant
 SCORE_AXES = {"batch": "B", "heads": "H", "rows": "Sq", "keys": "Sk"}     # axes of the scores, and the fields of Problem with their sizes
 
@@ -64,22 +64,24 @@ def check_splits(name:str, x:Any) -> int:
   return values.whole_number(name, x, 0, MAX_SPLITS, supported)
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
-  """Makes a field of Problem that belongs to a term of attn/score. The field says whether the problem has the term, or holds the term's number."""
+  """Makes a field of the class Problem that belongs to a term, an operation on scores such as softcap (attn/score). The field says whether the
+  problem has the term, or it holds the term's number. `check` checks its value."""
   return field(default=default, metadata={"check": check, "of": "term"})
 
 @dataclass(frozen=True)
 class TensorOfTerm:
-  """Name, axes and dtypes of an optional tensor that a term reads.
+  """Optional tensor that a term reads, such as a bias: its name, axes and dtypes.
 
-  axes: axes of the scores. A tensor with `broadcasts` has a dimension for each axis, of full size or of size 1. A tensor
-    without `broadcasts` has dimensions for the last axes, of full size, and may lack the first axes
-  dtypes: dtypes that the tensor may have. If there are several, a field of Problem says which: the term's name with "_dtype" after it"""
+    axes: axes of the scores. A tensor with `broadcasts` has a dimension for each axis, of full size or of size 1. A tensor without `broadcasts` has
+    dimensions for the last axes, of full size, and may lack the first axes
+    dtypes: dtypes that the tensor may have. If there are several, a field of Problem says which: the term's name with "_dtype" after it"""
   name: str
   axes: tuple[str, ...]
   dtypes: tuple[str, ...] = DTYPES
   broadcasts: bool = False
   def dimensions(self, shape:Sequence[int], sizes:dict[str, int]) -> tuple[bool, ...]:
-    """Returns for each dimension of `shape` whether it has full size. Raises ValueError if `shape` does not broadcast to the `sizes` of the axes."""
+    """Returns, for each dimension of a tensor of this `shape`, whether it has full size. `sizes` has the full sizes of the axes. Raises ValueError if
+    the shape does not broadcast to these sizes."""
     if not self.broadcasts: return (True,)*min(max(len(shape), 1), len(self.axes))
     full = tuple(sizes[axis] for axis in self.axes)
     if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full)):
@@ -87,23 +89,23 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Checks the value of the field of Problem that belongs to this tensor. It must be a result of `dimensions`, or None if the problem has no such
-    tensor."""
+    """Checks the value `x` of Problem's field for this tensor. It must be a result of `dimensions`, or None if the problem has no such tensor.
+    Returns the value, or raises ValueError."""
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
     raise values.wrong(name, x, f"None, or a tuple with True (full size) or False (size 1) for each dimension of {self.name}, {least} to {most}")
   def shape(self, dimensions:tuple[bool, ...], sizes:dict[str, int]) -> tuple[int, ...]:
-    """Shape of the tensor. `dimensions` says for each dimension whether it has full size."""
+    """Returns the shape of the tensor. `dimensions` says for each dimension whether it has full size. `sizes` has the full sizes of the axes."""
     return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
 
 def of_tensor(name:str, *axes:str, **more:Any) -> Any:
-  """Makes a field of Problem for a term that reads the tensor `name`. The field is None, or says for each dimension of the tensor whether it has full
-  size."""
+  """Makes a field of the class Problem for a term that reads the tensor `name`. The field is None if the problem has no such tensor. Otherwise it
+  says for each dimension of the tensor whether it has full size."""
   tensor = TensorOfTerm(name, axes, **more)
   return field(default=None, metadata={"check": tensor.check, "of": "term", "tensor": tensor})
 
 def of_mask(default:Any, check:values.Check) -> Any:
-  """Makes a field of Problem that belongs to a mask of attn/score. The field says what the mask hides."""
+  """Makes a field of the class Problem that belongs to a mask (attn/score). Its value says what the mask hides."""
   return field(default=default, metadata={"check": check, "of": "mask"})
 
 def check_function(name:str, x:Any) -> Traced|None:
@@ -112,7 +114,7 @@ def check_function(name:str, x:Any) -> Traced|None:
 
 @dataclass(frozen=True)
 class Count:
-  """A number of rows that is known only at run time. It is the sum of tinygrad Variables, each (name, min, max), and a constant."""
+  """Number of rows that is known only at run time: the sum of tinygrad Variables, each (name, min, max), and a constant."""
   variables: tuple[tuple[str, int, int], ...]
   constant: int = 0
   @property
@@ -122,20 +124,20 @@ class Count:
 
 @dataclass(frozen=True)
 class Strided:
-  """Where the rows of k or v lie in a larger buffer of `size` elements: row s of head h of batch b begins at
-  start + b*batch + h*head + s*row."""
+  """Position of the rows of k or v in a larger buffer of `size` elements. Row s of head h of batch b begins at element start + b*batch + h*head +
+  s*row."""
   size: int
   start: int
   batch: int
   head: int
   row: int
   def whole(self, unit:int) -> bool:
-    """Whether every row begins at a multiple of `unit` elements."""
+    """Returns whether every row begins at a multiple of `unit` elements."""
     return all(n % unit == 0 for n in (self.start, self.batch, self.head, self.row))
 
 @dataclass(frozen=True)
 class Pages:
-  """Describes keys and values in `count` pages of `size` rows each. A sequence has up to `most` pages, in the order of its entries in the block
+  """Pages that hold keys and values: `count` pages of `size` rows each. A sequence has up to `most` pages, in the order of its entries in the block
   table."""
   size: int
   count: int
@@ -147,14 +149,14 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """The work of one launch when several devices hold the rows of a sequence (attn/parallel/shards.py): for some heads, the queries of one device over
-  the keys of all devices. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the
-  back half. Pieces are equally long on all devices.
+  """Work of one launch if several devices share the rows of a sequence (attn/parallel/shards.py): for some heads, the queries of one device over the
+  keys of all devices. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the back half.
+  Pieces are equally long on all devices.
 
   q, o and lse have the rows that the device holds. The first `queries` rows are real; the rows behind them are padding, 0 in o and -inf in lse. Row i
   is row start + i of the sequence; rows from `front` on are `jump` rows further on. A bias has its rows in this order, too. All keys lie in the order
-  of the sequence, where k_view and v_view say. Of the B*Hkv key/value heads the launch computes heads[1], beginning with heads[0]. lse has only the
-  query heads that read these key/value heads. q and o, too, have only these query heads, as (heads, Sq, width), unless the layout puts heads beside
+  of the sequence, where k_view and v_view say. The launch computes heads[1] of the B*Hkv key/value heads, beginning with heads[0]. lse has only the
+  query heads that read these key/value heads. q and o also have only these query heads, as (heads, Sq, width), unless the layout puts heads beside
   each other."""
   start: int
   front: int
@@ -162,7 +164,7 @@ class DealtRows:
   queries: int
   heads: tuple[int, int]
   def place(self, row:Any) -> Any:
-    """Position of row `row` of q in the sequence. `row` and the result are ints, or expressions in a kernel."""
+    """Returns the position in the sequence of row `row` of q. `row` and the result are ints, or expressions in a kernel."""
     if not self.jump: return row + self.start
     further = self.jump*(row >= self.front) if isinstance(row, int) else (row >= self.front).where(self.jump, 0)
     return row + self.start + further
@@ -174,14 +176,13 @@ class Problem:
     score = cap(softmax_scale * Q K^T) - alibi_slopes * |i + offset - j| + bias
     cap(x) = softcap * tanh(x / softcap), or x where softcap is 0
 
-  and -inf for any other key. (The options are those of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2,
-  arXiv 2408.00118; ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453.)
+  and -inf for any other key. (The options are those of FlashAttention, github.com/Dao-AILab/flash-attention; softcap: Gemma 2, arXiv 2408.00118;
+  ALiBi: arXiv 2108.12409; sinks: arXiv 2309.17453.)
 
-  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`.
-  Query head h reads key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with
-  i + offset - left <= j <= i + offset + right, -1 for no bound; causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment) or
-  0 (`top_left`). Where the number of keys n_k (and of queries n_q) is known at run time only, offset is n_k - n_q, or 0 where
-  `top_left`.
+  q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o (B, H, Sq, Dv), lse (B, H, Sq) float32, in the order of `layout`. Query head h reads
+  key/value head h // (H // Hkv). `window` = (left, right): query i sees keys j with i + offset - left <= j <= i + offset + right, -1 for no bound;
+  causal is (-1, 0). `offset` is Sk - Sq (bottom-right alignment), or 0 with `top_left`. If the number of keys n_k (and of queries n_q) is known at
+  run time only, offset is n_k - n_q, or 0 with `top_left`.
 
   Options, all off by default:
     softcap      > 0, in the units of scaled scores
@@ -189,22 +190,22 @@ class Problem:
     bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
                  tensor has that size (True) or 1 (False)
     score_mod    the caller's own function of a score, applied after the other terms
-    mask_mod, mask_bounds   the caller's own mask: a query sees the keys of an interval, which `mask_bounds` computes, for which the function
-                 `mask_mod` holds. If one of them is None, the other is the whole mask
+    mask_mod, mask_bounds   the caller's own mask. A query sees a key if the key lies in the query's interval (mask_bounds) and the function
+                 mask_mod holds for the pair. If one of them is None, the other is the whole mask
     tile_list    shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py)
     mod_tensors  shape and dtype of the tensors that these functions read: mod_tensor0, mod_tensor1, ...
-    by_element   in backward_dbias: number of an element of mod_tensors among those of floats that score_mod reads. The kernel sums the
-                 gradient of this element; score_mod's derivative is the one by this element
+    by_element   only for backward_dbias: the kernel sums the gradient of one element of a mod_tensor. The field is the element's number
+                 among the float elements that score_mod reads
     sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
-    kv_lengths   tensor kv_lengths int32 (B): batch b has the keys j < kv_lengths[b] only; Sk is the length of the buffer
-    sk_variable  number of keys in all batches, which tinygrad Variables say; Sk is the length of the buffer
-    sq_variable  number of queries, which Variables say, only with sk_variable; offset depends on it. Sq rows are computed.
-                 The rows beyond the number of queries have no meaning
+    kv_lengths   tensor kv_lengths int32 (B): batch b has only the keys j < kv_lengths[b]; Sk is the length of the buffer
+    sk_variable  number of keys in all batches, as tinygrad Variables that are bound at run time; Sk is the length of the buffer
+    sq_variable  number of queries, as Variables; only with sk_variable. offset depends on it. The kernel computes Sq rows; rows
+                 beyond the number of queries have no meaning
     kv_starts    tensor kv_starts int32 (B), only with kv_lengths: batch b has the keys kv_starts[b] <= j < kv_lengths[b], counted
                  from the first of them
     k_view, v_view   the tensors k and v are larger buffers of one dimension; these say where the rows of k and v lie in them
-    pages        with k_view and v_view, whose batches are then pages: tensor block_table int32 (B, pages.most) has the number of
-                 the page with the rows n*pages.size to (n + 1)*pages.size - 1 of batch b. Sk is pages.rows
+    pages        only with k_view and v_view, whose batches are then pages. Tensor block_table int32 (B, pages.most): its entry n of batch b is the
+                 number of the page with rows n*pages.size to (n + 1)*pages.size - 1 of that batch. Sk is pages.rows
     v_in_k       V is the first Dv columns of K: no tensor v and no v_view
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
@@ -217,10 +218,10 @@ class Problem:
     batch_invariant   a row is computed in the same way in every batch: the tile and the key ranges, of INVARIANT_KEYS keys each, depend
                  neither on B nor on the length of another sequence nor on the capacity for keys
     deterministic   gradients have the same bits in every run. If False, kernels may add to dq in no order
-    lse_rest     with return_lse and `wide_scores`: tensor lse_rest, of the shape of lse, gets what lse lost by rounding to fp32
-    dealt        one device of several that share the rows of q, k and v, for some heads: Sq is what the device holds, with
-                 padding, and Sk the keys of the sequence without padding
-    num_splits   number of key ranges, each computed by workgroups of its own (attn/kernels/combine.py). 1: no split. 0: `splits.resolve`
+    lse_rest     with return_lse and `wide_scores`: tensor lse_rest, with the shape of lse, gets what lse lost by rounding to fp32
+    dealt        one device of several that share the rows of q, k and v, for some heads: Sq is the number of rows that the device holds, with
+                 padding, and Sk the number of keys of the sequence, without padding
+    num_splits   number of key ranges, each computed by its own workgroups (attn/kernels/combine.py). 1: no split. 0: `splits.resolve`
                  chooses"""
   B: int
   H: int
@@ -289,7 +290,7 @@ class Problem:
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def functions(self) -> tuple[Traced, ...]:
-    """Returns the caller's own functions (score_mod, mask_mod) that a kernel computes for each score."""
+    """Functions of the caller (score_mod, mask_mod) that a kernel computes for each score."""
     return tuple(x for x in (self.score_mod, self.mask_mod) if x is not None)
   @property
   def kept(self) -> float:
@@ -297,17 +298,17 @@ class Problem:
     return 1 - self.dropout_p
   @property
   def alibi_batched(self) -> bool:
-    """Whether alibi_slopes has different slopes for each batch."""
+    """Tells whether alibi_slopes has different slopes for each batch."""
     return self.alibi is not None and len(self.alibi) > 1
   @property
   def wide_scores(self) -> bool:
-    """Whether a score may be as large as fp32 allows. This is so if the bias has a dtype with the range of fp32, or if a score_mod may
-    return such a score. Then lse is kept in two numbers: added to such a score, the logarithm of the number of keys would be lost in the rounding of
-    lse."""
+    """Tells whether a score may be as large as the largest numbers of fp32. This is so if the bias has a dtype with the range of fp32, or if a
+    score_mod may return such a score. Then lse is stored as two numbers: in the sum of such a score and the logarithm of the number of keys, rounding
+    would lose the logarithm."""
     return (self.bias is not None and self.bias_dtype != "float16") or (self.score_mod is not None and self.score_mod.huge)
   @property
   def writes_lse(self) -> bool:
-    """Whether the forward kernel writes an lse, either of whole rows or of one key range."""
+    """Tells whether the forward kernel writes an lse, either of whole rows or of one key range."""
     return self.return_lse or self.num_splits > 1
   @property
   def outputs(self) -> tuple[str, ...]:
@@ -315,10 +316,10 @@ class Problem:
     return ("o", *["lse"]*self.return_lse, *["lse_rest"]*self.lse_rest)
   @property
   def has_rows_of_none(self) -> bool:
-    """Whether q may have rows that belong to no sequence. Such a row has 0 in o and -inf in lse."""
+    """Tells whether q may have rows that belong to no sequence. Such a row has 0 in o and -inf in lse."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
-    """Position of row number `row` of q in its sequence."""
+    """Returns the position of row number `row` of q in its sequence."""
     return row if self.dealt is None else self.dealt.place(row)
   @property
   def queries(self) -> int:
@@ -334,16 +335,16 @@ class Problem:
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Number of rows of the heads before `first_head`. lse does not have these rows. q and o have them only if the layout puts heads beside each
+    """Number of rows in the heads before `first_head`. lse does not have these rows. q and o have them only if the layout puts heads beside each
     other."""
     return self.first_head*self.Sq
   @property
   def rows(self) -> int:
-    """Number of rows of the output over all batches and heads. lse has this number of elements."""
+    """Number of rows of the output over all batches and heads. This is also the number of elements of lse."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
   def extras(self) -> Shapes:
-    """(shape, dtype) of the optional input tensors that the problem has, by name."""
+    """Optional input tensors that the problem has: {name: (shape, dtype)}."""
     B, H, sizes = self.B, self.H, {axis: getattr(self, size) for axis, size in SCORE_AXES.items()}
     of_terms = {x.name: (x.shape(dimensions, sizes), getattr(self, f"{term}_dtype", x.dtypes[0]))
                 for term, x in TENSORS_OF_TERMS.items() if (dimensions := getattr(self, term)) is not None}
@@ -362,8 +363,8 @@ class Problem:
 
   @property
   def shapes(self) -> Shapes:
-    """(shape, dtype) of every tensor of the problem, by name, in the order in which a kernel takes them: o, lse and lse_rest where
-    wanted, q, k, v, and `extras`."""
+    """All tensors of the problem: {name: (shape, dtype)}, in the order in which a kernel takes them. These are o, lse and lse_rest (if they are
+    written), q, k, v, and `extras`."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width),
               "nsd": (self.B*heads, length, width), "thd": (total, heads, width)}[self.layout]
@@ -395,7 +396,7 @@ class Problem:
     return 2*self.all_heads*visible*(self.D + self.Dv)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """Numbers of the first and last row of each piece of q. The rows of a piece are neighbours in their sequence."""
+    """Numbers of the first and the last row of each piece of q, in one list. A piece is a group of rows that are neighbours in their sequence."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
@@ -407,7 +408,7 @@ EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "
           "dropout_seed", "first_batch_and_head", *MOD_TENSORS)   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
-  """Returns the sum over the whole numbers below `end`, each clamped to 0..`most`."""
+  """Computes the sum of clamp(n, 0, most) over all whole numbers n < end."""
   rising, more = max(0, min(end, most + 1)), max(0, end - most - 1)
   return rising*(rising - 1)//2 + more*most
 
@@ -454,7 +455,8 @@ def check_scores(p:Problem) -> None:
     raise ValueError("first_batch_and_head=True with dropout_p=0.0: dropout_p must be positive, or score_mod or mask_mod be given")
 
 def check_packed(p:Problem) -> None:
-  """Checks the options that packed sequences need and those that they exclude. Checks that other layouts have no total_q and total_k."""
+  """Checks the options of packed sequences: those that they need are given, and those that they exclude are not. Checks that other layouts have no
+  total_q and total_k."""
   if not p.varlen:
     if p.total_q or p.total_k:
       raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")
@@ -470,7 +472,8 @@ def check_packed(p:Problem) -> None:
       raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
 
 def check_numbers_of_rows(p:Problem) -> None:
-  """Checks that at most one option says how many keys there are, and that the fields which this option needs are given."""
+  """Checks the options that say how many keys or queries there are: at most one may give the number of keys, and the fields that it needs must be
+  given."""
   if p.sk_variable is not None:
     if p.kv_lengths:
       raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: only one of them may say how many keys there are")
@@ -510,16 +513,16 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
                lse:Sequence[int]|None=None, causal:bool|str=False, window:tuple[int, int]=(-1, -1), softmax_scale:float|None=None,
                layout:str="bhsd", extras:GivenExtras|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None,
                views:tuple[Strided, Strided]|None=None, pages:Pages|None=None, v_in_k:bool=False, **others:Any) -> Problem:
-  """Makes the Problem from the shapes of o, q, k, v (and lse).
+  """Makes a Problem from the shapes of o, q, k, v (and lse).
 
     dtypes        dtype names of (o, q, k, v[, lse])
     extras        (shape, dtype name) of each optional tensor that is given, by its name in `EXTRAS`
-    max_seqlen_q, max_seqlen_k   longest sequence of layout "thd". By default the rows of all sequences together: right, but some
+    max_seqlen_q, max_seqlen_k   longest sequence of layout "thd". By default the number of rows of all sequences together: this is right, but some
                   workgroups then find nothing to do
-    views         Problem's k_view and v_view
+    views         the fields k_view and v_view of the Problem
     pages         k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout
     v_in_k        v is the shape of the first columns of k
-    others        other fields of Problem, such as softcap
+    others        other fields of the Problem, such as softcap
 
   Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported."""
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
@@ -549,8 +552,8 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   return p
 
 def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:bool, sequences:int|None) -> tuple[int, ...]:
-  """Returns B, H, Hkv, Sq, Sk, D and Dv, after a check that q, k and v agree on them. For packed sequences Sq and Sk are the numbers of rows of all
-  sequences together."""
+  """Returns B, H, Hkv, Sq, Sk, D and Dv from the shapes of q, k and v. Raises ValueError if the shapes do not agree. For packed sequences Sq and Sk
+  are the numbers of rows of all sequences together."""
   of_keys = "bhsd" if paged else layout
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, of_keys)
@@ -564,7 +567,8 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
 def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
-  """Raises ValueError if o, or lse if it is given, has another shape than follows from the `inputs`."""
+  """Raises ValueError if o or lse has a wrong shape. `sizes` are (B, H, Sq, Dv), and `inputs` is a text that names the inputs from which they
+  follow."""
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:
@@ -575,7 +579,8 @@ def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int
     raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
 
 def _sequences(extras:GivenExtras, paged:bool) -> int:
-  """Number of packed sequences. Raises ValueError if cu_seqlens_q or cu_seqlens_k is missing, or has another shape than (sequences + 1,)."""
+  """Returns the number of packed sequences. Raises ValueError if cu_seqlens_q or cu_seqlens_k is missing, or has another shape than (sequences +
+  1,)."""
   for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
     if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
@@ -600,7 +605,7 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   return there
 
 def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:
-  """Raises ValueError if the problem has no such optional tensor, or needs another shape or dtype for it."""
+  """Checks one optional tensor. Raises ValueError if the problem has no such tensor, or needs another shape or dtype for it."""
   if name not in p.extras:
     of_packed = f"layout={p.layout!r}: it is for layout='thd' only"
     why = f"dropout_p={p.dropout_p}: it is for dropout only" if name.startswith("dropout") else of_packed

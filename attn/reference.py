@@ -1,9 +1,9 @@
 """Textbook attention in numpy: the exact result, and the result with the roundings that the dtypes force.
 
 `exact` computes in float64 on the inputs as rounded to their dtype. attn/accuracy.py says how far the result of a kernel may be from it. `same` is
-FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. `exact_backward` and `same_backward` are the gradients, of dO as rounded to the
-dtype of q, k and v, in which dO is a factor. A pair that a mask hides adds exactly 0, even if its rows are NaN; docs/attention.md says how far a NaN
-reaches in kernels that cannot do this."""
+FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. `exact_backward` and `same_backward` compute the gradients. In them dO is
+rounded to the dtype of q, k and v, because it is a factor of matrix products. A pair that a mask hides adds exactly 0, even if its rows are NaN;
+docs/attention.md says how far a NaN reaches in kernels that cannot do this."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -27,11 +27,11 @@ def arrange(x:Array, layout:str) -> Array:
   return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
 
 def restore(x:Array, layout:str, shape:tuple[int, ...]) -> Array:
-  """Undoes `arrange`: returns the tensor of this shape from x in `layout`."""
+  """Undoes `arrange`: converts x from `layout` to a tensor (B, H, S, D) of this shape."""
   return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
-  """Returns bool (Sq, Sk): whether query i sees key j. It does if i + offset - left <= j <= i + offset + right."""
+  """Computes which query sees which key, as bool (Sq, Sk). Query i sees key j if i + offset - left <= j <= i + offset + right."""
   (left, right), i, j = window, np.arange(Sq)[:, None] + offset, np.arange(Sk)[None]
   return ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
 
@@ -43,8 +43,8 @@ class Options:
     alibi_slopes  (H) or (B, H)
     bias          (B|1, H|1, Sq|1, Sk|1)
     score_mod     function of all scores (B, H, Sq, Sk). Returns the scores after it, its slope at each score, and an upper bound of the absolute
-                  values of its other intermediate results, from which attn/accuracy.py bounds their rounding errors. Not with kv_lengths
-    mask_mod      bool (B|1, H|1, Sq|1, Sk|1): pairs that it shows. Not with kv_lengths
+    values of its other intermediate results, from which attn/accuracy.py bounds their rounding errors. Not with kv_lengths
+    mask_mod      bool (B|1, H|1, Sq|1, Sk|1): True for a pair that the mask shows. Not with kv_lengths
     sinks         (H)
     kv_lengths    (B); moves the diagonal unless `top_left`
     kept          bool (B, H, Sq, Sk): elements of P that dropout keeps, multiplied by 1/(1 - dropout_p); None: no dropout"""
@@ -62,20 +62,20 @@ class Options:
 PLAIN = Options()
 
 def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN) -> tuple[Array, Array]:
-  """Returns (o, lse) in float64 for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A row that sees no key has 0 in o and -inf in
-  lse."""
+  """Computes attention in float64. Returns (o, lse) for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A row that sees no key has 0 in
+  o and -inf in lse."""
   return _attention(q, k, v, scale, window, offset, np.float64, None, options)
 
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
          out_dtype:str) -> tuple[Array, Array]:
-  """Textbook attention in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 1, with all keys in one tile): P = exp(S - max S) rounded to
-  `dtype`, O rounded to `out_dtype`. O is divided by the sum of the unrounded P. If `out_dtype` is finer than `dtype`, O is divided by the sum of the
-  rounded P."""
+  """Computes textbook attention in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 1, with all keys in one tile). Returns (o, lse). P = exp(S -
+  max S) is rounded to `dtype`, O to `out_dtype`. O is divided by the sum of the unrounded P. If `out_dtype` is finer than `dtype`, O is divided by
+  the sum of the rounded P."""
   o, lse = _attention(q, k, v, scale, window, offset, np.float32, (dtype, out_dtype), options)
   return rounded(o, out_dtype), lse
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
-  """Returns the options for batch b alone, which has `keys` keys."""
+  """Returns the options for batch b alone. `keys` is the number of keys of this batch."""
   assert x.score_mod is None and x.mask_mod is None
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
@@ -90,7 +90,7 @@ Types = tuple[str, str]     # the dtypes to which P and dS, and O, are rounded
 
 def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, work:Any, types:Types|None,
                x:Options) -> tuple[Array, Array]:
-  if x.kv_lengths is not None:   # each batch by itself, with the keys it has
+  if x.kv_lengths is not None:   # each batch by itself, with its own number of keys
     shift = [0 if x.top_left else int(n) - k.shape[-2] for n in x.kv_lengths]
     parts = [_attention(q[b:b+1], k[b:b+1, :, :n], v[b:b+1, :, :n], scale, window, offset + shift[b], work, types, batch_options(x, b, int(n)))
              for b, n in enumerate(x.kv_lengths)]
@@ -101,7 +101,7 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     return _output(s, v, visible(q.shape[-2], k.shape[-2], window, offset), x, types), softmax_of(s, x)[1]
 
 def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
-  """Computes o from scores, before it is rounded."""
+  """Computes o from scores. It is not yet rounded to its dtype."""
   weights, own, _ = _weights(s, x)
   total = weights.sum(-1, keepdims=True)
   if types is not None:
@@ -125,11 +125,11 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
     total += np.where(seen[:, j:j + 1], weights[..., j:j + 1]*row, nothing)
   return total
 
-# ***** terms: from raw scores to the softmax's *****
+# ***** terms: from raw scores to the scores of the softmax *****
 
 @dataclass(frozen=True)
 class TermStep:
-  """One term, applied to scores: the scores before it, the scores after it, and the term's slope at each score. A slope of None means 1."""
+  """Application of one term to scores: the scores before it, the scores after it, and the term's slope at each score. A slope of None means 1."""
   name: str
   before: Array
   after: Array
@@ -167,7 +167,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns the slope, at each score, of all terms together, or of the terms that come after the term named `after`."""
+  """Returns the slope of all terms together, at each score. With `after`, only the terms that come after the term of this name count."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -177,14 +177,15 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """Computes the scores that go into the softmax from raw scores, and returns these and the terms applied. A score is -inf where the query does not
-  see the key."""
+  """Applies terms and masks to raw scores. Returns the scores that go into the softmax, and the terms applied. A score is -inf where the query does
+  not see the key."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
   return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
-  """Returns, given the scores: (P before division by its sum, the weight of the sink, the number that was subtracted before the exponential)."""
+  """Computes the numerators of the softmax from scores. Returns three arrays: P before it is divided by its sum, the weight of the sink, and the
+  row's number that was subtracted before the exponential."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -192,7 +193,7 @@ def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   return np.exp(s - safe), np.exp(sink - safe), safe
 
 def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
-  """Returns (P, lse) of scores."""
+  """Computes (P, lse) from scores."""
   weights, own, safe = _weights(s, x)
   total, nothing = weights.sum(-1, keepdims=True) + own, s.dtype.type(0)
   return np.where(total == 0, nothing, weights/total), np.where(total == 0, -np.inf, safe + np.log(total))[..., 0]
@@ -201,7 +202,7 @@ def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Gradients:
-  """Gradient of a loss for each input, in the shape of this input. None for an input that is not given."""
+  """Gradients of a loss, one for each input and in the input's shape. None for an input that is not given."""
   q: Array
   k: Array
   v: Array
@@ -211,23 +212,23 @@ class Gradients:
 
 def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                    options:Options=PLAIN) -> Gradients:
-  """Gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are its gradients for o and lse of `exact`; None is 0. `do` has
-  values of the dtype of q, k and v; if o has a wider dtype, it was rounded to that.
+  """Computes the gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are the gradients of the loss for o and lse of
+  `exact`; None stands for 0. The values of `do` must already be rounded to the dtype of q, k and v.
 
   A row that sees no key adds exactly 0 to each gradient, and its own gradient is 0. The gradients of keys beyond kv_lengths are 0."""
   return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None)
 
 def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                   options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32") -> Gradients:
-  """Textbook gradients in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 2), with the roundings that the dtypes force:
+  """Computes textbook gradients in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 2), with the roundings that the dtypes force:
 
-    P = exp(S - lse), where lse is of fp32 scores and of the sum of P before rounding
-    delta = rowsum(dO * O) - dLSE, with O as `same` rounds it to `out_dtype`
+    P = exp(S - lse)
+    delta = rowsum(dO * O) - dLSE
     dS = P * (dP - delta), dP = dO V^T
 
-  P and dS are rounded to `dtype` before they are multiplied with dO, K and Q. The gradients of q, k and v are rounded to `dtype`. The bias's
-  gradient, an fp32 sum of dS, is rounded to `bias_dtype`. The sinks' gradient stays in fp32. Dropout applies to P as a factor of V and of dO,
-  before rounding, and to dP."""
+  lse is computed from fp32 scores and from the sum of P before rounding. O is rounded to `out_dtype`, as in `same`. P and dS are rounded to `dtype`
+  before they are multiplied with dO, K and Q. The gradients of q, k and v are rounded to `dtype`. The bias's gradient, an fp32 sum of dS, is rounded
+  to `bias_dtype`. The sinks' gradient stays in fp32. Dropout applies to P before it is rounded and multiplied with V and dO, and to dP."""
   found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, (dtype, out_dtype))
   bias = None if found.bias is None else rounded(found.bias, bias_dtype)
   return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)
@@ -263,13 +264,13 @@ def _of_slopes(ds:Array, offset:int, shape:tuple[int, ...]) -> Array:
   return -summed_to((ds*away).sum((-1, -2)), shape)
 
 def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
-  """Sums `a` over the dimensions along which `shape` was broadcast to the shape of `a`."""
+  """Undoes a broadcast for a gradient: sums `a` over the dimensions along which a tensor of this `shape` was broadcast to the shape of `a`."""
   a = a.sum(tuple(range(a.ndim - len(shape))))
   return a.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
 
 def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
                        types:Types|None) -> Gradients:
-  """Computes gradients batch by batch, each batch with its own number of keys. Keys beyond this number get 0."""
+  """Computes gradients for each batch by itself, with the batch's own number of keys. The gradients of keys beyond this number are 0."""
   assert x.kv_lengths is not None
   dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
   dbias, dsinks, dslopes = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks, x.alibi_slopes))

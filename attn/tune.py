@@ -1,11 +1,10 @@
-"""Command that searches the forward kernel's tiles and makes their tables in attn/chips.
+"""Searches for the forward kernel's tiles, and makes their tables in attn/chips.
 
-    python -m attn.tune                        prints the tiles it would choose, and where they differ from the tables
+    python -m attn.tune                        prints the tiles that it would choose, and where they differ from the tables
     python -m attn.tune --check                also fails if they differ from the tables
     python -m attn.tune --write                rewrites the tables
     python -m attn.tune --arch gfx942 --d 128  searches one class only; --all prints every tile that compiles, best first
-    python -m attn.tune --gradient dkdv        prints the best tiles of a backward kernel, whose table in attn/chips is written by hand
-"""
+    python -m attn.tune --gradient dkdv        prints the best tiles of a backward kernel, whose table in attn/chips is written by hand"""
 from __future__ import annotations
 import multiprocessing, os
 from collections.abc import Iterable

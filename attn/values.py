@@ -17,16 +17,16 @@ SHOWN_MOST = 60                                              # characters of a v
 FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the smallest and the largest positive normal number of fp32
 
 MOST_KERNELS = 512      # number of problems whose kernels a process keeps, the latest problems; a kernel and its data take about 1 MB
-cache_of_kernels = functools.lru_cache(MOST_KERNELS)      # for functions of a problem: tinygrad's caches look up their results by identity
+cache_of_kernels = functools.lru_cache(MOST_KERNELS)      # decorator for functions of a problem, whose results tinygrad's caches look up by identity
 
 Check = Callable[[str, Any], Any]
 
 def option(default:Any, check:Check, meaning:str) -> Any:
-  """Dataclass field of an option, with its default, its check and its meaning in one place."""
+  """Makes a dataclass field for an option, with its default, its check and its meaning."""
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
 def shown(x:Any) -> str:
-  """Returns the text of a value for an error message. A tensor, an array or a graph is shortened to its type, shape and dtype, or to its first
+  """Returns a value as text for an error message. A tensor or an array is shown by its type, shape and dtype, and a graph or a long text by its first
   characters."""
   if isinstance(x, (Tensor, np.ndarray)): return f"{type(x).__name__} of shape {shown_shape(x.shape)} and dtype {x.dtype}"
   if isinstance(x, UOp): return f"UOp {x.render()[:SHOWN_MOST]}"
@@ -39,7 +39,7 @@ def static_shape(name:str, shape:tuple[Any, ...]) -> tuple[int, ...]:
                             "kv_lengths")
 
 def shown_shape(shape:Iterable[Any]) -> str:
-  """Returns the text of a shape for an error message. A symbolic size is shown by its name."""
+  """Returns a shape as text for an error message. A symbolic size is shown by its name."""
   sizes = [s.render() if isinstance(s, UOp) else str(s) for s in shape]
   return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
@@ -76,7 +76,8 @@ def is_nothing(x:Any) -> bool:
   return isinstance(x, (bool, int, float, str, tuple, list)) and not x
 
 def strong(x:Tensor) -> Tensor:
-  """Casts a tensor of a weak dtype, such as Tensor(1.5) or (1.0 - mask)*-10000.0 of an int mask, to the dtype in which tinygrad stores it."""
+  """Casts a tensor of a weak dtype to the dtype in which tinygrad stores it. Tensor(1.5) has a weak dtype, for example, or (1.0 - mask)*-10000.0 of
+  an int mask."""
   return x.cast(strong_dtype(x.dtype)) if x.dtype in dtypes.weaks else x
 
 def tensor(name:str, x:Any) -> Tensor:
