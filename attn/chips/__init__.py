@@ -26,6 +26,6 @@ def get_chip(name:str) -> Chip:
   return chip
 
 def modelled(name:str) -> Chip:
-  """Returns the chip of this name. Raises ValueError for a chip whose machine code attn has no model of, so that no bounds can be computed."""
+  """Returns the chip of this name. Raises ValueError if attn has no figures of the chip from which bounds can be computed."""
   if name not in MODELLED: raise ValueError(f"no machine model for {name!r}: known are {', '.join(MODELLED)}")
   return CHIPS[name]

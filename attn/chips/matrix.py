@@ -59,7 +59,7 @@ class Matrix:
   def groups(self) -> int: return self.wave // self.N             # number of lane groups
   @property
   def group_steps(self) -> tuple[int, ...]:
-    """Distances, in lanes, for an exchange between all lane groups. In one step each lane exchanges a value with the lane at one of these distances.
+    """Distances in lanes by which all lane groups exchange values. In one step each lane exchanges a value with the lane at one of these distances.
     After all steps, every lane group has values from all groups."""
     return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property

@@ -1,4 +1,4 @@
-"""RDNA3: RX 7000, Strix."""
+"""Data of the family RDNA3, the chips of RX 7000 and Strix: figures, tiles and cards."""
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine

@@ -1,4 +1,4 @@
-"""RDNA4: RX 9000."""
+"""Data of the family RDNA4, the chips of RX 9000: figures, tiles and cards."""
 from __future__ import annotations
 from dataclasses import replace
 from attn.chips.family import Card, Chip, Counters, Family, Pipes

@@ -38,7 +38,8 @@ def stack(*xs:Array) -> Array:
 def bf16_to_float(x:Array) -> Array: return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 def float_to_bf16(x:Array) -> Array:
-  """Rounds to nearest, ties to even, by adding half an ulp to the bits. A NaN keeps its upper bits and stays a NaN."""
+  """Converts fp32 to the 16 bits of a bfloat16. Rounds to nearest, ties to even, by adding half an ulp to the bits. A NaN keeps its upper bits and
+  stays a NaN."""
   bits = np.asarray(x, np.float32).view(np.uint32)
   rounded = (bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
   return np.where(np.isnan(x), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
@@ -46,8 +47,8 @@ def float_to_bf16(x:Array) -> Array:
 # ***** conversions *****
 
 def _float_to_int(x:Array, to:np.dtype[Any]) -> Array:
-  """Converts as v_cvt_i32_f32 and similar instructions do: they saturate and turn NaN into 0 (CDNA3 ISA section 12.8). A type narrower than 32 bits
-  gets the low bits of the 32-bit result."""
+  """Converts a float to an integer as v_cvt_i32_f32 and similar instructions do: they saturate, and turn NaN into 0 (CDNA3 ISA section 12.8). A type
+  narrower than 32 bits gets the low bits of the 32-bit result."""
   wide = to if to.itemsize >= 4 else np.dtype(np.int32)
   info, real = np.iinfo(wide), np.asarray(x).astype(np.float64)
   low, high = real <= float(info.min), real >= float(info.max)

@@ -85,7 +85,7 @@ class Layout:
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
-    """Adds matrices m (waves, rows, columns) to the elements c (elements, T)."""
+    """Returns the sum of the elements c (elements, T) and the matrices m (waves, rows, columns), in the layout of c."""
     order = np.argsort(self.by_rows)
     found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
     return np.add(found, c, out=found)

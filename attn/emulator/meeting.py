@@ -151,7 +151,7 @@ class Meeting:
     traces.adder[elements], traces.added[elements] = wave, self.clock[wave]
 
   def happen(self, wave:int, count:int|None=None) -> None:
-    """Lets the first `count` pending additions of a wave happen, or all of them."""
+    """Performs the first `count` pending additions of a wave, or all of them if `count` is None."""
     if (waiting := self.pending.get(wave)) is None: return
     for _ in range(len(waiting) if count is None else count):
       memory, elements, numbers = waiting.popleft()
@@ -159,7 +159,7 @@ class Meeting:
     if not waiting: del self.pending[wave]
 
   def some_happen(self) -> None:
-    """Lets some pending additions of some waves happen."""
+    """Performs some pending additions of some waves, which are drawn at random."""
     if self.random is None: return
     for wave in self.random.permutation(sorted(self.pending)):
       if self.random.random() < 0.5: self.happen(int(wave), int(self.random.integers(1, len(self.pending[int(wave)]) + 1)))

@@ -157,7 +157,8 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns the range of a branch's value in the case that the condition selects this branch. Otherwise the value does not matter."""
+    """Returns the range of `branch`, one of the two values of a WHERE, in the case that the condition selects it. In the other case the value does
+    not matter. `bounds` has the ranges of numbers in the first case."""
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
     least, most = held_by(branch.dtype)

@@ -11,7 +11,7 @@ def switch(name:str, default:bool) -> bool:
   return WORDS[text.lower()]
 
 def number_of_switch(name:str, default:int) -> int:
-  """Returns the environment variable `name` as a number. Raises ValueError if it is not a whole number from 0 on."""
+  """Returns the environment variable `name` as a number, or `default` if it is not set. Raises ValueError if it is not a whole number from 0 on."""
   text = os.environ.get(name, "") or str(default)
   if not text.isdecimal(): raise ValueError(f"{name}={text!r}: must be a whole number from 0 on")
   return int(text)

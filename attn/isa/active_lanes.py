@@ -62,8 +62,9 @@ def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:st
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))
 
 def _after_scalar(facts:Facts, m:re.Match[str], operands:list[str]) -> Facts:
-  """Returns the facts after a logical instruction on masks. An instruction with _saveexec or _wrexec combines its operand with EXEC and stores the
-  result in EXEC. Its result register gets the old value of EXEC (_saveexec) or the new value (_wrexec)."""
+  """Returns the facts after a logical instruction on masks. A fact is a set of scalar registers: each lane has its bit set in at least one of them.
+  An instruction with _saveexec or _wrexec combines its operand with EXEC and stores the result in EXEC. Its result register gets the old value of
+  EXEC (_saveexec) or the new value (_wrexec)."""
   def halves(operand:str) -> tuple[str, ...]: return (_dwords(operand)*2)[:int(m[3])//32]
   out, *sources = map(halves, operands)
   for i, register in enumerate(out):
@@ -92,13 +93,15 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns the facts after a branch on one of its two sides: where the branch is `taken`, or where it is not. If the branch tests EXEC, no lane is
-  active on one side. For that side the result contains the empty fact, which no lane can satisfy: it marks a path that no wave takes."""
+  """Returns the facts after a branch on one of its two sides: where the branch is `taken`, or where it is not. A fact is a set of scalar registers:
+  each lane has its bit set in at least one of them. If the branch tests EXEC, no lane is active on one side. For that side the result contains the
+  empty fact, which no lane can satisfy: it marks a path that no wave takes."""
   last = block.instructions[-1].op if block.instructions else ""
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns the facts at the beginning of each block, or None for a block that no path leads to."""
+  """Returns the facts at the beginning of each block, or None for a block that no path leads to. A fact is a set of scalar registers: each lane has
+  its bit set in at least one of them. `entry` has the facts at the beginning of the function."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:

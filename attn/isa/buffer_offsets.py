@@ -38,8 +38,9 @@ def _scalar_field(x:Range, at:Range) -> Range:
 def _least(*xs:Range) -> Range: return min(x[0] for x in xs), min(x[1] for x in xs)
 def _most(*xs:Range) -> Range: return max(x[0] for x in xs), max(x[1] for x in xs)
 def _below(limit:int, fn:Callable[..., Range]) -> Callable[..., Range]:
-  """Makes a rule that holds only if the first two operands are at most `limit`. For larger operands the result is unknown, because the numbers are
-  signed, or because the instruction reads only some bits of these operands."""
+  """Makes a function from the ranges of an instruction's operands to the range of its result. `fn` computes the result if the first two operands are
+  at most `limit`. For larger operands the result is unknown, because the numbers are signed, or because the instruction reads only some bits of these
+  operands."""
   return lambda *xs: fn(*xs) if max(x[1] for x in xs[:2]) <= limit else UNKNOWN
 def _most_signed(*xs:Range) -> Range:
   known = [x for x in xs if x[1] <= POSITIVE]

@@ -21,7 +21,7 @@ from attn.isa.source import Spec
 
 @dataclass(frozen=True)
 class Function:
-  """A function of an assembly text, the registers that the text declares for it, and the chip on which it runs."""
+  """A function of an assembly text, with the registers that the text declares for it, and the chip that it is compiled for."""
   kernel: Kernel
   chip: Chip
 

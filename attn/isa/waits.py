@@ -88,8 +88,8 @@ def _awaited(accesses:Sequence[_Access], now:int, matrix:int) -> Awaited:
   return Awaited(len(accesses), last.issued.text, last.issued.kind, now - last.at, matrix - last.matrix)
 
 def waits_of(trip:Sequence[Instruction], chip:Chip) -> list[Stop]:
-  """Returns the waits and barriers of a loop iteration in the steady state: the iteration follows iterations whose accesses may still be under
-  way."""
+  """Returns the waits and barriers of a loop iteration in the steady state. In this state, accesses of earlier iterations may still be under way when
+  the iteration begins."""
   counters, stops = chip.counters, list[Stop]()
   under_way = {name: list[_Access]() for name in (counters.load, counters.store, counters.lds, counters.scalar)}
   now = matrix = 0

@@ -36,7 +36,7 @@ class Dependence:
 
 @dataclass
 class TripStep:
-  """One instruction of a loop iteration, with the facts that stepping needs about it."""
+  """One instruction of a loop iteration, with all that is needed to simulate its time."""
   instruction: Instruction
   unit: Pipe
   hold: int = 0                    # cycles for which the instruction holds vector issue, or its unit

@@ -192,8 +192,8 @@ def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """Times one iteration of a loop. `shape` is (workgroups, waves of a workgroup, SIMDs, waves behind). The first half of the waves runs the first
-  loop of `pair`, the second half runs the second loop. In most kernels both loops are the same."""
+  """Times one iteration of a loop. `shape` is (workgroups on a compute unit, waves of a workgroup, SIMDs, waves that begin one barrier behind). The
+  first half of the waves runs the first loop of `pair`, the second half runs the second loop. In most kernels both loops are the same."""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))

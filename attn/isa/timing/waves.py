@@ -21,7 +21,7 @@ ACCESS, RESULT, BUSY, BARRIER = "access", "result", "unit", "barrier"
 
 @dataclass(frozen=True)
 class Wave:
-  """One of the waves that are stepped together."""
+  """A wave of the simulation: its workgroup, its SIMD, and the steps of one loop iteration."""
   group: int                 # workgroup
   simd: int
   steps: Sequence[TripStep]      # the steps of an iteration
@@ -29,7 +29,7 @@ class Wave:
 
 @dataclass(frozen=True)
 class Issue:
-  """The issue of an instruction."""
+  """The issue of one instruction by a wave of the simulation: the cycle, and what the instruction waited for."""
   wave: int
   trip: int
   step: int
@@ -40,7 +40,7 @@ class Issue:
 
 @dataclass
 class Run:
-  """The result of stepping waves through iterations of their loops."""
+  """Result of stepping waves through iterations of their loops: when each instruction was issued, and when the matrix units were in use."""
   waves: Sequence[Wave]
   trips: int                                             # measured iterations of a wave, in the mean
   begin: int = 0                                         # cycle where measuring began
@@ -70,7 +70,7 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Steps the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips` iterations. Records
+  """Simulates the waves until they have made `trips` loop iterations on average, or with `every` until each wave has made `trips` iterations. Records
   nothing during the `first` iterations. Each workgroup begins `apart` cycles after the workgroup before it."""
   m, cu = chip.latencies, chip.pipes
   simds, ports, turn = max(w.simd for w in waves) + 1, m.lds_ports.value, m.turn.value
