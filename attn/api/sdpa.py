@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator
 from attn import values
 from attn.api.attention import attention, choice_of
+from attn.api.leading import Leading
 from attn.api.slices import SdpaCall, call_of_any_length, dtypes_of, is_symbolic
 from attn.api.written_out import WrittenOut
 from attn.calls.views import is_causal_mask
@@ -14,9 +15,10 @@ from attn.problem import check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_caller, method_of_tinygrad
 from attn.values import static_shape
 
-def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, ...]]:
+def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], Leading]:
   """Translates the arguments of `scaled_dot_product_attention` into those of `attention`. Returns (q, k, v) with four dimensions, the options of
-  `attention`, and the shape of the output. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit together."""
+  `attention`, and how the leading dimensions of the call became batch and heads. Raises ValueError, NotImplementedError or RuntimeError for arguments
+  that don't fit together."""
   q, k, v, mask = x.query, x.key, x.value, x.attn_mask
   check_dropout_p("dropout_p", x.dropout_p)
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)
@@ -31,16 +33,8 @@ def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[in
   scale = None if x.scale is None else check_softmax_scale("scale", x.scale)
   rank = max(q.ndim, k.ndim, v.ndim, 4)
   q, k, v = (t.cast(values.FLOATS[dtype]).reshape(*[1]*(rank - t.ndim), *t.shape) for t in (q, k, v))
-  batch = tuple(int(max(sizes)) for sizes in zip(*(t.shape[:-3] for t in (q, k, v))))
-  heads, kv_heads = int(q.shape[-3]), int(max(k.shape[-3], v.shape[-3]))
-  if not enable_gqa: heads = kv_heads = max(heads, kv_heads)
-  elif heads % kv_heads: raise ValueError(f"enable_gqa=True with {heads} query heads: must be a multiple of the {kv_heads} key/value heads")
-  fold = (math.prod(batch),)
-  def four(t:Tensor, h:int, name:str) -> Tensor:
-    try: return t.expand(*batch, h, *t.shape[-2:]).reshape(*fold, h, *t.shape[-2:])
-    except (ValueError, RuntimeError) as e:
-      raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {(*batch, h)}"
-                       + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head")) from e
+  sinks = None if x.sinks is None else x.sinks.reshape(*[1]*(rank - x.sinks.ndim), *x.sinks.shape)
+  leading = Leading.of(q, k, v, sinks, enable_gqa)
   options: dict[str, Any] = {"causal": "top-left" if is_causal else False, "softmax_scale": scale, "dropout_p": x.dropped, "out_dtype": out_dtype}
   if isinstance(mask, Tensor) and not is_symbolic(mask) and is_causal_mask(mask, q.shape[-2], k.shape[-2]):
     options["causal"], mask = "bottom-right", None
@@ -50,14 +44,13 @@ def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[in
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
     if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
       raise ValueError(f"attn_mask is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
-    shape, whole = static_shape("attn_mask", mask.shape), (*batch, heads, int(q.shape[-2]), int(k.shape[-2]))
+    shape, whole = static_shape("attn_mask", mask.shape), (*leading.sizes, int(q.shape[-2]), int(k.shape[-2]))
     if len(shape) > len(whole) or any(n not in (1, full) for n, full in zip(shape[::-1], whole[::-1])):
       raise ValueError(f"attn_mask has shape {values.shown_shape(shape)}: must broadcast to {whole}")
     if seen: mask = mask.where(0.0, -math.inf).cast(dtypes.float)
-    mask = mask.reshape(*[1]*(rank - mask.ndim), *shape)
-    if any(n > 1 for n in shape[:-3]): mask = mask.expand(*batch, *mask.shape[-3:])
-    options["bias"] = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
-  return (four(q, heads, "query"), four(k, kv_heads, "key"), four(v, kv_heads, "value")), options, (*batch, heads, int(q.shape[-2]), int(v.shape[-1]))
+    options["bias"] = leading.of_scores(mask)
+  if sinks is not None: options["sinks"] = leading.of_heads(sinks)
+  return (leading.of_queries(q), leading.of_keys("key", k), leading.of_keys("value", v)), options, leading
 
 def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                                  enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
@@ -80,9 +73,9 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
 
 def attended(x:SdpaCall) -> Tensor:
   if (call := call_of_any_length(x)) is not None: return call.run()
-  tensors, options, shape = _arguments(x)
-  rank = max(x.query.ndim, x.key.ndim, x.value.ndim)
-  return attention(*tensors, **options).reshape(shape[-rank:] if rank < 4 else shape)
+  tensors, options, leading = _arguments(x)
+  o, rank = leading.restored(attention(*tensors, **options)), max(x.query.ndim, x.key.ndim, x.value.ndim)
+  return o.reshape(o.shape[-rank:])
 
 # ***** in place of tinygrad's own *****
 
@@ -136,8 +129,8 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
   with contextlib.nullcontext() if installation.written_out is None else installation.written_out.paused():
     return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
-def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, scale:float) -> Tensor|None:
-  return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale))
+def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, scale:float, sinks:Tensor|None) -> Tensor|None:
+  return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale, sinks))
 
 def install() -> deque[Decision]:
   """Makes `Tensor.scaled_dot_product_attention` run attn's kernels. A call that no kernel can compute goes to the function that was there before, and
@@ -149,7 +142,8 @@ def install() -> deque[Decision]:
   serves all lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If the length of such a slice is an int, one kernel serves all
   lengths from the second length on, except where TRAINING is set.
   Other names of tinygrad's method, such as the one that extra/models/unet.py binds when it is imported, reach these kernels as well.
-  Attention that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four dimensions, counts as a call. The latent attention
+  Attention that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions, counts as a call, also where
+  the mask is a `where` with -inf, and with sinks as tinygrad's examples/mlperf/models/gpt_oss.py computes them. The latent attention
   (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
   A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:

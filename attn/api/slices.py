@@ -27,6 +27,8 @@ class SdpaCall:
   is_causal: bool
   enable_gqa: bool
   scale: float|None
+  sinks: Tensor|None = None      # (..., 1, 1): logits of attention sinks, which broadcast to the scores. No argument of the user's; only
+                                 # attention that a model writes out has sinks.
   @property
   def dropped(self) -> float:
     """Probability that dropout makes an attention weight 0. It is 0 unless tinygrad's TRAINING is set."""
@@ -112,6 +114,7 @@ def sliced_call(x:SdpaCall) -> SlicedCall:
   if (Bk, Dk, Bv) != (B, D, B) or not same_size(n_k, v.shape[2]):
     raise ValueError(f"query, key and value have shapes {', '.join(values.shown_shape(t.shape) for t in (q, k, v))}: must be (B, H, Sq, D), "
                      "(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv)")
+  if x.sinks is not None: raise NotImplementedError("attention sinks with a symbolic length: only lengths that are ints are supported")
   if x.dropped: raise NotImplementedError(f"dropout_p={x.dropped} with a symbolic shape: attention over a cache has no dropout; must be 0")
   _heads(H, of_k, of_v, enable_gqa)
   if x.attn_mask is not None and is_causal: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")

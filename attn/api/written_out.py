@@ -1,7 +1,7 @@
 """Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v. tinygrad's models with latent attention
-(MLA) and extra/models/t5.py do so."""
+(MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py do so."""
 from __future__ import annotations
-import contextlib
+import contextlib, math
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -10,13 +10,26 @@ from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad
 
 class WrittenScores(NamedTuple):
-  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`."""
+  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `added`, and -inf where one of
+  `seen` is False."""
   q: UOp
   keys: UOp
   scale: float = 1.0
-  masks: tuple[UOp, ...] = ()
+  added: tuple[UOp, ...] = ()
+  seen: tuple[UOp, ...] = ()
+  def mask(self) -> Tensor|None:
+    """Returns a mask of bool, or of numbers to be added to the scores, or None."""
+    added, seen = sum(map(Tensor, self.added[1:]), Tensor(self.added[0])) if self.added else None, None
+    for u in self.seen: seen = Tensor(u) if seen is None else seen & Tensor(u)
+    return added if seen is None else seen if added is None else seen.where(added, -math.inf)
 
-AttendWritten = Callable[[Tensor, Tensor, Tensor, Tensor|None, float], Tensor|None]     # of q, k, v, mask and scale; None if no kernel computes it
+class WrittenWeights(NamedTuple):
+  """Weights that a model computes from `scores` by a softmax. If there is a `sink`, exp(sink) is added to the sum of the softmax."""
+  scores: UOp
+  sink: UOp|None = None
+
+# takes q, k, v, mask, scale and sinks (..., 1, 1), and returns None if no kernel computes this
+AttendWritten = Callable[[Tensor, Tensor, Tensor, Tensor|None, float, Tensor|None], Tensor|None]
 
 def uncast(u:UOp) -> UOp:
   """Removes casts between floating-point dtypes and assignments such as scores += bias from a UOp. Returns the UOp below them."""
@@ -25,6 +38,26 @@ def uncast(u:UOp) -> UOp:
     elif (value := just_stored(u)) is not None: u = value
     else: return u
 
+def exponents(u:UOp) -> tuple[UOp, ...]:
+  """Returns the two terms whose sum a UOp raises e to, or () if `u` is something else."""
+  scaled = u.src[0] if u.op is Ops.EXP2 else u
+  total = scaled.src[0] if scaled.op is Ops.MUL else u
+  return total.src if u.op is Ops.EXP2 and total.op is Ops.ADD else ()
+
+def weights_with_sink(u:UOp) -> WrittenWeights|None:
+  """Returns the scores and the sink (..., 1, 1) of weights e/(e.sum(-1, keepdim=True) + (sink - m).exp()), with e = (scores - m).exp(). Any tensor m
+  will do, because it cancels. Returns None for another `u`. The weights are recognised by the exact expression that tinygrad builds, so that nothing
+  else is mistaken for them."""
+  if u.op is not Ops.MUL or u.src[1].op is not Ops.RECIPROCAL or u.src[1].src[0].op is not Ops.ADD: return None
+  e, terms = Tensor(u.src[0]), u.src[1].src[0].src
+  if len(of_e := exponents(u.src[0])) != 2: return None
+  for of_sink in map(exponents, terms):
+    if len(of_sink) != 2 or of_sink[1] is not of_e[1] or of_sink[0].shape[-2:] != (1, 1): continue
+    scores, sink, shift = Tensor(of_e[0]), Tensor(of_sink[0]), Tensor(of_e[1])
+    total, one = e.sum(-1, keepdim=True), (sink + shift).exp()
+    if (scores + shift).exp().uop is e.uop and u in ((e/(total + one)).uop, (e/(one + total)).uop): return WrittenWeights(scores.uop, sink.uop)
+  return None
+
 class WrittenOut:
   """Watches a model's matrix products and softmaxes. When the model multiplies softmax(scores) by values, the function `attend` computes the
   attention by a kernel. If `attend` returns None, the model's own product is computed. A product or softmax is remembered only as long as other code
@@ -32,7 +65,7 @@ class WrittenOut:
   def __init__(self, attend:AttendWritten) -> None:
     self.attend, self.watching = attend, True
     self.products: WeakKeyDictionary[UOp, WrittenScores] = WeakKeyDictionary()
-    self.weights: WeakKeyDictionary[UOp, UOp] = WeakKeyDictionary()      # result of softmax -> scores
+    self.weights: WeakKeyDictionary[UOp, WrittenWeights] = WeakKeyDictionary()      # results of softmax
     self.rerouted: list[Rerouted] = []
     for own, to in ((method_of_tinygrad("dot"), self.dot), (method_of_tinygrad("softmax"), self.softmax),
                     (maker_of_latent_cache(), self.init_state)):
@@ -57,25 +90,37 @@ class WrittenOut:
     """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` does not come from a matrix product that was
     watched."""
     if (u := uncast(u)) in self.products: return self.products[u]
+    if u.op is Ops.WHERE: return self.hidden(*map(Tensor, u.src))
     if u.op not in (Ops.ADD, Ops.MUL): return None
     for of, other in (u.src, u.src[::-1]):
       if (found := self.scores(of)) is None: continue
-      if u.op is Ops.ADD: return found._replace(masks=(*found.masks, other))
+      if u.op is Ops.ADD: return found._replace(added=(*found.added, other))
       factor = 1/filled if other.op is Ops.RECIPROCAL and (filled := filled_with(other.src[0])) else filled_with(other)
-      return None if factor is None or found.masks else found._replace(scale=found.scale*factor)
+      return None if factor is None or found.added or found.seen else found._replace(scale=found.scale*factor)
     return None
+
+  def hidden(self, condition:Tensor, x:Tensor, y:Tensor) -> WrittenScores|None:
+    """Returns the scores of condition.where(x, y) if one of x and y is scores and the other is -inf."""
+    for seen, of, other in ((condition, x, y), (condition.logical_not(), y, x)):
+      if filled_with(other.uop) == -math.inf and (found := self.scores(of.uop)) is not None: return found._replace(seen=(*found.seen, seen.uop))
+    return None
+
+  def weights_of(self, u:UOp) -> WrittenWeights|None:
+    """Returns how the weights `u` were computed, or None if they are no weights of attention."""
+    return found if (found := self.weights.get(u)) is not None else weights_with_sink(u)
 
   def softmax(self, own:Callable[..., Tensor], x:Any, axis:int=-1, dtype:Any=None) -> Any:
     found = own(x, axis, dtype)
-    if self.watching and isinstance(x, Tensor) and axis in (-1, x.ndim - 1) and self.scores(x.uop) is not None: self.weights[found.uop] = x.uop
+    if self.watching and isinstance(x, Tensor) and axis in (-1, x.ndim - 1) and self.scores(x.uop) is not None:
+      self.weights[found.uop] = WrittenWeights(x.uop)
     return found
 
   def dot(self, own:Callable[..., Tensor], x:Any, w:Any, dtype:Any=None) -> Any:
     if not self.watching or not isinstance(x, Tensor) or not isinstance(w, Tensor) or min(x.ndim, w.ndim) < 4 or x.ndim != w.ndim:
       return own(x, w, dtype)
-    if dtype is None and (scores := self.weights.get(uncast(x.uop))) is not None and (found := self.scores(scores)) is not None:
-      mask = sum(map(Tensor, found.masks[1:]), Tensor(found.masks[0])) if found.masks else None
-      o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, mask, found.scale)
+    if dtype is None and (weights := self.weights_of(uncast(x.uop))) is not None and (found := self.scores(weights.scores)) is not None:
+      sinks = None if weights.sink is None else Tensor(weights.sink)
+      o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, found.mask(), found.scale, sinks)
       if o is not None: return o.cast(own(x, w).dtype)
     product = own(x, w, dtype)
     self.products[uncast(product.uop)] = WrittenScores(x.uop, w.uop)

@@ -70,7 +70,11 @@ CALLS = {"causal": Call(causal), "terms": Call(terms, (*Call(causal).shapes, (1,
          "keys": Call(sunk, (*FOUR, (4,)), axis=2, whole_q=True),
          "padded rows": Call(dealt, (*FOUR, (13, 13), (4,)), axis=2)}
 QUICK = {("terms", "compiled apart", False), ("nested", "inlined", False), ("nested apart", "inlined", False), ("rows", "compiled apart", False)}
-ALL = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.thorough) for x in itertools.product(CALLS, WAYS, (False, True))]
+ARCHS = ("gfx942", "gfx1100", "sm_80", "sm_90")
+ALL = []
+for (i, name), (j, way), (k, jit) in itertools.product(enumerate(CALLS), enumerate(WAYS), enumerate((False, True))):
+  marks = () if (name, way, jit) in QUICK else pytest.mark.thorough
+  ALL.append(pytest.param(name, way, jit, ARCHS[(i + j + 2*k) % len(ARCHS)], marks=marks))      # each call meets every chip
 
 def arguments(call:Call) -> list[Tensor]:
   drawn = [draw(*shape, seed=i) for i, shape in enumerate(call.shapes)] + [Tensor(x, device="EMU").realize() for x in call.others]
@@ -93,12 +97,12 @@ def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
     for _ in range(3 if jit else 1): found = run(*tensors)
   return [t.numpy() for t in found]
 
-@pytest.mark.parametrize("name, way, jit", ALL)
-def test_same_as_outside(name:str, way:str, jit:bool) -> None:
+@pytest.mark.parametrize("name, way, jit, arch", ALL)
+def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
   """Results and gradients are the same inside a function as outside. Only sums that tinygrad's own kernels compute may differ, in their last bit,
   because tinygrad may add in another order."""
   call = CALLS[name]
-  with emulated("gfx942"):
+  with emulated(arch):
     found, right = results(call, function(call.layer, **WAYS[way]), jit), results(call, call.layer, jit)
   for x, y in zip(found, right, strict=True): np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
 

@@ -20,6 +20,31 @@ def in_place(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   scores += mask().cast(q.dtype)
   return scores.softmax() @ v
 
+def shown() -> Tensor: return mask() > -0.5
+def sinks() -> Tensor: return draw(4, dtype="float32", seed=5)
+
+def over_sinks(scores:Tensor, sink:Tensor, m:Tensor) -> Tensor:
+  """Computes the weights of attention with sinks in the way of tinygrad's examples/mlperf/models/gpt_oss.py."""
+  e = (scores - m).exp()
+  return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
+
+def with_sinks(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+  scores, sink = (q @ k.transpose(-1, -2)).float()*0.3 + mask(), sinks().reshape(1, 4, 1, 1)
+  return over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v
+
+def with_groups(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+  """Attention with sinks, in which two query heads share a key/value head, which stands along an axis of its own."""
+  q, k, v = q.reshape(2, 2, 2, ROWS, D), k[:, :2].unsqueeze(2), v[:, :2].unsqueeze(2)
+  scores, sink = shown().unsqueeze(0).where((q @ k.transpose(-1, -2)).float()*0.3, -math.inf), sinks().reshape(2, 2, 1, 1)
+  return (over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v.float()).cast(q.dtype).reshape(2, 4, ROWS, D)
+
+def in_bands(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
+  """Attention with sinks, in which a band of three queries sees six keys."""
+  q, seen = q.reshape(2, 4, 2, 3, D), shown()[0, 0, :, :6].reshape(2, 3, 6)
+  k, v = (x[:, :, :6].stack(x[:, :, 3:], dim=2) for x in (k, v))
+  scores, sink = seen.where((q.float() @ k.float().transpose(-1, -2))*0.3, -math.inf), sinks().reshape(1, 4, 1, 1, 1)
+  return (over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v).reshape(2, 4, ROWS, D)
+
 FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "bare": lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-1) @ v,
   "scale": lambda q, k, v: (q @ k.transpose(-1, -2)*0.3).softmax(-1) @ v,
@@ -29,6 +54,11 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "two masks": lambda q, k, v: (mask() + q @ k.transpose(-1, -2)*0.3 + mask()[:, :, :1]).softmax(3) @ v,
   "float32": lambda q, k, v: (q @ k.transpose(-1, -2)*0.3 + mask().half()).float().softmax(-1).cast(dtypes.half) @ v,
   "in place": in_place,
+  "where": lambda q, k, v: (shown() & (mask() < 1)).where(q @ k.transpose(-1, -2), -math.inf).softmax(-1) @ v,
+  "masked_fill": lambda q, k, v: (q @ k.transpose(-1, -2) + mask()).masked_fill(shown(), -math.inf).softmax(-1) @ v,
+  "groups without sinks": lambda q, k, v: ((q.reshape(2, 2, 2, ROWS, D) @ k[:, :2].unsqueeze(2).transpose(-1, -2)).softmax(-1)
+                                           @ v[:, :2].unsqueeze(2)).reshape(2, 4, ROWS, D),
+  "sinks": with_sinks, "sinks and groups": with_groups, "sinks and bands": in_bands,
 }
 
 @in_turn("form, arch", FORMS, ("gfx942", "gfx1100", "sm_80"), among=9)
@@ -47,6 +77,13 @@ def other_scores(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   scores = q @ k.transpose(-1, -2)
   return (scores*scores).softmax(-1) @ v
 
+def with_sinks_at(q:Tensor, k:Tensor, v:Tensor, sink:Tensor, shift:float=0.0, square:bool=False) -> Tensor:
+  """Computes attention with sinks, or something else if any argument is changed."""
+  scores = (q @ k.transpose(-1, -2)).float()
+  m = scores.max(-1, keepdim=True)
+  e = (scores - m).exp()
+  return (e/((e*e if square else e).sum(-1, keepdim=True) + (sink - (m + shift if shift else m)).exp())).cast(v.dtype) @ v
+
 NOT_ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "another axis": lambda q, k, v: (q @ k.transpose(-1, -2)).softmax(-2) @ v,
   "a scale after the mask": lambda q, k, v: ((q @ k.transpose(-1, -2) + mask())*0.3).softmax(-1) @ v,
@@ -54,6 +91,10 @@ NOT_ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "weights changed": lambda q, k, v: ((q @ k.transpose(-1, -2)).softmax(-1)*2) @ v,
   "squares": other_scores,
   "no product": lambda q, k, v: mask().expand(2, 4, ROWS, KEYS).softmax(-1) @ v,
+  "another number where nothing is seen": lambda q, k, v: shown().where(q @ k.transpose(-1, -2), -4.0).softmax(-1) @ v,
+  "a sink for each row": lambda q, k, v: with_sinks_at(q, k, v, mask()[:, :, :, :1]),
+  "a sink with another shift": lambda q, k, v: with_sinks_at(q, k, v, sinks().reshape(4, 1, 1), 0.5),
+  "another sum": lambda q, k, v: with_sinks_at(q, k, v, sinks().reshape(4, 1, 1), square=True),
   "a clip": lambda q, k, v: (q @ k.transpose(-1, -2)).maximum(0).softmax(-1) @ v,
 }
 
@@ -65,6 +106,13 @@ def test_other_products_are_left_alone(form:str) -> None:
       decisions.clear()
       NOT_ATTENTION[form](*x)
       assert not decisions
+
+def test_sinks_are_recognised_as_the_others_are_not() -> None:
+  """The function that makes attention with wrong sinks makes attention if nothing is changed."""
+  with emulated("gfx942"), attn.installed() as decisions:
+    decisions.clear()
+    with_sinks_at(*(draw(2, 4, n, D) for n in (ROWS, KEYS, KEYS)), sinks().reshape(4, 1, 1))
+    assert [d.kernel is not None for d in decisions] == [True]
 
 @pytest.mark.thorough
 def test_gradients_go_through() -> None:
