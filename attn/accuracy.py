@@ -26,7 +26,7 @@ from attn.reference import (PLAIN, Array, Options, TermStep, with_heads, batch_o
                             exact, exact_backward)
 
 SIGMAS = 6.0                    # standard deviations that the random part of an element's error may have
-ENOUGH_ELEMENTS = 10**4                  # elements that a root mean square needs
+ENOUGH_ELEMENTS = 10**4                  # a root mean square counts only over this many elements or more
 FP32 = ROUNDOFF["float32"]
 SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # smallest normal numbers
 OVERFLOWS = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}      # from here on a number is rounded to inf
@@ -197,7 +197,7 @@ def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -
   return np.maximum(total, 0)
 
 EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal numbers in different orders
-TOGETHER = 2**21                # numbers that are grouped at a time
+TOGETHER = 2**21                # most numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
   """Finds the rows that have two values of equal size. Values that are negligible beside the largest value of their row do not count."""

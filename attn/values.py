@@ -13,7 +13,7 @@ INTS = {"int8": dtypes.char, "uint8": dtypes.uchar, "int16": dtypes.short, "uint
         "int64": dtypes.long}
 DTYPE_NAMES = {dtype: name for name, dtype in (FLOATS | INTS).items()}
 LOG2E, LN2 = math.log2(math.e), math.log(2)
-SHOWN_MOST = 60                                              # characters of a value that an error shows
+SHOWN_MOST = 60                                              # most characters of a value that an error shows
 FP32_LEAST, FP32_MOST = 2.0**-126, (2 - 2.0**-23)*2.0**127   # the smallest and the largest positive normal number of fp32
 
 MOST_KERNELS = 512      # number of problems whose kernels a process keeps, the latest problems; a kernel and its data take about 1 MB

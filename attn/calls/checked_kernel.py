@@ -115,7 +115,7 @@ class CheckedKernel:
     return called
 
 def default_arch() -> str:
-  """Name of the chip of tinygrad's default device. Raises ValueError if the device has no matrix unit that these kernels support."""
+  """Returns the name of the chip of tinygrad's default device. Raises ValueError if the device has no matrix unit that these kernels support."""
   device = Device.DEFAULT
   target = device_of(device).renderer.target
   if device.split(":")[0] not in MATRIX_DEVICES:
@@ -133,13 +133,13 @@ def named_chip(name:str) -> Chip:
   return compiled_on(get_chip(name), device)
 
 def device_arch() -> Chip:
-  """Chip of tinygrad's default device. Raises ValueError if no kernel runs on it."""
+  """Returns the chip of tinygrad's default device. Raises ValueError if no kernel runs on it."""
   if (found := arch_of(device := Device.DEFAULT)) is not None: return found
   raise ValueError(f"device {device} runs none of these kernels: use DEV=AMD on an AMD GPU, DEV=CUDA on an NVIDIA GPU, DEV=CL, DEV=CPU with a clang, "
                    "or DEV=EMU::gfx942 without a GPU")
 
 def arch_of(device:str) -> Chip|None:
-  """Chip of a device, taken from the tables or made from its renderer. None if no kernel runs on the device."""
+  """Returns the chip of a device, from the tables or made from the device's renderer. Returns None if no kernel runs on the device."""
   kind = device.split(":")[0]
   if kind in MATRIX_DEVICES:
     try: return chip_of(device_of(device).renderer.target.arch, device)
@@ -167,5 +167,6 @@ TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int
                  **dict.fromkeys(MOD_TENSORS, tuple(FUNCTION_TENSOR_DTYPES))}   # tensors with a dtype of their own
 
 def dtype_of(name:str, t:Any) -> str:
-  """Name of the dtype of the tensor `name`. Raises NotImplementedError or ValueError for a dtype that this tensor can't have."""
+  """Returns the name of a tensor's dtype. `name` is the tensor's name, such as "bias". Raises NotImplementedError or ValueError for a dtype that this
+  tensor can't have."""
   return values.dtype_name(name, t.dtype, TENSOR_DTYPES.get(name, FLOATS))

@@ -71,7 +71,7 @@ def gradients_by_tinygrad(p:Problem, arch:Chip) -> list[str]:
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-  """One kernel launch of backward: the kernel function, the (shape, dtype) of each of its arguments by name, and the names of its outputs."""
+  """Launch of a backward kernel: the kernel function, the (shape, dtype) of each of its arguments by name, and the names of its outputs."""
   kernel: Callable[..., Any]
   shapes: Shapes
   outputs: tuple[str, ...]
@@ -172,9 +172,9 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns into how many fp32 parts each device divides its sum for each gradient. `parts` has the numbers for one device, and `sums` are the sums
-  to which the numbers `parts.sums` belong. If several devices have the same keys, or the same tensor of a term, the number is at least 1, because the
-  parts of all devices are then added."""
+  """Returns the number of fp32 parts into which each device divides its sum for each gradient. `parts` has these numbers for one device, and `sums`
+  are the sums to which the numbers `parts.sums` belong. If several devices have the same keys, or the same tensor of a term, the number is at least
+  1, because the parts of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
@@ -213,7 +213,7 @@ class AttentionGradient:
   arch: Chip|None
   names: tuple[str, ...]
   def without(self, missing:Sequence[int]) -> AttentionGradient:
-    """Returns the gradient function of the same kernel, called without the tensors whose numbers are in `missing`."""
+    """Returns the gradient function of the same kernel, called without some of the tensors. `missing` has the numbers of these tensors."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
     """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of the

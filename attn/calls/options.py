@@ -1,5 +1,5 @@
-"""The options of attention, each declared once: default, check and meaning. test/calls/test_options.py compares these records with the signatures
-of `attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the tables of README.md and docs/options.md."""
+"""Options of attention, each declared once: default, check and meaning. test/calls/test_options.py compares these records with the signatures of
+`attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the tables of README.md and docs/options.md."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -75,7 +75,7 @@ class KernelOptions:
 
   @property
   def posed(self) -> dict[str, Any]:
-    """The options, by name, that are arguments of `problem_of`."""
+    """Options that are arguments of `problem_of`, by name."""
     return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch", "score_mod", "mask_mod")}
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ MOST_KEPT = 64     # most results of `kept_lists` that a process keeps
 
 @cache_of_kernels
 def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
-  """Returns the kernels that make lists, each with the (shape, dtype) of its tensors by name. Equal arguments return identical objects, because
-  tinygrad's schedule cache compares by identity."""
+  """Returns the kernels that make the lists of tiles that `x` describes, each with the (shape, dtype) of its tensors by name. Equal arguments return
+  identical objects, because tinygrad's schedule cache compares by identity."""
   def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
     return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1])
   return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]

@@ -104,8 +104,8 @@ def coefficients(where:UOp, indices:list[UOp]) -> tuple[int, list[int]]|None:
   return (c*d, [c*j + d*i for i, j in zip(x, y)]) if not any(x) or not any(y) else None
 
 def rows_there(u:UOp, n:Size) -> int:
-  """Returns the largest number of rows that a view may have. Its number of rows `n` may depend on Variables. The sizes of the tensors that the view
-  was cut from limit this number."""
+  """Returns the largest number of rows that a view can have. Its number of rows `n` may depend on Variables. The sizes of the tensors from which the
+  view was cut also limit this number."""
   fewest = most(n)
   while u.op in GroupOp.Movement:
     if u.op is Ops.SHRINK:

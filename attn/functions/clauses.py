@@ -58,7 +58,7 @@ def without_contradicted(clauses:Clauses) -> Clauses:
 # ***** sums *****
 
 ONE = UOp.const(1)
-TermSum = dict[UOp, int]     # how many times each term is added. A constant is as many times ONE
+TermSum = dict[UOp, int]     # how many times each term is added. A constant n is n times ONE
 INTEGERS = (dtypes.int, dtypes.long, ONE.dtype)
 
 def _plus(x:TermSum, y:TermSum, times:int=1) -> TermSum:

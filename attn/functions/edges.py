@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from attn.functions.symbols import FAR, KEY, QUERY
 from attn.tinygrad_compat import UOp
 
-MOST_INSIDE = 2**30     # no number inside an edge is farther from 0, so that the offset of a problem can be added in int32
+MOST_INSIDE = 2**30     # no number in the computation of an edge is farther from 0, so that the offset of a problem can be added in int32
 
 class FloorStep(NamedTuple):
   """Function of x: (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of times*x +

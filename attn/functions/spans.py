@@ -16,7 +16,7 @@ FALSE, TRUE = UOp.const(False, dtypes.bool), UOp.const(True, dtypes.bool)
 LEAST_INT, MOST_INT = -2**31, 2**31 - 1
 ORDERED = {dtypes.int: dtypes.int, dtypes.short: dtypes.int, dtypes.ushort: dtypes.int, dtypes.char: dtypes.int, dtypes.uchar: dtypes.int,
            dtypes.float: dtypes.float, dtypes.half: dtypes.float, dtypes.bfloat16: dtypes.float}   # dtypes of parts -> dtypes that hold their values
-FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # these round nothing
+FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # operations that do not round
 
 class Extremes(NamedTuple):
   """Lowest and highest value of an expression on a tile, as UOps. If the highest value of a condition is False, the condition is never true on the

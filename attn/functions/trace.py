@@ -12,7 +12,7 @@ from attn.functions.bounds import NO_BOUNDS, mask_bounds
 from attn.functions.symbols import BATCH, QUERY_HEAD, KEY, QUERY, SCORE, SYMBOLS, is_element, tensor_symbol
 from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, committed, dtypes, equality_as_uops, flat_element
 
-MOST_TENSORS = 8      # tensors in mod_tensors
+MOST_TENSORS = 8      # most tensors in mod_tensors
 
 @dataclass(frozen=True)
 class Traced:

@@ -312,7 +312,7 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
   count = len(devices[0].launches)
   for n in range(count):
     for x in devices if n == 0 else (): x.order_own(0)
-    gather(c, devices, n)     # for all devices first: if TinyJit makes several graphs, all launches are then in the same one
+    gather(c, devices, n)     # first for all devices: if TinyJit makes several graphs, all launches are then in one graph
     for x in devices:
       next_keys = list[UOp]()
       if n + 1 < count:

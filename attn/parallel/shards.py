@@ -197,7 +197,7 @@ class SequenceShards:
 
 # ***** division of heads into launches *****
 
-AT_ONCE = 1 << 29     # most bytes of k and v, of all devices, for the heads of one launch; a device has buffers for two launches
+AT_ONCE = 1 << 29     # most bytes of k and v that a device gathers for the heads of one launch; it has buffers for two launches
 LONG_COPIES = 1 << 27 # with at least so many bytes of k and v, a device has two or more launches: it then waits only for the keys of the first
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:

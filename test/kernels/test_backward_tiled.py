@@ -263,8 +263,8 @@ def test_local_memory_that_has_no_room() -> None:
   with pytest.raises(NotImplementedError, match="no tile of backward_dq_tiled fits D=512"): both_tiles(p, other_chip("CL", 1024))
 
 def test_kernels_are_plain_uops() -> None:
-  """The kernels consist of plain UOps with softcap, a window, lengths and dropout. They contain no operation that a renderer would need a definition
-  for."""
+  """Backward kernels consist of plain UOps, even with softcap, a window, lengths and dropout. They contain no operation for which a renderer would
+  need a definition."""
   p = problem(**{**SMALL, "softcap": 2.0, "window": (9, 3), "dropout_p": 0.3, "extras": dict(kv_lengths=int32(31), dropout_seed=SEED)})
   for names, make in ((dq_arguments(p), dq_of), (dkdv_arguments(p), dkdv_of)):
     types = {**FLOATS, "int32": dtypes.int, "uint32": dtypes.uint}

@@ -105,7 +105,9 @@ def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True) -> UOp:
-  """Makes a test case: the softmax's correction in the form of AMD's kernels, in which a lane has elements of one row."""
+  """Makes a test case: the softmax's correction (the operation `correct`) as AMD's kernels use it, where all scores of a lane belong to one row.
+  `tiles` is the number of tiles of queries. The reference of a row is raised if a sum of P is above 2^`above`, or, with above=0, if a score is larger
+  than it. With `lse`, the correction also computes the sum of the unrounded P."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, LANE)[:1 + lse]

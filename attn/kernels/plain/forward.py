@@ -47,8 +47,9 @@ class QueryState(Carried):
 
 @dataclass(frozen=True)
 class Weighed:
-  """The results of `weigh` for a tile of keys. P^T is in local memory after the statement `done`. O^T must be multiplied by the factors `rescale`.
-  `stores` are further stores of the same iteration."""
+  """Result of the step `weigh` for a tile of keys, for the step `add_to_o`. After the statement `done`, P^T is in local memory. `rescale` has the
+  factors by which O^T must be multiplied, because the rows' maxima may have grown. `stores` are further stores of the iteration: the new maxima, and
+  the keys that were loaded ahead."""
   done: UOp
   rescale: list[UOp]
   stores: list[UOp]
