@@ -199,7 +199,8 @@ class Frame(Threads):
     if (bad := each(self.waited >= self.arrived)).any():
       raise self.error(DivergentBarrier, bad, lambda t: "this thread waits for a phase of an mbarrier at which nobody has arrived")
     if (bad := self.active & (np.repeat(self.waited, self.width) % 2 != parity)).any():
-      raise self.error(DivergentBarrier, bad, lambda t: f"this thread waits for a phase of parity {self.full(parity)[t]}, the next one has the other")
+      raise self.error(DivergentBarrier, bad, lambda t: f"this thread waits for a phase of parity {self.full(parity)[t]}, but the next phase has "
+                                                     "the other parity")
     self.seen = self.seen.copy()
     self.seen[here] = self.arrivals[here, self.waited[here]][:, None] + 1
     self.waited[here] += 1

@@ -184,7 +184,7 @@ class Meeting:
           bad = np.zeros(f.T, bool)
           bad[threads] = (elements[:, threads] == same[0]).any(axis=0)
           raise f.error(AtomicRace, bad, lambda t: f"{verb} {space.name}[{same[0] - space.begin//4}] (elements of 4 bytes), which "
-                        f"{self.who(f, other.wave)} {other.verb} at {self._line(other.step)}: an atomic access and another one, in no order")
+                        f"{self.who(f, other.wave)} {other.verb} at {self._line(other.step)}: an atomic and another access, with no defined order")
       mine.append(Trace(wave, int(self.clock[wave]), f.pc, found, verb))
 
 def _base(space:Space) -> Allocation:

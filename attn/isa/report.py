@@ -177,7 +177,7 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()
   for one in products:
     same = loops if len(products) == 1 else loops_with_part(blocks, loops, *(flops_of_score(x, d or 1, dv) for x in (one, max(products))))
-    if rank and rank >= len(same): raise ValueError(f"loop {rank} of {kernel.name}: must be less than {len(same)}, its loops with matrix work")
+    if rank and rank >= len(same): raise ValueError(f"loop {rank} of {kernel.name}: must be less than {len(same)}, its number of matrix loops")
     if not same: return None
     loop = same[rank]
     path = sorted(loop.body) if every_block else usual_path(blocks, loop, float(flops_of_score(one, d, dv))*chip.wave if d else 0)
@@ -197,7 +197,7 @@ def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, ker
   """Reports on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the number of
   queries of a wave. `products` says which matrix products its hot loops compute."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
-  if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
+  if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
   found = hot_loop(kernel, chip, d, dv, every_block, rank, products)
   loop = measure(found[0], found[1], found[2], chip, d, dv, queries, products) if found is not None else None

@@ -208,7 +208,7 @@ def test_plain_stores_beside_additions(emulated):
     for resident in (1, 3, 0):
       np.testing.assert_allclose(emulated(zeroed(True), junk, X, COUNTERS, order=order, resident=resident), expected, atol=1e-5)
   with says(checks.AtomicRace, r"zeroed: adds to data0\[\d+\] \(elements of 4 bytes\), which wave \d of workgroup \(0, 0, 0\) writes at test",
-            "an atomic access and another one, in no order; workgroup .1, 0, 0., wave"): emulated(zeroed(False), junk, X, COUNTERS)
+            "an atomic and another access, with no defined order; workgroup .1, 0, 0., wave"): emulated(zeroed(False), junk, X, COUNTERS)
   for order in (1, 2):
     with says(checks.AtomicRace, r"data0"): emulated(zeroed(False), junk, X, COUNTERS, order=order)
   with says(checks.AtomicRace, r"adds to data0", r"workgroup \(0, 0, 0\), wave 0"):      # the other wave's stores may not be complete

@@ -454,7 +454,7 @@ def test_a_loop_that_there_is_not(ours, tmp_path):
   text = tmp_path/"a.s"
   text.write_text(assembly(sample("gfx942"), "gfx942"))
   for what in ("gfx942/64", text):
-    with pytest.raises(ValueError, match=r"loop 99 of .*: must be less than 1, its loops with matrix work"):
+    with pytest.raises(ValueError, match=r"loop 99 of .*: must be less than 1, its number of matrix loops"):
       run(what, "--loop", 99, ok=False)
     assert "-5 is not in the range" in run(what, "--loop", -5, ok=False)
 

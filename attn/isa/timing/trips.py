@@ -259,7 +259,7 @@ def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, k
     grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for
   Raises ValueError if the text has no loop with matrix instructions, and if the number of threads of a workgroup is not known."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
-  if kernel.arch is None: raise ValueError("the text doesn't name its chip: give one, as gfx942")
+  if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)

@@ -177,5 +177,5 @@ def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:in
         continue
       released[i] = groups.complete[w.group, nth] + barrier
     heapq.heappush(heap, (free[i], -priority[i], now, i))
-  if to_make: raise RuntimeError("the waves wait for each other, at a barrier that some never reach; give --behind: how many begin one barrier later")
+  if to_make: raise RuntimeError("the waves wait for each other: some never reach a barrier. Give with --behind how many begin one barrier later")
   return result
