@@ -389,7 +389,7 @@ class Problem:
     """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Returns how many keys lie before the key that is `further` places after a query's diagonal key, added up over all queries."""
+      """Counts for each query the keys before the position `further` after the query's diagonal, and adds up these counts."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
@@ -484,7 +484,7 @@ def check_numbers_of_rows(p:Problem) -> None:
     raise ValueError("kv_starts without kv_lengths: give both, keys kv_starts[b] <= j < kv_lengths[b] exist")
 
 def check_places(p:Problem) -> None:
-  """Checks the fields that say where k and v lie: in tensors of their own, in larger buffers, in pages, or V in K."""
+  """Checks the fields that say where k and v lie: in tensors of their own, in larger buffers, or in pages, or V as columns of K."""
   if p.v_in_k and (p.Dv > p.D or p.v_view is not None):
     raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: V is the first Dv columns of K, so Dv must be at most D and v_view None")
   one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)

@@ -43,7 +43,8 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   return None if base is None else (base[0], base[1] + view[1], count)
 
 def whole_buffer(name:str, u:UOp) -> None:
-  """Raises ValueError unless `u`, an output of a kernel, is a buffer or a contiguous part of one. A view or a computed value is neither."""
+  """Checks that `u`, an output of a kernel, is a buffer or a contiguous part of one. Raises ValueError for a view or a computed value, because what a
+  kernel writes there would be lost."""
   if region(u) is not None: return
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "

@@ -185,8 +185,8 @@ def added(gradient:UOp, of:UOp) -> UOp:
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
-  """Gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head. lse, delta and `rest` (what lse lost by rounding) have the shape
-  (..., H, S). A row that belongs to no sequence adds 0."""
+  """Computes the gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head. lse, delta and `rest` (what lse lost by rounding)
+  have the shape (..., H, S). A row that belongs to no sequence adds 0."""
   further = sinks.unsqueeze(-1) - lse
   weight = lse.isinf().where(0.0, (further if rest is None else further - rest).exp())
   return -(weight*delta).sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2])

@@ -1,4 +1,4 @@
-"""Sharded tensors: which axes may be sharded over devices, and where an optional tensor then has to lie.
+"""Placement of tensors on devices: which axes may be sharded, and where an optional tensor then has to lie.
 
 If tensors are sharded along batch or heads, every device holds the inputs of its part of the output, and the devices exchange nothing.
 attn/parallel/context.py says what devices do if they share rows."""
@@ -63,7 +63,8 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """Returns the names of the axes of an optional tensor. An axis that may be sharded has a name, an axis that may not has None."""
+  """Returns the name of each axis of an optional tensor along which the tensor may be sharded, such as "batch". None stands for an axis along which
+  it may not be sharded."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
@@ -77,14 +78,15 @@ def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
   return (Tensor(g).to(call.src[1].device).uop,)
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
-  """Shards a tensor on one device, like t.shard(devices, axis), with a gradient. (tinygrad 0.14.0 raises an error for the gradient of a shard
-  along an axis.)"""
+  """Shards the tensor `t` over `devices`, as t.shard(devices, axis) does, but so that gradients flow back to `t`. (tinygrad 0.14.0 raises an error
+  for the gradient of a shard along an axis.) `t` is on one device."""
   if axis is None or not dtypes.is_float(t.dtype): return t.shard(devices, axis)
   sharded = Tensor(t.uop.param_like(0)).shard(devices, axis).uop
   return Tensor(UOp.maketuple(sharded).call(t.uop, grad_fxn=gradient_of_shards).gettuple(0))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
-  """Returns an optional tensor, moved or sharded so that it fits the placement."""
+  """Moves or shards an optional tensor so that it lies as q, k and v need it. `at` says where these lie. Raises ValueError for a tensor on other
+  devices."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")

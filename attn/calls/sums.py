@@ -31,14 +31,15 @@ def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Ten
   return within_tensor(sums, places)
 
 def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
-  """Pads a tensor by (before, after) elements of 0 along each axis. A negative number cuts elements off."""
+  """Pads a tensor with zeros or cuts elements off. `places` has (before, after) for each axis: the numbers of zeros to add on both sides. A negative
+  number is a number of elements to cut off."""
   sizes = [int(n) for n in x.shape]
   kept = tuple((min(max(-before, 0), n), max(n - max(-after, 0), min(max(-before, 0), n))) for n, (before, after) in zip(sizes, places))
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds up scores with equal i - j, where i is the number of the query's row. `sums` (B, H, diagonals*block_m, block_n) holds, for each diagonal of
-  tiles, the sum of its tiles. Returns (B, H, Sq + Sk - 1): one sum for each number i - j from 1 - Sk to Sq - 1."""
+  """Adds up scores with equal i - j, where i is the number of the query's row and j that of the key's. `sums` (B, H, diagonals*block_m, block_n)
+  holds, for each diagonal of tiles, the sum of its tiles. Returns (B, H, Sq + Sk - 1): one sum for each number i - j from 1 - Sk to Sq - 1."""
   batches, heads = (int(n) for n in sums.shape[:2])
   m, n = of.block_m, of.block_n
   width = m + n - 1                               # number of distances in one tile: row x and column y have the distance x - y + n - 1

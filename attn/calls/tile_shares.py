@@ -170,8 +170,8 @@ def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, de
 
 def shares_told(kernel:str, p:Problem, arch:Chip|None, tile:BlockTile|None, over:str, device:str|tuple[str, ...],
                 given:Mapping[str, Tensor]) -> str:
-  """Describes what shares of tiles a kernel skips, masks, and computes without a mask. Returns "" for a problem without a mask, and for tensor
-  operations, which have no tiles."""
+  """Describes, as a text for `explain`, what shares of tiles a kernel skips, masks, and computes without a mask. Returns "" for a problem without a
+  mask, and for tensor operations, which have no tiles."""
   if arch is None or tile is None or not (any(hiding(p)) or scattered(p)): return ""
   listed = lists_or_reason(p, arch, tile, over) if isinstance(device, str) else "several devices compute the call"
   why = f"; no list of tiles: {listed}" if isinstance(listed, str) and scattered(p) else ""

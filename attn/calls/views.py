@@ -159,8 +159,8 @@ def just_stored(u:UOp) -> UOp|None:
   return value if stored_to is u.src[0] else None
 
 def filled_with(u:UOp) -> float|None:
-  """Returns the number that every element of a tensor equals, if the tensor's expression shows this: it is a constant, or a buffer that was just
-  filled with a constant. Returns None for other tensors."""
+  """Returns the number that every element of a tensor equals, if the tensor's expression shows this. The tensor must be a constant, or a buffer that
+  has just been filled with a constant. Returns None for other tensors."""
   while u.op in (Ops.RESHAPE, Ops.EXPAND, Ops.PERMUTE, Ops.SHRINK): u = u.src[0]
   if u.op is Ops.CONST: return float(u.val)
   return None if (value := just_stored(u)) is None else filled_with(value)

@@ -164,6 +164,7 @@ def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
   return kept("co", (text, arch, clang.version), assembled)
 
 def code_object(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> bytes:
-  """Compiles a HIP source to a linked code object. A source that begins with `.text` is assembly text, as in tinygrad's own compiler."""
+  """Compiles a HIP source to a linked code object. A source that begins with `.text` is taken for assembly text, as tinygrad's own compiler takes
+  it."""
   is_assembly = source.split("\n", 1)[0].strip() == ".text"
   return assemble(source if is_assembly else assembly(source, arch, options, tools), arch, tools)

@@ -127,12 +127,12 @@ def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
   return t.device == at.device and t.uop.axis == axis
 
 def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
-  """Returns a shape with its number of rows replaced by `rows`."""
+  """Returns a shape in `layout` with its number of rows replaced by `rows`."""
   return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
-  """Returns the shape that an optional tensor has for the whole problem on one device. If the tensor's rows are divided like those of q, the shape
-  has all rows of the sequence, without the padding."""
+  """Returns the shape of an optional tensor as the whole problem needs it. It is the tensor's shape on one device. If the tensor's rows are divided
+  like those of q, it has all rows of the sequence, without the padding."""
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
   if shape[axis] != shards.queries:
@@ -286,13 +286,14 @@ class GatheringDevice:
       self.ordered[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
-    """Returns the regions of the buffers that `order_own` fills for the n-th launch."""
+    """Returns the regions of the gathering buffers that hold the device's own keys for the n-th launch. `order_own` fills them."""
     held = self.c.shards.keys_held(self.c.problem, self.number)
     return [self.keys(n, name, rows) for name in self.slots[n % SLOTS] for rows in held]
 
 def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
-  """Copies the keys for the n-th launch of each device, from the owners' ordered buffers to the device's gathering buffer. These copies begin after
-  the copies for the launch before, which they would otherwise slow down."""
+  """Copies keys between devices for the n-th launch of each device: from the gathering buffers of the devices that own them, where they lie in order,
+  to the gathering buffers of the device that needs them. These copies begin after the copies for the launch before, which they would otherwise slow
+  down."""
   copied = [(x, y, name, rows) for x in devices for owner, rows in c.shards.keys_copied(c.problem, x.number)
             for y in [devices[owner]] for name in x.slots[n % SLOTS]]
   taken = list[tuple[GatheringDevice, str, UOp]]()
@@ -379,8 +380,8 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
-  """Returns the kernel that `merge_call` calls. Equal arguments return the identical object, because tinygrad's schedule cache compares by
-  identity."""
+  """Returns the kernel by which `merge_call` merges partial results. Equal arguments return the identical object, because tinygrad's schedule cache
+  compares by identity."""
   merging = merge(p, arch, parts, there)
   program = (lambda *args: plain(merging(*args))) if plainly else merging
   takes = len(p.outputs) + len(parts) + p.sinks
