@@ -6,27 +6,28 @@ caches.py handles tinygrad's caches of kernels, patches.py and cuda.py change ti
 and devices.py query tensors and devices, timers.py times kernels."""
 from attn.tinygrad_compat.version import TINYGRAD_VERSION   # first, because it checks tinygrad's version
 from attn.tinygrad_compat import release as release     # second, because it checks what the other modules import
-from tinygrad import Device, Tensor, TinyJit
-from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF
-from tinygrad.dtype import AddrSpace, DType, dtypes, strong_dtype
-from tinygrad.engine.realize import capturing
-from tinygrad.helpers import ALLOW_TF32, CCACHE, Context, DEBUG, DEV, GlobalCounters, TRAINING, Target, VIZ
-from tinygrad.renderer import Estimates, Renderer
-from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
-from tinygrad.runtime.support.elf import elf_loader
-from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
-from attn.tinygrad_compat.caches import ast_of, forget_oldest_kernels, launch_of, program_key, program_of_launch
-from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
-from attn.tinygrad_compat.devices import (Means, c_compiler, comgr_compiler, comgr_version, decode_instruction, device_of, double_transcendentals,
-                                          opened_devices, without_comgr, workgroups_of)
-from attn.tinygrad_compat.functions import copied, inside_function, new_buffer, wanted_of
-from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
-from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, equality_as_uops, levels_to_caller, maker_of_latent_cache,
-                                          method_of_tinygrad, programs_through, survive_a_damaged_cache, watch_kernels)
-from attn.tinygrad_compat.tensors import differentiated, put_into_tensors, written_to
-from attn.tinygrad_compat.timers import compiled, cuda_graph_seconds, cuda_seconds, device_seconds, foreign_cuda_context, make_current, run_alone
-from attn.tinygrad_compat.uops import (VECTORS, VectorDType, also_after, begins_at, buffer_under, committed, copy_call, flat_element, linear_view,
-                                       new_uop, remembered, spec_names, vector_dtype, with_accesses, with_outputs, with_params)
+with release.imports_of_the_release():
+  from tinygrad import Device, Tensor, TinyJit
+  from tinygrad.device import Allocator, Buffer, BufferSpec, CompileError, Compiled, Compiler, Program, TinyELF
+  from tinygrad.dtype import AddrSpace, DType, dtypes, strong_dtype
+  from tinygrad.engine.realize import capturing
+  from tinygrad.helpers import ALLOW_TF32, CCACHE, Context, DEBUG, DEV, GlobalCounters, TRAINING, Target, VIZ
+  from tinygrad.renderer import Estimates, Renderer
+  from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer, HIPCCRenderer, HIPRenderer, NVCCRenderer
+  from tinygrad.runtime.support.elf import elf_loader
+  from tinygrad.uop.ops import AxisType, GroupOp, KernelInfo, Ops, PatternMatcher, ProgramInfo, UOp, UPat, exec_alu
+  from attn.tinygrad_compat.caches import ast_of, forget_oldest_kernels, launch_of, program_key, program_of_launch
+  from attn.tinygrad_compat.cuda import adapt_cuda, dynamic_shared_name, shared_memory_text, with_selected_inputs
+  from attn.tinygrad_compat.devices import (Means, c_compiler, comgr_compiler, comgr_version, decode_instruction, device_of, double_transcendentals,
+                                            opened_devices, without_comgr, workgroups_of)
+  from attn.tinygrad_compat.functions import copied, inside_function, new_buffer, wanted_of
+  from attn.tinygrad_compat.lowering import Places, compile_at_once, lower, lowered_with_places, made_with_places, statements, tinygrad_folder
+  from attn.tinygrad_compat.patches import (Rerouted, ToProgram, around_gradients, equality_as_uops, levels_to_caller, maker_of_latent_cache,
+                                            method_of_tinygrad, programs_through, survive_a_damaged_cache, watch_kernels)
+  from attn.tinygrad_compat.tensors import differentiated, put_into_tensors, written_to
+  from attn.tinygrad_compat.timers import compiled, cuda_graph_seconds, cuda_seconds, device_seconds, foreign_cuda_context, make_current, run_alone
+  from attn.tinygrad_compat.uops import (VECTORS, VectorDType, also_after, begins_at, buffer_under, committed, copy_call, flat_element, linear_view,
+                                         new_uop, remembered, spec_names, vector_dtype, with_accesses, with_outputs, with_params)
 
 __all__ = ["ALLOW_TF32", "AddrSpace", "Allocator", "AxisType", "Buffer", "BufferSpec", "CCACHE", "CStyleLanguage", "CUDARenderer", "CompileError",
            "Compiled", "Compiler", "Context", "DEBUG", "DEV", "DType", "Device", "Estimates", "GlobalCounters", "GroupOp", "HIPCCRenderer",

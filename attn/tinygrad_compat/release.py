@@ -1,6 +1,7 @@
 """Check of tinygrad's signatures at import. A git checkout may have the version number that attn requires, but be older or newer than the release."""
 from __future__ import annotations
-import importlib, inspect
+import contextlib, importlib, inspect
+from collections.abc import Iterator
 from typing import Any
 from attn.tinygrad_compat.version import TINYGRAD_VERSION
 
@@ -22,11 +23,19 @@ def difference(name:str, parameters:tuple[str, ...]) -> str|None:
   names = tuple(inspect.signature(found).parameters)
   return None if names == parameters else f"{name} takes ({', '.join(names)}) and not ({', '.join(parameters)})"
 
+def not_the_release(found:str) -> ImportError:
+  return ImportError(f"attn needs tinygrad {TINYGRAD_VERSION} as it was released; the installed one has that version number but differs: {found}; "
+                     f"to install the release: python -m pip install --force-reinstall tinygrad=={TINYGRAD_VERSION}")
+
 def check_release() -> None:
   """Raises ImportError, in one sentence, if the installed tinygrad differs from the release with its version number."""
   for name, parameters in RELEASED.items():
-    if (found := difference(name, parameters)) is not None:
-      raise ImportError(f"attn needs tinygrad {TINYGRAD_VERSION} as it was released; the installed one has that version number but differs: {found}; "
-                        f"to install the release: python -m pip install --force-reinstall tinygrad=={TINYGRAD_VERSION}")
+    if (found := difference(name, parameters)) is not None: raise not_the_release(found)
+
+@contextlib.contextmanager
+def imports_of_the_release() -> Iterator[None]:
+  """Context manager for imports from tinygrad. If a name is not there, raises the ImportError of `check_release`."""
+  try: yield
+  except (ImportError, AttributeError) as e: raise not_the_release(str(e)) from e
 
 check_release()

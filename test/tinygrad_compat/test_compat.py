@@ -248,6 +248,16 @@ def test_another_tinygrad_of_this_version_is_refused_in_one_sentence(changed:str
   with pytest.raises(ImportError, match=r"as it was released.*UOp.c(all takes|ustom_kernel is not there)") as e: release.check_release()
   assert "\n" not in str(e.value)
 
+@pytest.mark.parametrize("name", ["tinygrad.uop.weak:pm_commit_weak", "tinygrad.dtype:strong_dtype", "tinygrad.codegen:to_program_key"])
+def test_a_name_that_is_missing_is_told_in_one_sentence(name:str) -> None:
+  """`import attn` says which name is missing, and what to install, if tinygrad lacks any name that attn imports."""
+  module, _, path = name.partition(":")
+  script = f"import {module} as module\ndel module.{path}\nimport attn"
+  done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+  last = done.stderr.strip().splitlines()[-1]
+  assert done.returncode == 1 and last.startswith("ImportError: attn needs tinygrad 0.14.0 as it was released")
+  assert path.split(".")[-1] in last and last.endswith("python -m pip install --force-reinstall tinygrad==0.14.0")
+
 def test_workers_know_what_this_process_knows() -> None:
   """A compile worker registers attn's vector types. It needs them with SPEC=2, because tinygrad then computes the type of each UOp anew."""
   script = ("import attn\nfrom tinygrad import Tensor\nif __name__ == '__main__':\n  q = Tensor.rand(1, 2, 20, 16).half().realize()\n"
