@@ -1,6 +1,6 @@
-"""The accuracy law: how far an element of an output may be from exact, in units of its own rounding error. docs/contract.md derives it.
+"""Accuracy law: how far an element of an output may be from exact, in units of its own rounding error. docs/contract.md derives it.
 
-For every element, in every draw, whatever the kernel:
+The law holds for every element, for all inputs and all kernels:
 
   |out - exact| <= 6 sigma + slack
 
@@ -14,7 +14,7 @@ numbers are equal. A row has one delta, and an error of delta changes all dS of 
 `slack` bounds the errors of fp32 arithmetic, and the loss of weights below the normal numbers of float16.
 
 Over all elements with slack < sigma/4, the root mean square of error/sigma is at most 1, if there are 10^4 such elements or more. NaN and inf stand
-exactly where `exact` has them, and inf also where the output's dtype has no number as large."""
+exactly where `exact` has them, and inf also where a result is too large for the output's dtype."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator

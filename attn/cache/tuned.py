@@ -22,7 +22,8 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """Size class of a problem's head dimensions: the smallest of CLASSES that is at least D and at least Dv."""
+  """Size class of a problem's head dimensions: the smallest of CLASSES that is at least D and at least Dv. If there is none, the larger of D and
+  Dv."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these options share a class
