@@ -115,7 +115,7 @@ def check_verified(s:Settings) -> None:
   """Raises BadSetting if checking the gradients would take too much memory."""
   p = s.problem
   if s.backward and s.verify and (scores := p.H//p.Hkv*p.Sq*p.Sk) > MOST_SCORES:
-    raise BadSetting(f"VERIFY={s.verify} with BWD=1: a head of keys has {scores} scores, of which {MOST_SCORES} at most are computed again; "
+    raise BadSetting(f"VERIFY={s.verify} with BWD=1: a key head has {scores} scores, and at most {MOST_SCORES} can be checked; "
                      "VERIFY=0 checks none")
 
 def find_device() -> str:
@@ -340,7 +340,7 @@ def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
 
 def tune_all(todo:Sequence[Settings]) -> None:
   if Device.DEFAULT == "EMU":
-    raise BadSetting("TUNE=1: needs a GPU, for what the emulator takes says nothing about one; the tiles in use come from a search over bounds "
+    raise BadSetting("TUNE=1: needs a GPU, because times on the emulator say nothing about a GPU; the tiles in use come from a search over bounds "
                      "(python -m attn.tune)")
   arch = device_arch()
   for s in todo:

@@ -154,7 +154,7 @@ def arch_of(device:str) -> Chip|None:
 def check_device(arch:str, device:str) -> None:
   """Raises ValueError if `arch` is not the chip of the device on which the kernel will run."""
   if (found := arch_of(device)) is None: raise ValueError(f"arch={arch!r}: no kernel runs on device {device}")
-  if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: {device} is {found.name}, and runs no other chip's kernels; use that")
+  if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: must be {found.name!r}, the chip of device {device}")
 
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
   """Returns the numbers in a tensor if the host can read them at no cost: the tensor is realized and on the emulator. Returns None for other tensors.

@@ -45,7 +45,7 @@ class Origin:
     outputs = [buffer.reshape(shape) if buffer.shape != shape else buffer for buffer, shape in found if buffer is not None]
     if len(outputs) == len(found): return outputs, self.gradient
     if not hasattr(self.gradient, "without"):
-      raise RuntimeError("a gradient through lse, which was computed before, needs o, which nobody has kept: keep a reference to o")
+      raise RuntimeError("the gradient through lse, which was computed before, needs o, which no longer exists: keep a reference to o")
     return outputs, self.gradient.without([i for i, (buffer, _) in enumerate(found) if buffer is None])
 
 @dataclass(frozen=True, eq=False)

@@ -156,7 +156,9 @@ def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
   u = unmoved(u)
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
-    if (found := flat_element(u)) is None: raise NotImplementedError(f"{what} reads a tensor in a way that is no element of it: {values.shown(u)}")
+    if (found := flat_element(u)) is None:
+      raise NotImplementedError(f"{what} reads an element of {values.shown(u.src[0])}, which is no tensor of mod_tensors: read the element first, "
+                                "then compute with it")
     u = found
   tensor, indices = u.src[0], []
   for axis, (index, size) in enumerate(zip(u.src[1:], tensor.shape)):
