@@ -1,1 +1,1 @@
-"""Operations that attn's kernels use and tinygrad has no UOp for: see operation.py."""
+"""Operations that attn's kernels use and that tinygrad has no UOp for: see operation.py."""

@@ -1,5 +1,5 @@
-"""Instructions of AMD's chips that tinygrad has no UOp for: for each, the HIP text that is printed, and the numpy function with which the emulator
-computes it. Operations of all vendors are in common.py."""
+"""Instructions of AMD's chips that tinygrad has no UOp for. Each instruction is defined twice: by the HIP text that is printed, and by the numpy
+function with which the emulator computes it. Operations for the chips of all vendors are in common.py."""
 from __future__ import annotations
 from typing import Any
 import functools
@@ -14,8 +14,8 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Returns 0 for each thread, which is the value of every statement. This is the whole numpy function of a statement that only tells a compiler
-  something."""
+  """Returns 0 for each thread. An operation that is executed only for its effect, a statement, has this value. For the emulator this function is the
+  whole meaning of a statement that only tells a compiler something."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
@@ -42,9 +42,9 @@ def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
 
 def side_by_side(x:UOp) -> UOp:
-  """Returns the vector x, with its elements in neighbouring registers at this point, and so in different banks. Otherwise the compiler may keep them
-  in any registers. Two instructions issue together only if their operands, and their results, are in different banks (VOPD: RDNA3 ISA section
-  7.6)."""
+  """Returns the vector x, and makes the compiler put its elements into neighbouring registers at this point. Neighbouring registers are in different
+  banks. Without this operation the compiler may keep the elements in any registers. Two instructions issue together only if their operands, and their
+  results, are in different banks (VOPD: RDNA3 ISA section 7.6)."""
   return emit("side_by_side", x.dtype, x)
 
 # ***** across lanes *****
@@ -57,9 +57,9 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns x of this lane and x of the lane `step` lanes away, as a pair in either order. Reductions by a commutative operation call it for every
-  step in `matrix.group_steps`. `matrix.exchange` selects the instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12),
-  v_permlanex16_b32 or ds_bpermute_b32."""
+  """Returns a pair: x of this lane and x of the lane `step` lanes away, in either order. A reduction by a commutative operation calls `pair` for
+  every step in `matrix.group_steps`. `matrix.exchange` selects the instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section
+  12), v_permlanex16_b32 or ds_bpermute_b32."""
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 
 def _share_halves(lanes:Any, x:Array, low:Array) -> Array:
@@ -76,33 +76,34 @@ def _share_halves_text(printer:Any, out:str) -> Body:
 instruction("share_halves", _share_halves, _share_halves_text)
 
 def share_halves(x:UOp, low:UOp) -> UOp:
-  """Gives lanes l and l+16 both lane l's vector, followed by lane l+16's vector. `low` is true in lanes 0-15."""
+  """Returns lane l's vector followed by lane l+16's vector, in lane l and in lane l+16. `low` is true in lanes 0-15."""
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `low_lanes`. Inline assembly hides the number from clang, so that clang can't reuse an earlier result. (The text calls
-  the intrinsic by its LLVM name: clang 19 has no builtin for it.)"""
+  """Returns the HIP text of `low_lanes`. Inline assembly hides the mask of the lanes from clang, so that clang can't reuse an earlier result. (The
+  text calls the intrinsic by its LLVM name, because clang 19 has no builtin for the intrinsic.)"""
   return Body('__attribute__((device)) bool lanes_of(unsigned) __asm("llvm.amdgcn.inverse.ballot.i32");\n'
               'unsigned bits = 0xffffu;\nasm("" : "+s"(bits) : "v"(x[0]));\nreturn lanes_of(bits);', "x")
 
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. The condition is computed again once the vector x is there, so that it lies in VCC even after a
-  comparison has used VCC. Two selects by VCC are one instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
+  """Tells whether this lane is one of lanes 0-15. The chip computes the answer anew at each call, after the vector x. So the answer lies in the
+  register VCC, even if a comparison has overwritten VCC since an earlier call. Two selects that both use VCC are one instruction (v_dual_cndmask_b32:
+  RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****
 
 def waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
-  """Returns the C++ text of CDNA's s_waitcnt: it waits until at most `vmcnt` loads from memory and `lgkmcnt` accesses to LDS of this wave are not
-  complete. (The encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
+  """Returns the C++ text of CDNA's s_waitcnt. The instruction waits until at most `vmcnt` loads from memory, and at most `lgkmcnt` accesses to LDS,
+  of this wave are still under way. (The encoding is in LLVM's AMDGPUBaseInfo.cpp.)"""
   return f"__builtin_amdgcn_s_waitcnt(0x{vmcnt & 15 | 7 << 4 | lgkmcnt << 8 | vmcnt >> 4 << 14:04x});"
 
 def kept_in_order(*statements:str) -> str:
-  """Returns the C++ text of statements between two fences. Neither clang's passes nor its scheduler move an access to memory past these statements.
+  """Returns the C++ text of `statements` between two fences. Neither clang's passes nor its scheduler move an access to memory past these statements.
   The fences have the scope of one wave and cost nothing. A release fence with the scope of the workgroup would wait until all loads from memory to
-  LDS are complete, although the barrier among the statements may need only some of them."""
+  LDS are complete, although a barrier among the statements may need only some of these loads."""
   fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
@@ -119,36 +120,37 @@ instruction("sched_barrier", nothing, Body("__builtin_amdgcn_sched_barrier(0);\n
 instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\nreturn x;', "x"))
 
 def barrier(*done:UOp) -> UOp:
-  """Workgroup barrier, after the values `done` are computed. The compiler moves no access to LDS across it. (The kernel places this barrier; tinygrad
-  does not insert it.) Returns a statement."""
+  """Makes a barrier of the workgroup, after the values `done` are computed. The compiler moves no access to LDS across the barrier. (The kernel
+  places this barrier; tinygrad does not insert it.) Returns a statement."""
   return statement("barrier", *done)
 def barrier_of(waves:UOp, *done:UOp) -> UOp:
-  """Barrier that only the waves with a nonzero `waves` execute: from then on the other waves are one barrier behind. Returns a statement."""
+  """Makes a barrier that a wave executes only if `waves` is not 0 in this wave. From then on, each wave that has not executed the barrier is one
+  barrier behind. Returns a statement."""
   return statement("barrier_of", integer(waves), *done)
 def wait_loads(n:int, *done:UOp) -> UOp:
-  """Waits until at most `n` of this wave's loads to LDS are not complete (s_waitcnt vmcnt). Returns a statement."""
+  """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement."""
   return statement("wait_loads", *done, n=n)
 def priority(level:int, *done:UOp) -> UOp:
-  """Sets this wave's priority among the waves of its SIMD, 0 to 3, from here on (s_setprio). Returns a statement."""
+  """Sets this wave's priority among the waves of its SIMD to `level`, which is 0 to 3 (s_setprio). Returns a statement."""
   return statement("priority", *done, level=level)
 def fp32_apart(*done:UOp) -> UOp:
   """Keeps clang from packing two fp32 operations of this kernel into one instruction: see GLOBAL_UNPACKED in ops.renderers. Returns a statement."""
   return statement("fp32_apart", *done)
 def sched_barrier(*done:UOp) -> UOp:
-  """Keeps clang from scheduling anything across the point where all of `done` are computed, so that loads don't start long before their use.
-  Returns a statement."""
+  """Keeps clang from moving instructions across the point where all of `done` are computed, so that loads don't start long before their use. Returns
+  a statement."""
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x and hides its value from the compiler. A load from an address that depends on the result is repeated for every new value of
-  `trip` (the number of a loop's iteration), instead of being kept in registers."""
+  """Returns the integer x and hides its value from the compiler. The compiler repeats a load for every new `trip` if the address depends on the
+  result, and does not keep the loaded value in registers. `trip` is usually the number of a loop's iteration."""
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]
                                                                         + ["return 0.0f;"]), " ".join("abcdefghijklmnop"[:n])))
 
 def made_here(*values:UOp) -> UOp:
-  """Makes the compiler compute the vectors `values` at this point. Otherwise the compiler may move their computation behind a barrier, into a later
-  branch. Returns a statement."""
+  """Makes the compiler compute the vectors `values` at this point. Without this operation the compiler may move their computation behind a barrier,
+  into a later branch. Returns a statement."""
   return statement("made_here", *values, n=len(values))
 
 # ***** memory *****
@@ -195,23 +197,23 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Loads a 16-bit number from LDS at `lds` (an INDEX) + s bytes, for each s in `steps`, and puts two numbers into each dword. The numbers are a
-  column of a tile that is stored by rows (ds_read_u16)."""
+  """Loads 16-bit numbers from LDS (ds_read_u16) and packs two numbers into each dword. There is one number for each s in `steps`, at `lds` (an INDEX)
+  + s bytes. The numbers are a column of a tile that is stored by rows."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
-  """Loads 16 bytes as `buffer_load` does, but directly to LDS: lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The load is not complete
-  until `wait_loads` has waited for it. Returns a statement."""
+  """Copies 16 bytes per lane from memory directly to LDS. `base`, `records` and `offset` have the same meaning as in `buffer_load`. Lane l's bytes go
+  to `lds` (a wave-uniform INDEX) + 16*l. The copy is not complete until `wait_loads` has waited for it. Returns a statement."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
-  """Loads a transposed 4 x 16 matrix of 16-bit elements for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive
-  elements, those of row l//4 from column 4*(l%4) on, and gets column l (CDNA4 ISA section 11.4)."""
+  """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive
+  elements of row l//4, from column 4*(l%4) on. The lane gets column l (CDNA4 ISA section 11.4)."""
   return emit("load_transposed", u32(2), lds)
 
 # ***** matrix unit *****
 
 def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
-  """Returns the HIP text of a matrix instruction. A C cast between vectors of the same size keeps the bits; a vector becomes a number only by
-  __builtin_bit_cast."""
+  """Returns the HIP text of a matrix instruction. A vector operand is converted to the instruction's vector type by a C cast, which keeps the bits of
+  a vector of the same size. An operand that the instruction takes as one number of type long needs __builtin_bit_cast."""
   if matrix.operand_type == "long": a, b = (f"__builtin_bit_cast(long, {{{i}}})" for i in range(2))
   else: a, b = (f"({matrix.operand_type}{matrix.operand}){{{i}}}" for i in range(2))
   return str(matrix.call(a, b, "{2}"))
@@ -219,10 +221,10 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Computes acc + A B by one matrix instruction; a and b are the packed operands as the registers hold them.
+  """Computes acc + A B by one matrix instruction. a and b are the packed operands as the registers hold them.
 
-  This is tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0), with the shape in the value's type and not in the UOp's. An `Ops.WMMA` needs operands of one
-  dimension. The devectorizer (do_stack_wmma) splits operands of n numbers into single numbers. Operands of one element, a vector, work, but the
-  RESHAPE, STACK and INDEX around each operand make lowering 25 to 60 % slower (gfx942, D=64: 0.39 to 0.54 s). And HIPRenderer's `#define` names
-  builtins that do not exist for the 32x32 shapes."""
+  This operation stands in for tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0). Here the shape is in the value's type; in tinygrad it is the UOp's
+  shape. An `Ops.WMMA` needs operands of one dimension. The devectorizer (do_stack_wmma) splits operands of n numbers into single numbers. Operands of
+  one element, a vector, work, but the RESHAPE, STACK and INDEX around each operand make lowering 25 to 60 % slower (gfx942, D=64: 0.39 to 0.54 s).
+  And HIPRenderer's `#define` names builtins that do not exist for the 32x32 shapes."""
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

@@ -1,9 +1,9 @@
 """Operations by which the workgroups of one launch work together through global memory: sums of float32, tickets and turns.
 
-`atomic_add` adds to a sum that several workgroups share. A ticket is a number that a workgroup draws: 0 for the first one that draws, then 1 and so
-on. A turn is the number that a counter must have before a workgroup may act. `await_turn` waits until the counter has this number. `pass_turn` adds 1
-to it. A workgroup that has waited for a turn sees everything that was done before the turn was passed. All of these operations have the scope of the
-whole chip, even if the chip has several L2 caches.
+`atomic_add` adds to a sum that several workgroups share. A ticket is a number that a workgroup draws: the first workgroup that draws gets 0, the next
+one 1 and so on. A turn is the number that a counter must have before a workgroup may act. `await_turn` waits until the counter has this number.
+`pass_turn` adds 1 to the counter. A workgroup that has waited for a turn sees everything that was done before the turn was passed. All of these
+operations have the scope of the whole chip, even if the chip has several L2 caches.
 
 If several waves of a workgroup act in a turn, barriers keep them together:
 
@@ -16,9 +16,8 @@ If several waves of a workgroup act in a turn, barriers keep them together:
 
 A wave with a counter of its own needs neither the barriers nor `settle`. A counter is an int32 in global memory and must be 0 when the launch begins.
 
-Only the tickets tell which workgroups have started. A workgroup that waits for a higher block number, or for a higher ticket, may wait forever: the
-workgroup that it waits for may start only when another one ends.
-"""
+Only the tickets tell which workgroups have started. A workgroup that waits for a workgroup with a higher block number, or with a higher ticket, may
+wait forever: that workgroup may start only when another one ends."""
 from __future__ import annotations
 import functools
 from typing import Any
@@ -35,29 +34,31 @@ IN_GLOBAL, IN_LDS = (f"__attribute__((address_space({n})))" for n in (1, 3))
 AGENT = "__HIP_MEMORY_SCOPE_AGENT"
 
 def of_global(pointer:str) -> str:
-  """Returns the address of a pointer to global memory, as an operand of inline assembly."""
+  """Returns the text of an operand of inline assembly: the address in global memory that the pointer named `pointer` holds."""
   return f'"l"(__cvta_generic_to_global({pointer}))'
 
 def fence(order:str, scope:str) -> str: return f'__builtin_amdgcn_fence(__ATOMIC_{order}, "{scope}");'
 
 def counts_as_loads(arch:str) -> bool:
-  """Tells whether an AMD chip counts its stores to memory by the counter of its loads (CDNA)."""
+  """Tells whether an AMD chip counts stores to memory with the same counter as loads from memory. CDNA does."""
   return (counters := get_chip(arch).unit.counters) is not None and counters.load == counters.store
 
 def with_scope(arch:str) -> list[str]:
-  """Returns lines of HIP text that refuse a compiler which omits the scope of instructions that need one. On RDNA4 clang 19 adds float32 with the
-  scope of one compute unit, and does not wait for a cache that it writes back."""
+  """Returns lines of HIP text that make clang before version 20 fail with a message, if the chip is an RDNA4. Returns no lines for other chips. On
+  RDNA4 clang 19 omits the scope of instructions that need one: it adds float32 with the scope of one compute unit, and does not wait for a cache that
+  it writes back."""
   if (counters := get_chip(arch).unit.counters) is None or counters.store != "storecnt": return []
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 
 def in_global(at:UOp, dtype:DType, name:str) -> UOp:
-  """Returns `at`. Raises ValueError unless `at` is an INDEX of a buffer in global memory with elements of `dtype`. `name` names it in the message."""
+  """Returns `at`. Raises ValueError unless `at` is an INDEX of a buffer in global memory with elements of `dtype`. The message calls the operand
+  `name`."""
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
     raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
   return at
 
 def shared_tensors(u:UOp) -> set[int]:
-  """Returns the numbers of the kernel's tensors that an atomic operation works on. Any other UOp works on none."""
+  """Returns the numbers of the kernel's tensors that the atomic operation u works on. Returns an empty set if u is not an atomic operation."""
   if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
   return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
 
@@ -67,8 +68,8 @@ def _with_shared_tensors(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
 
 @functools.cache
 def show_shared_tensors() -> None:
-  """Makes tinygrad know, for the rest of the process, that a kernel reads and writes the tensors of its atomic operations. tinygrad sees only stores
-  and loads: in a graph under TinyJit a kernel that reads a sum would not wait for the kernel that adds to it."""
+  """Tells tinygrad, for the rest of the process, which tensors the atomic operations of a kernel read and write. tinygrad itself sees only loads and
+  stores. Without this knowledge, a kernel that reads a sum would not wait in a graph under TinyJit for the kernel that adds to the sum."""
   programs_through(_with_shared_tensors)
 
 # ***** sums *****
@@ -81,7 +82,7 @@ def _named(steps:tuple[int, ...], together:int) -> str:
   return "_".join(["atomic_add", *[f"x{together}"]*(together > 1), *map(str, steps)]).replace("-", "minus")
 
 def _atomic_add_hip(printer:Any, out:str, steps:tuple[int, ...], together:int) -> Body:
-  """Returns the HIP text of `atomic_add`. The builtin becomes one instruction; __hip_atomic_fetch_add would become a loop."""
+  """Returns the HIP text of `atomic_add`. The builtin in the text becomes one instruction; __hip_atomic_fetch_add would become a loop."""
   if together > 1 or not get_chip(printer.arch).unit.matrix:
     raise NotImplementedError(f"{printer.arch} has no instruction that adds {together} float32 to global memory")
   adds = [f"__builtin_amdgcn_global_atomic_fadd_f32(sum + {step}, x{f'[{i}]'*(len(steps) > 1)});" for i, step in enumerate(steps)]
@@ -103,9 +104,9 @@ instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic
 
 def atomic_add(at:UOp, x:UOp, *done:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
   """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `steps` has one constant distance from `at` (an INDEX)
-  for each element, in elements; without it the distances are 0, 1, 2 and so on. With `together`, one instruction adds 2 or 4 neighbouring elements,
-  which begin at a multiple of their size; `steps` then has one distance for each instruction. Only sm_90 and later chips
-  of NVIDIA can do this. Returns a statement."""
+  for each element, counted in elements; by default the distances are 0, 1, 2 and so on. If `together` is 2 or 4, one instruction adds this many
+  neighbouring elements, whose address is a multiple of their size; `steps` then has one distance for each instruction. Only NVIDIA's chips from sm_90
+  on can do this. Raises ValueError if `together` or `steps` does not fit the elements of x. Returns a statement."""
   n = length(x)
   if together not in (1, 2, 4) or n % together: raise ValueError(f"together={together}: must be 1, 2 or 4, and divide the {n} elements of x")
   if len(steps := steps or tuple(range(0, n, together))) != n//together: raise ValueError(f"steps={steps}: must be {n//together} distances")
@@ -138,10 +139,10 @@ instruction("ticket_of_all", _ticket_of_all,
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *done:UOp, lds:UOp|None=None) -> UOp:
-  """Adds 1 to `counter` (an INDEX) and returns, in all lanes of the workgroup, the number that the counter had before. `block` is any number made of
-  all block indices. It has no effect on the result, but tinygrad launches workgroups along an axis only if an operation has the axis's index. `first`
-  is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an INDEX of an int32 in LDS, by which the waves exchange the number. The
-  operation then contains a barrier, and another barrier must come before the next use of this int32."""
+  """Adds 1 to `counter` (an INDEX) and returns, in all lanes of the workgroup, the number that the counter had before. `block` is any number computed
+  from all block indices. It has no effect on the result, but tinygrad launches workgroups along an axis only if an operation has the axis's index.
+  `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an INDEX of an int32 in LDS: wave 0 writes the number there, and
+  the other waves read it. The operation then contains a barrier, and another barrier must come before the next use of this int32."""
   sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *done
   return emit("ticket" if lds is None else "ticket_of_all", dtypes.int, *sources)
 
@@ -160,13 +161,13 @@ def _pass_turn(lanes:Any, counter:Any, first:Array, *_:Any) -> Array:
   return nothing(lanes)
 
 def _settle_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `settle`. A release fence with the scope of a workgroup waits for nothing on CDNA, and one with the scope of the chip
-  writes back the L2 cache, which `pass_turn` does once for all waves."""
+  """Returns the HIP text of `settle`. A release fence with the scope of a workgroup waits for nothing on CDNA. A release fence with the scope of the
+  chip writes back the L2 cache, which `pass_turn` does once for all waves."""
   return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
 
 def _pass_text(printer:Any, out:str) -> Body:
   """Returns the HIP text of `pass_turn`. On CDNA clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is
-  under way (llvm/llvm-project#178316). So the text waits for it."""
+  under way (llvm/llvm-project#178316). So the text contains this wait."""
   wait = [waitcnt(vmcnt=0)] if counts_as_loads(printer.arch) else []
   lines = [*with_scope(printer.arch), _AT, "if (!first) return 0.0f;", fence("RELEASE", "agent"), *wait, _DRAWN, "return 0.0f;"]
   return Body("\n".join(lines), "counter first")
@@ -184,13 +185,13 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *done:UOp) -> UOp:
   """Waits until `counter` (an INDEX) is equal to `number`, in lanes where `first` is true. Everything that other workgroups did before they passed
-  this turn is then visible: to this wave at once, to other waves of the workgroup after a barrier. Returns a statement."""
+  this turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier. Returns a statement."""
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *done)
 def settle(*done:UOp) -> UOp:
-  """Waits until this wave's additions to global memory and its stores there are complete. Returns a statement."""
+  """Waits until this wave's additions and stores to global memory are complete. Returns a statement."""
   return statement("settle", *done)
 def pass_turn(counter:UOp, first:UOp, *done:UOp) -> UOp:
   """Adds 1 to `counter` (an INDEX), in lanes where `first` is true. A wave that waits for the new number then sees what this wave did before. If
-  other waves of the workgroup acted in the turn too, they must `settle`, and a barrier must follow, before the turn is passed. Returns a
+  other waves of the workgroup acted in the turn too, each of them must call `settle`, and a barrier must follow, before the turn is passed. Returns a
   statement."""
   return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *done)

@@ -1,11 +1,12 @@
 """Finds uniform integers that are clamped between two bounds. Without help clang would compute them in vector registers.
 
-If clang knows 0 and n, it makes one vector instruction of min(max(x, 0), n), v_med3_i32, even if x is equal in all lanes; a scalar med3 does not
-exist. Every number computed from the result then lies in a vector register too. If the address or the size of a load is such a number, the load reads
-it lane by lane, in a loop. If clang does not know a bound, it makes a scalar maximum or minimum. attn hides the second bound. If clang knows x, as in
-a loop of one iteration, applying the first bound takes no instruction. If the first bound were hidden instead, clang would know x and the second
-bound, which are then two known bounds of the hidden number.
-"""
+If clang knows 0 and n, it compiles min(max(x, 0), n) to one vector instruction, v_med3_i32, even if x is equal in all lanes. A scalar med3 does not
+exist. Every number computed from the result then lies in a vector register too. A load that needs such a number as its address or size reads the
+vector register lane by lane, in a loop.
+
+If clang does not know one of the bounds, it makes a scalar maximum and a scalar minimum. So attn hides the second bound from clang, but not the first
+one. A first bound that clang knows costs no instruction if clang knows x too, as in a loop of one iteration. If the first bound were hidden, clang
+could still make a med3: its two known bounds would be x and the second bound, and the hidden number would lie between them."""
 from __future__ import annotations
 from attn.ops.operation import Call
 from attn.tinygrad_compat import Ops, UOp, dtypes
@@ -21,7 +22,7 @@ UNIFORM = ("uniform", "opaque_uniform", "ticket", "ticket_of_all")      # operat
 OF_LANES = (Ops.LOAD, Ops.CUSTOM, Ops.CUSTOMI)         # UOps whose result may differ between lanes even if the operands are equal
 
 def uniform_numbers(uops:list[UOp]) -> set[UOp]:
-  """Returns the numbers that are equal in all threads of a workgroup, as far as their operands show it."""
+  """Returns the UOps of a kernel that have the same value in all threads of a workgroup. A UOp is included only if its operands show this."""
   found = set[UOp]()
   for u in uops:
     if u.op is Ops.SPECIAL: same = u.arg.startswith("g")
@@ -33,18 +34,20 @@ def uniform_numbers(uops:list[UOp]) -> set[UOp]:
 def is_constant(u:UOp) -> bool: return u.op is Ops.CAST and u.src[0].op is Ops.CONST
 
 def is_maximum(u:UOp) -> bool:
-  """Tells whether u is max(x, n) of an integer and a constant, in the form that renderers get: x < n ? n : x. A minimum has the form ~max(~x, ~n)."""
+  """Tells whether u is max(x, n) of an integer x and a constant n, in the form that renderers get: x < n ? n : x. A minimum reaches a renderer as
+  ~max(~x, ~n)."""
   if u.op is not Ops.WHERE or u.dtype != dtypes.int or u.src[0].op is not Ops.CMPLT or not is_constant(u.src[1]): return False
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether u, which has the form of a maximum, computes a minimum: the minimum of x is written as ~max(~x, ...). If x is itself such a
-  minimum, the two ~ cancel, and the answer is False."""
+  """Tells whether u, which has the form of a maximum, is a part of a minimum. The minimum of x and n has the form ~max(~x, ~n), so the first operand
+  of its maximum begins with ~. The answer is False if this ~ belongs to a minimum inside u, as in max(min(x, a), n). The answer is also False for the
+  minimum of a minimum, where two ~ cancel."""
   y = u.src[2]
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Returns the UOps that clamp a uniform number by the second of two bounds. Each such UOp is a maximum (a minimum is written as ~max(~x, ~n))."""
+  """Returns the UOps that apply the second of two bounds to a uniform number. Each such UOp is a maximum (a minimum is written as ~max(~x, ~n))."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

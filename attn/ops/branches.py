@@ -1,12 +1,11 @@
 """Analysis that finds stored values which must be computed before the branch that stores them.
 
 A store under a condition becomes a branch that only the storing lanes take. clang may move the computation of the value into that branch. But an
-operation across lanes needs all lanes, and LLVM does not know this for every such instruction: for v_permlane16_swap_b32, v_permlane32_swap_b32 and
-v_permlanex16_b32 it knows it from release 21 on, for matrix instructions not yet in 22. So the renderer (ops.renderers) prints an empty assembly text
-before the branch. The assembly text reads every stored value that depends on such an operation, so clang must compute the value before the branch.
-Any other value, such as a tile on its way from memory to LDS, may be computed in the branch: a wave that has nothing to store then skips it.
-`python -m attn.isa check` finds operations that this analysis misses.
-"""
+operation across lanes needs all lanes, and LLVM does not know this for every instruction. For v_permlane16_swap_b32, v_permlane32_swap_b32 and
+v_permlanex16_b32 LLVM knows it from release 21 on; for matrix instructions, release 22 does not know it yet. So the renderer (ops.renderers) prints
+an empty assembly text before the branch. The assembly text reads every stored value that depends on such an operation, so clang must compute the
+value before the branch. Any other value, such as a tile on its way from memory to LDS, may be computed in the branch: a wave that has nothing to
+store then skips the computation. `python -m attn.isa check` finds operations that this analysis misses."""
 from __future__ import annotations
 from collections.abc import Iterator
 from attn.ops.operation import Call
@@ -16,13 +15,14 @@ ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:
-  """Returns the operands that a value depends on. A loaded value depends on the array that it is loaded from. (Its caller `from_all_lanes` follows
-  values through register arrays only, not through other arrays.)"""
+  """Returns the operands that the value of u depends on. A loaded value depends on the array from which it is loaded, and not on the index. A value
+  that an operation loads from memory depends on no operand. (`from_all_lanes` follows values through register arrays only, not through other
+  arrays.)"""
   if u.op in (Ops.LOAD, Ops.INDEX, Ops.AFTER): return u.src[:1]
   return () if isinstance(u.arg, Call) and u.arg.name in FROM_MEMORY else u.src
 
 def _written(u:UOp) -> Iterator[UOp]:
-  """Returns the register arrays that a store writes, or that an operation may write. An operation may write every array among its operands."""
+  """Yields the register arrays that u may write. A store writes its destination. An operation may write every array among its operands."""
   for s in u.src[:1] if u.op is Ops.STORE else u.src if isinstance(u.arg, Call) else ():
     if s.op is Ops.INDEX and s.addrspace is AddrSpace.REG: yield s.buf_uop
 
@@ -37,8 +37,8 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Maps the IF of a branch to the stored values that must be computed before it. In a row of branches the first IF gets the values of all these
-  branches: clang merges branches that have the same condition and nothing between them."""
+  """Maps the IF of a branch to the stored values that must be computed before this IF. If branches follow one another directly, the first IF gets the
+  values of all of them, because clang merges neighbouring branches that have the same condition."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

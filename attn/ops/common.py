@@ -38,7 +38,7 @@ def splat(x:float|UOp, n:int) -> UOp:
 def build(*xs:UOp) -> UOp: return emit("build", resized(xs[0], len(xs)), *xs)
 def extract(x:UOp, i:int) -> UOp: return emit("extract", resized(x, 1), x, i=i) if length(x) > 1 else x
 def slice_(x:UOp, start:int, n:int) -> UOp:
-  """Returns the vector of the n elements of x from element `start` on."""
+  """Returns a vector of n elements of x, from element `start` on."""
   if n == length(x): return x
   return extract(x, start) if n == 1 else emit("slice", resized(x, n), x, start=start, n=n)
 def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + length(y)), x, y)
@@ -46,12 +46,13 @@ def concat(x:UOp, y:UOp) -> UOp: return emit("concat", resized(x, length(x) + le
 # ***** fp32 arithmetic, element by element *****
 
 def widest(*xs:UOp) -> tuple[DType, list[UOp]]:
-  """Broadcasts the operands to the length of the longest one; returns the type and the vectors."""
+  """Broadcasts the operands to the length of the longest operand. Returns the common type and the vectors."""
   n = max(map(length, xs))
   return f32(n), [x if length(x) == n else splat(x, n) for x in xs]
 
 def arithmetic(op:Ops, *xs:UOp) -> UOp:
-  """Applies one of tinygrad's UOps to vectors. (tinygrad's own operators would look for a common type of the operands; vector types have none.)"""
+  """Applies one of tinygrad's UOps to vectors. (tinygrad's own operators would look for a common type of the operands, and vector types have no
+  common type.)"""
   dtype, operands = widest(*xs)
   return new_uop(op, tuple(operands), dtype)
 def add(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.ADD, x, y)
@@ -100,21 +101,21 @@ def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
   return c.vector(*map(half, range(n)))
 
 def pack(x:UOp, dtype:str) -> UOp:
-  """Rounds n fp32 numbers to the 16-bit type `dtype`, to nearest even, and packs them into n/2 dwords."""
+  """Rounds n fp32 numbers to the 16-bit type `dtype`, to nearest even, and packs the results into n/2 dwords."""
   return emit("pack", u32(length(x)//2), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Packs elements of P as `pack` does, in fewer instructions. An element that is not finite, or that is above numerics.LARGEST_WEIGHT, may
-  become any value that is not finite."""
+  """Packs elements of P like `pack`, but with fewer instructions. An element that is not finite, or that is above numerics.LARGEST_WEIGHT, may become
+  any value that is not finite."""
   return emit("pack_weights", u32(length(x)//2), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
-  """Converts n 16-bit floats to fp32. A dword holds two of them; a single one lies in the low half."""
+  """Converts n 16-bit floats to fp32. Each dword of x holds two 16-bit floats; if n is 1, the float lies in the low half."""
   return emit("widen", f32(n), x, n=n, dtype=dtype)
 
 # ***** scores *****
 
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  """Sets elements above the limit to -inf. It uses a select and not an addition, so that a NaN score disappears too."""
+  """Sets each element whose column number is above `limit` to -inf. A select does this, and not an addition, so that a NaN score is replaced too."""
   return c.masked(x, offsets, ">", limit, -c.inf)
 
 @compound("mask_beyond")
@@ -159,8 +160,8 @@ def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
   """Sets masked scores to -inf, as one statement. `scores` is a placeholder of registers with vectors of scores. Each vector holds scores of one row,
-  then scores of the next row. Score j of a row in vector i has the column number offsets[j] + i*apart. It is masked if this number is "above" or
-  "below" (`side`) the limit of its row."""
+  then as many scores of the next row. Score j of a row in vector i has the column number offsets[j] + i*apart. A score is masked if its column number
+  is above the limit of its row (`side` "above") or below it (`side` "below"). `limits` has one limit for each row."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
@@ -172,16 +173,16 @@ def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   column number is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
-  """Returns the vector with the elements of x where a condition holds, and with those of y elsewhere. There is one condition for each element. A
-  number stands for a vector of equal elements."""
+  """Returns a vector that takes each element from x if the element's condition is true, and from y otherwise. `conditions` has one condition for each
+  element. A Python float as x or y stands for a vector of equal elements."""
   def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Subtracts the first column number from each of the column numbers `offsets` of a vector. Most vectors have equal differences, so one printed
-  function is enough for all of them."""
+  """Subtracts the first column number of a vector from all of its column numbers `offsets`. The differences are the same for most vectors, so most
+  vectors share one printed function."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
-  """Computes P = exp2(scores*scale + addend). The vector of scores holds its rows one after another; `addend` has one number for each row."""
+  """Computes P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""
   return emit("weights", scores.dtype, scores, addend, rows=length(addend), scale=scale)
 
 # ***** memory *****
@@ -191,18 +192,19 @@ MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
   """Returns the one-dimensional buffer under a placeholder. (An index into the placeholder's own `.flatten()` would be split by the shape and put
-  together again, which is slow to lower.)"""
+  together again, which makes lowering slow.)"""
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
 
 def _buffer_load(lanes:Any, pointer:Any, records:Array, offset:Array, width:int) -> Array:
-  """Emulates a raw buffer load: `width` bytes at `pointer` + `offset`, all zero if the range check fails (offset + width > records, unsigned)."""
+  """Computes a raw buffer load for the emulator: `width` bytes at `pointer` + `offset`. All bytes are zero if offset + width > records; these numbers
+  are unsigned."""
   records, offset = records.astype(np.int64) & 0xffffffff, offset.astype(np.int64) & 0xffffffff
   lanes.check_extent(pointer, records)
   return words_of(lanes.load_bytes(pointer, offset, width, lanes.active & (offset + width <= records)))
 
 def descriptor(arch:str) -> str:
-  """Returns a C++ expression for a buffer descriptor of the `records` bytes from `base` on."""
+  """Returns a C++ expression that makes a buffer descriptor. The descriptor's range is the `records` bytes from `base` on."""
   return f"__builtin_amdgcn_make_buffer_rsrc((void*)base, 0, records, 0x{get_chip(arch).unit.descriptor:08x})"
 
 def _buffer_load_hip(printer:Any, out:str, width:int) -> Body:
@@ -219,8 +221,9 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffe
             _buffer_load_hip, _buffer_load_cuda)
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
-  """Loads `width` (1, 2, 4, 8 or 16) bytes from `base` (a wave-uniform INDEX) + `offset` bytes; zeros if offset + width exceeds `records`. The memory
-  unit checks the range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a dword."""
+  """Loads `width` (1, 2, 4, 8 or 16) bytes from `base` (a wave-uniform INDEX) + `offset` bytes. The result is zero if offset + width exceeds
+  `records`. The memory unit checks this range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a
+  dword."""
   return emit("buffer_load", u32(max(1, width//4)), base, integer(records), offset.cast(dtypes.uint), width=width)
 
 def _load_where_text(printer:Any, out:str, width:int) -> Body:
@@ -233,8 +236,8 @@ def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
 instruction("load_where", _load_where, _load_where_text, _load_where_text)
 
 def load_where(at:UOp, gate:UOp, width:int) -> UOp:
-  """Loads `width` (1, 2, 4, 8 or 16) bytes from `at`, an INDEX that may differ from lane to lane; zeros in lanes where `gate` is false. If one or two
-  bytes are loaded, they are in the low end of a dword."""
+  """Loads `width` (1, 2, 4, 8 or 16) bytes from `at`, an INDEX that may differ from lane to lane. The result is zero in lanes where `gate` is false.
+  If one or two bytes are loaded, they are in the low end of a dword."""
   return emit("load_where", u32(max(1, width//4)), at, gate, width=width)
 
 # ***** numbers that the caller wrote: the emulator checks them *****
@@ -256,38 +259,40 @@ instruction("alone", _alone, "{0}", "{0}")
 instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """Returns an entry of a block table, used only in lanes where `there` is true. The emulator stops if such an entry is not in 0..count-1."""
+  """Returns `entry`, the number of a page in a block table. Only lanes where `there` is true use the result. The emulator stops if the number is not
+  in 0..count-1 in such a lane."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, told:str) -> UOp:
-  """Returns an index into an axis of `size` elements of a caller's tensor. The emulator stops if the index is not in 0..size-1 in a lane where
-  `there` is true and whose `limits`, the first and the last column that its row sees, include `column`. `told` says whose index it is."""
+  """Returns `index`, a place along an axis of `size` elements of a caller's tensor. The emulator checks the lanes where `there` is true and whose row
+  sees the column `column`: `limits` are the first and the last column that the row sees. The emulator stops if the index of such a lane is not in
+  0..size-1. `told` says in the message whose index it is."""
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, told=told)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer, in a form that the compiler cannot split into terms. So no part of an offset computed from it is negative
-  (attn/emulator/offsets.py)."""
+  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into terms. So an offset that is computed from the result has no
+  negative term (attn/emulator/offsets.py explains why this matters)."""
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns the number of a page, and declares that this lane writes to the slot `slot` of this page if `gate` is true. The emulator stops if another
-  lane of the grid writes to the same slot."""
+  """Returns the page number `page`, and declares that this lane writes to the slot `slot` of the page if `gate` is true. The emulator stops if
+  another lane of the grid writes to the same slot."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 
 # ***** what the compilers know about an integer *****
 
 instruction("uniform", lambda lanes, x: x, "__builtin_amdgcn_readfirstlane({0})", "__shfl_sync(0xffffffffu, {0}, 0)")
 # clang computes some numbers in vector registers (v_med3_i32) although it knows that they are uniform, and then does not copy them to a scalar
-# register. It knows nothing about the result of an assembly text, so there it keeps the v_readfirstlane_b32.
+# register. clang knows nothing about the result of inline assembly, so it keeps a v_readfirstlane_b32 of such a result.
 instruction("opaque_uniform", lambda lanes, x: x, Body('asm volatile("" : "+v"(x));\nreturn __builtin_amdgcn_readfirstlane(x);', "x"),
             Body('asm volatile("" : "+r"(x));\nreturn x;', "x"))
 
 def uniform(x:UOp) -> UOp:
-  """Returns the integer x, equal in all lanes, and tells the compiler that it is uniform. On AMD (v_readfirstlane_b32) it goes to a scalar
-  register."""
+  """Returns the integer x, which is equal in all lanes, and tells the compiler that it is equal. On AMD's chips (v_readfirstlane_b32) the integer
+  goes to a scalar register."""
   return emit("uniform", dtypes.int, integer(x))
 def opaque_uniform(x:UOp) -> UOp:
-  """Returns the integer x, equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
+  """Returns the integer x, which is equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x, which is in 0..most and equal in the whole workgroup, in a form that neither tinygrad nor the compiler can split into
-  terms. So no part of an offset computed from it is negative (attn/emulator/offsets.py)."""
-  bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses those of a maximum
+  """Returns the integer x in a form that neither tinygrad nor the compiler can split into terms. x must be in 0..most and equal in the whole
+  workgroup. So an offset that is computed from the result has no negative term (attn/emulator/offsets.py explains why this matters)."""
+  bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses the bounds of a maximum
   return (opaque_uniform(x).cast(dtypes.weakint) & bits).minimum(most) if most else UOp.const(0)

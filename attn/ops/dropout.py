@@ -1,14 +1,14 @@
-"""Dropout's choice of the elements of P that it keeps. The choice comes from a counter-based random number generator: it is equal on every chip, in
-every pass and for tiles of every size.
+"""Choice of the elements of P that dropout keeps. The choice comes from a counter-based random number generator. So the choice is the same on every
+chip, in every pass and for tiles of every size.
 
-Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3") gives 128 bits for a counter (query, keys, head,
-batch) and a key, which is the seed. One call serves an octet, which is eight neighbouring keys of a query, with 16 bits for each key. Half h of word
-i is the 16-bit number for key 2*i + h of the octet. The key's element is kept if this number is at least p * 2^16. So p has steps of 2^-16.
+Philox4x32-7 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3") computes 128 random bits from a counter and a key.
+Here the counter is (query, octet, head, batch), and the key is the seed. An octet is eight neighbouring keys of a query. One call serves an octet,
+with 16 bits for each key: half h of word i is the 16-bit number for key 2*i + h of the octet. The key's element of P is kept if this number is at
+least p * 2^16. So p has steps of 2^-16.
 
 A lane needs the bits of the scores in its registers. Lanes that share a query, or eight lanes whose keys form an octet, divide the calls among
 themselves and exchange the results. The bits of 32 neighbouring rows of a tile form one dword: row 8*j + 2*i + h is bit 4*j + i + 16*h. So two
-neighbouring rows have the same bit in both halves, as a mask for two packed numbers needs it.
-"""
+neighbouring rows have the same bit position in the two halves of the dword, as a mask for two packed numbers needs it."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ SPREAD = 15                    # distance by which `lane_bits` moves the second 
 
 MULTIPLIERS = (0xd2511f53, 0xcd9e8d57)
 BUMPS = (0x9e3779b9, 0xbb67ae85)       # added to the key from round to round: the golden ratio and sqrt(3) - 1
-PHILOX_ROUNDS = 7                      # the fewest that pass all tests of BigCrush, by the generator's authors (section 5.1 of the paper)
+PHILOX_ROUNDS = 7                      # the fewest rounds that pass all tests of BigCrush, according to the authors (section 5.1)
 
 def threshold(p:float) -> int:
-  """Returns the smallest 16-bit random number with which an element is kept."""
+  """Returns the smallest 16-bit random number for which an element of P is kept, if elements are dropped with probability p."""
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:
@@ -64,7 +64,8 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Joins the bits of several lanes into one dword, which all these lanes get. The bits of this lane begin at bit `place`."""
+  """Joins the bits of several lanes into one dword, and returns this dword in all of these lanes. The bits of this lane begin at bit `place`. `steps`
+  has the distances between the lanes that exchange bits."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits exchanged with the bits `distance` higher}
@@ -80,9 +81,9 @@ def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:s
   return x
 
 def turned(x:UOp, own:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes: lane number `own` of the eight has row `own` and gets column `own`. `steps` has one
-  distance for each bit of `own`: lanes at that distance differ in that bit. The lanes exchange blocks of bits, each time half as large (Warren,
-  Hacker's Delight, 7-3)."""
+  """Transposes four 8 x 8 matrices of bits across eight lanes: lane number `own` of the eight has row `own` of each matrix and gets column `own`.
+  `steps` has one distance for each bit of `own`: two lanes at this distance differ in this bit. The lanes exchange blocks of 1 x 1, then 2 x 2, then
+  4 x 4 bits (Warren, Hacker's Delight, 7-3)."""
   return emit("turned", dtypes.uint, x, own.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 @compound("lane_bits")
@@ -94,7 +95,7 @@ def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
 
 def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
   """Shifts the dropout bits x of a lane right by `place`, so that bit 0 belongs to the first row whose scores the lane holds. With `alternate`, two
-  consecutive rows of the lane have neighbouring bits in x; the bit of the second row is moved to the upper half of the dword."""
+  consecutive rows of the lane have neighbouring bits in x, and the bit of the second row is moved to the upper half of the dword."""
   return emit("lane_bits", dtypes.uint, x, place.cast(dtypes.uint), alternate=alternate)
 
 # ***** dropping elements *****
@@ -111,19 +112,20 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
-  """Sets dropped elements of pairs of 16-bit numbers to 0. For each pair, `places` holds the index of the dword in `words` that contains the pair's
-  two bits, and the position of these bits in the two halves of the dword. `first` is the number of this vector among the lane's vectors. The
-  positions differ from vector to vector, so a separate function is printed for each `first`."""
+  """Sets dropped elements to 0 in a vector of pairs of 16-bit numbers. `words` holds dropout bits. For each pair, `places` has two numbers: the index
+  of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword. `first` is the number of this
+  vector among the lane's vectors. The positions differ from vector to vector, so a separate function is printed for each `first`."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
-  """Sets dropped elements of a vector of fp32 numbers to 0. For each number, `places` holds the index of the dword in `words` that contains the
-  number's bit, and the position of the bit. `first` is the number of this vector, as in `drop_packed`."""
+  """Sets dropped elements of a vector of fp32 numbers to 0. `words` holds dropout bits. For each number, `places` has the index of the dword in
+  `words` that has the number's bit, and the position of this bit. `first` is the number of this vector among the lane's vectors; a separate function
+  is printed for each `first`."""
   return emit("drop_numbers", f32(length(x)), x, words, places=places, first=first)
 
 # ***** dropout in tensor operations *****
 
 class TensorWords:
-  """Interpreter with which `philox` computes on tensors of uint32."""
+  """Interpreter that lets `philox` compute on tensors of uint32."""
   @staticmethod
   def word(n:int) -> int: return n
   @staticmethod

@@ -1,15 +1,16 @@
-"""Instructions of Hopper's warpgroup kernels: for each, the CUDA text that is printed, and the numpy function with which the emulator computes it.
+"""Instructions of Hopper's warpgroup kernels. Each instruction is defined twice: by the CUDA text that is printed, and by the numpy function with
+which the emulator computes it.
 
-Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together: it multiplies 64 rows of A, from
-registers or shared memory, by up to 256 columns of B, from shared memory. For each 8 columns a thread holds the elements of the result that it holds
-in mma.m16n8k16, and warp w of the group holds the rows from 16*w on. If A is in registers, its elements also lie as in mma.m16n8k16.
+Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together. The instruction multiplies 64 rows of
+A, from registers or shared memory, by up to 256 columns of B, from shared memory. Warp w of the group holds 16 rows of the result, from row 16*w on.
+For every 8 columns of the result, a thread holds the same elements as in mma.m16n8k16. If A is in registers, its elements also lie as in
+mma.m16n8k16.
 
-A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes; the 16-byte units of a row are permuted by xor with the row
-number modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
+A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes. The 16-byte units of a row are permuted: the number of a unit
+is changed by xor with the row number modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
 
-The emulator is strict about asynchronous products. `scores` and `output` start them. Until `wait_products` has waited for a product, no thread may
-access its accumulators, or write its operands in shared memory or registers.
-"""
+The emulator is strict about asynchronous products. `scores`, `output` and `sums` start products. Until `wait_products` has waited for a product, no
+thread may access its accumulators, or write its operands in shared memory or registers."""
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np
@@ -27,12 +28,12 @@ PANEL, ATOM = 128, 1024      # bytes of a panel's row, and of 8 rows, after whic
 PTX = {"float16": "f16", "bfloat16": "bf16"}
 EVERYWHERE = UOp.const(True)
 
-# ***** the meaning *****
+# ***** the numpy functions *****
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
-  """Reads an operand of each warpgroup from shared memory: `lines` lines, each of `units` neighbouring units of 16 bytes, as uint16 (groups, lines,
-  8*units). `line` maps the number of a line to its first byte, counted from the start of the tile, before the swizzle. Each thread reads from byte
-  `begin` of its tile on."""
+  """Reads an operand of each warpgroup from shared memory, as uint16 (warpgroups, lines, 8*units). The operand has `lines` lines, each of `units`
+  neighbouring units of 16 bytes. `line` maps the number of a line to the offset of its first byte from the start of the tile, before the swizzle.
+  `begin` is added to every offset; it may differ from thread to thread."""
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
   def load(turned:int) -> list[Array]:
@@ -40,7 +41,7 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
     for first in range(0, lines*units, GROUP):
       i = np.minimum(first + thread, lines*units - 1)
       there: Array = np.tile(line(i//units) + i % units*16, groups) + begin
-      # a tile begins where the pattern of the swizzle repeats, so the offset in the tile is swizzled as the address is
+      # a tile begins where the pattern of the swizzle repeats, so swizzling the offset in the tile swizzles the address
       offset, gate = there ^ (there//PANEL % 8*16), first + thread < lines*units
       read.append(lanes.load_bytes(pointer, offset, 16, lanes.active & np.tile(gate, groups)))
     return read
@@ -61,7 +62,7 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Arr
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
 
 def _start(lanes:Lanes, there:Array, acc:Any, *product:Any) -> Array:
-  """Starts a product in the warpgroups where `there` is true, and an empty group in the others."""
+  """Starts a product in the warpgroups where `there` is true. Starts an empty group of products in the other warpgroups."""
   with lanes.only(~there): lanes.start_nothing(acc)
   with lanes.only(there): return lanes.start_product(acc, *product)
 
@@ -80,26 +81,26 @@ def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, ste
   def of_y() -> Array: return _columns(lanes, y, K*steps, 8*accs, 0, unit.astype(np.int64)*16)
   return lanes.start_product(acc, accs, of_x, of_y, dtype, False)
 
-# ***** the text *****
+# ***** the CUDA text *****
 
 def accumulators(n:int) -> str:
-  """Returns the names that inline assembly uses for the registers of n C fragments."""
+  """Returns the names that registers of n C fragments have in inline assembly, separated by commas."""
   return ", ".join(f"%{i}" for i in range(4*n))
 
 def both_ways(n:int) -> str:
-  """Returns the registers of n C fragments as operands of inline assembly that are read and written."""
+  """Returns the operands of inline assembly for the registers of n C fragments. The assembly reads and writes these registers."""
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
-  """Returns a statement that makes a matrix descriptor (9.7.15.5.1.2) of the address, the distance of panels for a transposed B, the distance of 8
-  rows, and the 128-byte swizzle."""
+  """Returns a C++ statement that makes a matrix descriptor (9.7.15.5.1.2) called `name`. The descriptor has the address of `pointer`, the distance
+  `apart` between panels in bytes (used for a transposed B), the distance between 8 rows and the next 8 rows, and the 128-byte swizzle."""
   rest = apart >> 4 << 16 | ATOM >> 4 << 32 | 1 << 62
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly of one group of instructions, with the registers and predicates that they need. A thread skips these
-  instructions, and commits an empty group, if operand number `there` is 0: waits that count groups are then the same for all threads. (The branch is
-  inside the assembly: with a branch around it, ptxas would wait for each wgmma, warning C7511.)"""
+  """Returns inline assembly that starts one group of products: the instructions `lines`, and the registers and predicates that they need. If operand
+  number `there` is 0, a thread skips the instructions and commits an empty group. So waits that count groups are the same for all threads. (The
+  branch is inside the assembly. With a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "over: wgmma.commit_group.sync.aligned; }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
@@ -121,8 +122,8 @@ def _send_text(printer:Any, out:str, accs:int) -> Body:
     f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane", name=f"send_{accs}")
 
 def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:int, operands:str, dtype:str) -> str:
-  """Returns inline assembly of a product whose operands both lie in shared memory. Instruction i reads them `steps[i]` bytes after their first
-  bytes. `operands` names the two descriptors and the condition."""
+  """Returns inline assembly of a product whose two operands both lie in shared memory. `steps` has a pair of distances in bytes for each instruction:
+  the instruction reads A and B at these distances from their first bytes. `operands` names the two descriptors and the condition."""
   lines, c, ptx = [], 4*accs, PTX[dtype]
   for i, at in enumerate(steps):
     lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {i and 2};",
@@ -154,7 +155,7 @@ def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
 
 # ***** the operations *****
 
-# 9.7.13.15: one mbarrier, in whose phases all threads of a block arrive
+# 9.7.13.15: a block has one mbarrier; all threads of the block arrive at each of its phases
 instruction("init_arrivals", lambda lanes, bar, gate, threads: np.zeros(len(lanes.active), np.float32),
             cuda=lambda printer, out, threads: Body(
               f'if (first) asm volatile("mbarrier.init.shared.b64 [%0], {threads};" :: {shared("bar")} : "memory");\n'
@@ -178,46 +179,49 @@ instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(bu
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
-  """Initialises an mbarrier for `threads` threads in the 8 bytes of shared memory at `barrier` (an INDEX). Only the thread where `first` is true does
-  this. Returns a statement, after which a block barrier must follow."""
+  """Initialises an mbarrier for `threads` threads in the 8 bytes of shared memory at `barrier` (an INDEX). Only the thread where `first` is true
+  initialises it. Returns a statement, which a block barrier must follow."""
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, order:UOp) -> UOp:
-  """Makes this thread arrive at the mbarrier's next phase once the copies that it has started are complete. Returns a statement."""
+  """Makes this thread arrive at the next phase of the mbarrier, once the copies that the thread has started are complete. Returns a statement."""
   return statement("arrive", barrier, order)
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
-  """Waits until all threads have arrived at phase number `phase`, so that wgmma may read what they copied. Returns a statement."""
+  """Waits until all threads have arrived at phase number `phase`. After that wgmma may read the data that these threads have copied. Returns a
+  statement."""
   return statement("await_arrivals", barrier, integer(phase % 2), order)
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc = Q K^T, with 64 rows of Q, 8 rows of K for each C fragment in `acc` (a placeholder), and 16*steps columns of both. `q` and `k` are
-  INDEXes of their first units; `panels` has the distance between panels in bytes, of Q and of K. Warpgroups where `there` is false start an
-  empty group. Returns a statement."""
+  """Starts acc = Q K^T. Q has 64 rows, K has 8 rows for each C fragment in `acc` (a placeholder), and both have 16*steps columns. `q` and `k` are
+  INDEXes of the first unit of Q and of K. `panels` has the distance between panels of Q, and the distance between panels of K, in bytes. Warpgroups
+  where `there` is false start an empty group. Returns a statement."""
   return statement("start_scores", acc[0], q, k, there, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
 def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc += P V, with the A fragments `p` (a placeholder, 16 keys each) and one row of V for each key. `panel` is the distance between V's
-  panels in bytes. `place` selects C fragments of `acc`; None stands for all. Warpgroups where `there` is false start an empty group. Returns a
-  statement."""
+  """Starts acc += P V. `p` is a placeholder with A fragments, one for each 16 keys, and V has one row for each key. `v` is the INDEX of V's first
+  unit, and `panel` is the distance between V's panels in bytes. `place` selects C fragments of `acc`; None selects all. Warpgroups where `there` is
+  false start an empty group. Returns a statement."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, order:UOp, rows:int, dtype:str) -> UOp:
   """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16). X has 64 columns, and Y has 8 columns for each C fragment in `acc` (a
-  placeholder). `x` and `y` are INDEXes of the first units of panels. Y begins at unit number `unit` of its panel, and ends in it. Returns a
+  placeholder). `x` and `y` are INDEXes of the first units of panels. Y begins at unit number `unit` of its panel, and ends in this panel. Returns a
   statement."""
   return statement("start_sums", acc[0], x, y, integer(unit), order, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, order:UOp) -> UOp:
-  """Adds a warp's C fragments `acc` (a placeholder) to float32 sums in global memory, each number atomically and in no order. The four numbers of a
-  lane lie side by side in the sums, then those of the next lane, then the next fragment. `to` is the INDEX of this lane's first sum. The fragments go
-  through shared memory at `stage`, from where the copy engine adds them: the warp does not wait. `sent` waits. Returns a statement."""
+  """Adds a warp's C fragments `acc` (a placeholder) to float32 sums in global memory. Each number is added atomically, in no fixed order. The sums of
+  the first fragment come first: four neighbouring sums for each lane, lane after lane. Then the next fragment follows. `to` is the INDEX of this
+  lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy engine adds them from there. The warp does not wait for
+  the additions; `sent` does. Returns a statement."""
   return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), order, accs=acc.max_numel())
 def sent(order:UOp) -> UOp:
-  """Waits until all sums that this thread has sent are added. Returns a statement."""
+  """Waits until everything that this thread has sent is added to the sums. Returns a statement."""
   return statement("sent", order)
 def publish(order:UOp) -> UOp:
-  """Makes what this thread has stored to shared memory visible to products that start after a barrier (9.7.13.4, fence.proxy.async). Returns a
-  statement."""
+  """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (9.7.13.4, fence.proxy.async). Returns
+  a statement."""
   return statement("publish", order)
 def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
-  """Waits for all products that were started, except the last `but` products. After that `acc` may be used. Returns a statement."""
+  """Waits for all products that this thread has started, except the last `but` products. After that the accumulators `acc` may be used. Returns a
+  statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the number of this thread's warpgroup. Tells the compiler that this number is equal in the whole warp."""
+  """Returns the number of this thread's warpgroup, and tells the compiler that this number is equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

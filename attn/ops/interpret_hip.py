@@ -27,14 +27,14 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Prints one comparison of vectors. If the elements were compared separately, clang would keep all results in scalar registers, and there are too
-    few scalar registers for that."""
+    """Prints one comparison of vectors. If the text compared the elements one by one, clang would keep all results in scalar registers, and there are
+    too few scalar registers for that."""
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Prints one comparison of vectors in waves of 64 lanes, where each result takes two scalar registers. It compares the unsigned distances from
-    `first`: an offset before `first` has a large unsigned distance."""
+    """Prints one comparison of vectors instead of two, if a wave has 64 lanes: there each result of a comparison takes two scalar registers. The
+    comparison uses the unsigned distances from `first`: an offset below `first` has a large unsigned distance."""
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
     count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))
@@ -55,8 +55,8 @@ class Hip(Printer):
     if len(xs) != 2 or length_of(xs[0].type) == 1: return super().join(*xs)
     n = 2*length_of(xs[0].type)
     return Term(self, f"__builtin_shufflevector({xs[0].text}, {xs[1].text}, {', '.join(map(str, range(n)))})", vector_of(element_of(xs[0].type), n))
-  # A function gets registers by value and returns them as its result: clang makes worse code for arrays whose address is taken, even though it
-  # inlines.
+  # A function gets registers by value and returns them as its result: clang makes worse code for arrays whose address is taken, even if it inlines
+  # the function.
   def registers_signature(self, name:str, registers:list[RegisterArray]) -> Signature:
     if not registers: return Signature([])
     kept, kind = [x for x in registers if x.stored], name.capitalize()
@@ -87,8 +87,8 @@ class Hip(Printer):
     if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
     return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")
   def pack(self, x:Value, dtype:str) -> Value:
-    """Prints the rounding to 16 bits. On a chip without a conversion instruction for bf16, it adds half an ulp (and the odd bit, for ties) to the
-    fp32 pattern and keeps the upper half."""
+    """Prints the rounding to 16 bits. If the chip has no instruction that converts to bf16, the text adds half a unit of bf16's last place to the
+    fp32 bits (and the odd bit, for ties), and keeps the upper half."""
     n = length_of(x.type)
     if dtype == "float16":
       out = vector_of("unsigned", n//2)
@@ -99,37 +99,42 @@ class Hip(Printer):
     return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Prints the rounding of P to 16 bits. On a chip without a conversion instruction for bf16, it subtracts x*2^16 - x, which is rounded to 24 bits,
-    from x*2^16: the difference is x rounded to nearest even with 8 bits. The rounding takes two operations. CDNA executes each of them for two
-    elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
+    """Prints the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, the text computes x*2^16 - less, where `less` is
+    x*2^16 - x rounded to fp32's 24 bits. This difference is x rounded to 8 bits, to nearest even. The rounding takes two operations. CDNA executes
+    each of them for two elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
     if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
     return self._upper_halves("pack_weights", x, f"  {x.type} less = x*{float_literal(1 - factor)};\n"
                               f"  uint{n} u = __builtin_bit_cast(uint{n}, {rounded});\n")
   def _upper_halves(self, name:str, x:Value, rounded:str) -> Value:
-    """Packs the upper halves of the dwords u, two per dword. The lines `rounded` compute u from x."""
+    """Prints a call of a function `name` that packs the upper halves of the dwords u, two halves into each dword. The lines `rounded` compute u from
+    x."""
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
-    """Prints a call of a function `name` that computes the dwords `words` from the elements of x, after the lines `before`."""
+    """Prints a call of a function `name`, and declares this function. The function executes the lines `before`, and then computes the dwords `words`
+    from the elements of x."""
     out = vector_of("unsigned", len(words))
     result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """Prints an expression that sets each half of a dword to 1 if it is at least `least`, else to 0. The half minus (least - 1), saturated at 0
-    (v_pk_sub_u16 with clamp), is limited to 1 (v_pk_min_u16). The 1 is hidden from clang, which would otherwise compare the halves one by one."""
+    """Prints an expression that sets each half of a dword to 1 if the half is at least `least`, and else to 0. The expression subtracts least - 1
+    from the half, saturated at 0 (v_pk_sub_u16 with clamp), and limits the difference to 1 (v_pk_min_u16). The 1 is hidden from clang, which would
+    otherwise compare the halves one by one."""
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
                  '  unsigned ones = 0x00010001u;\n  asm("" : "+s"(ones));\n'
                  f"  ushort2 above = __builtin_elementwise_sub_sat(__builtin_bit_cast(ushort2, x), (ushort2)({least - 1}));\n"
                  "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
-    """Prints v_perm_b32, whose selectors 8 and 9 give the signs of the two halves of its second operand."""
+    """Prints v_perm_b32, which here sets all bits of each half of a dword to the half's highest bit. Its selectors 8 and 9 give the signs of the two
+    halves of its second operand."""
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """Prints x where a bit of `word` is 1, and 0 where it is 0: an AND of x and the sign-extended bit (v_bfe_i32). x is the scalar argument of a
-    function: for an element v[1] of a vector, clang's __builtin_bit_cast would take v[0]."""
+    """Prints an expression that is x where a bit of `word` is 1, and 0 where the bit is 0: an AND of x and the sign-extended bit (v_bfe_i32). A
+    function with a scalar parameter computes the AND, because clang's __builtin_bit_cast, applied to an element of a vector such as v[1], would
+    wrongly take v[0]."""
     self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
                  "  return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & mask);\n}")
     return self.call("masked", "float", Term(self, f"((int)({word.text} << {31 - bit}) >> 31)", "int"), x)
@@ -137,8 +142,8 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Prints an exchange by v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32, or among
-    eight neighbouring lanes by DPP or ds_swizzle_b32."""
+    """Prints an exchange between lanes. The instructions are v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12),
+    v_permlanex16_b32 or ds_bpermute_b32. Eight neighbouring lanes exchange by DPP or ds_swizzle_b32."""
     x = self.term(x)
     bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
     if how == "permlane_swap":
@@ -153,12 +158,12 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Prints a hint that keeps each packed dword of x in its register. On some chips clang would otherwise pack a dword again each time it is used.
-    (On other chips the hint costs registers.)"""
+    """Prints a hint that keeps each packed dword of x in its register, on chips for which clang would otherwise pack a dword again at each use. (On
+    other chips the hint would cost registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Prints a sum of two packed numbers as a call of a function with a scalar parameter. The call is needed because clang's __builtin_bit_cast,
-    applied to an element of a vector such as v[1], would wrongly take v[0]."""
+    """Prints a call of a function that adds the two 16-bit numbers of a dword to a sum. The function has a scalar parameter, because clang's
+    __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
     p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{TWO_ONES[dtype]:08x}u"))
     self.declare(f"dot_ones({pair})", f"{self.header}float dot_ones(unsigned word, float sum) {{\n"
@@ -173,12 +178,12 @@ class Hip(Printer):
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # controls of v_mov_b32_dpp, by the bit in which the lane numbers differ, within four lanes
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """Returns the text that reads the dword of a neighbouring lane: the lane whose number differs from this lane's number in the bit `step` (1, 2 or
+  """Returns HIP text that reads the dword of a neighbouring lane. The numbers of the two lanes differ in one bit, which has the value `step` (1, 2 or
   4). The instruction is v_mov_b32_dpp, or ds_swizzle_b32 in its mask mode."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """Returns the text that reads the dword of the lane whose number differs by 16 from this lane's number (v_permlanex16_b32). The text permits reads
-  of inactive lanes. No lane is inactive here, but with this permission clang needs no copy of the register that the result replaces."""
+  """Returns HIP text that reads the dword of the lane whose number differs from this lane's number in the bit 16 (v_permlanex16_b32). The text
+  permits reads of inactive lanes. No lane is inactive here, but with this permission clang needs no copy of the register that the result replaces."""
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

@@ -8,8 +8,8 @@ from attn.ops.numerics import TWO_ONES, Array
 from attn.ops.operation import Lanes, Value, Variable
 
 class Numbers:
-  """Runs the definition of an operation on numpy arrays: a scalar is (T,), a vector (n, T), a register array any pointer that the emulator's
-  `load_register` takes."""
+  """Runs the definition of an operation on numpy arrays with one column per thread. A scalar has the shape (T,), a vector (n, T). A register array is
+  any pointer that the emulator's `load_register` takes."""
   inf, nan = np.float32(np.inf), np.float32(np.nan)
   def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active
 
@@ -31,7 +31,7 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Replaces elements of x by `instead` if their column number in `offsets` is above (">") or below ("<") the limit."""
+    """Replaces an element of x by `instead` if its column number in `offsets` is above the limit (operator ">") or below the limit (operator "<")."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
@@ -62,7 +62,7 @@ class Numbers:
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:
-    """Sets each half of a dword to 1 if it is at least `least` (which is not 0), else to 0."""
+    """Sets each half of a dword to 1 if the half is at least `least` (which is not 0), and else to 0."""
     low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
     return low | high << np.uint32(16)
   def sign_halves(self, x:Value) -> Value:
@@ -70,7 +70,7 @@ class Numbers:
     halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
     return halves.view(np.uint32)
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """Returns x where the bit of a dword is set, else 0."""
+    """Returns x where bit number `bit` of the dword `word` is 1, and 0 elsewhere."""
     return np.where(word >> np.uint32(bit) & np.uint32(1), x, np.float32(0))
   # registers: arrays of vectors
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
@@ -80,7 +80,7 @@ class Numbers:
     wave = self.lanes.wave
     return np.repeat((condition & self.lanes.active).reshape(-1, wave).any(1), wave)
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Returns x of this lane and x of the lane `step` lanes away, in either order."""
+    """Returns a pair: x of this lane and x of the lane `step` lanes away, in either order."""
     wave, lane = self.lanes.wave, np.arange(x.shape[-1])
     if how == "bpermute": return x, numerics.from_lane(x, lane + step, wave)
     other = numerics.from_xor_lane(x, step, wave)
@@ -88,12 +88,13 @@ class Numbers:
     odd = lane//step % 2 == 1     # the odd rows (of `step` lanes) of the first operand are swapped with the even rows of the second
     return np.where(odd, other, x), np.where(odd, x, other)
   def whole(self, x:Value) -> None:
-    """Does nothing: in printed text this is a hint that all of x is in its registers at this point."""
+    """Does nothing. In printed text `whole` is a hint that all of x is in its registers at this point."""
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Adds the two numbers in each dword of x to c."""
+    """Adds the two 16-bit numbers in each dword of x to c."""
     return self.lanes.dot(x, np.full(x.shape, TWO_ONES[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    """Adds the product of P and a matrix of ones to c. The product consists of sums of P. See `with_ones` of the matrix instruction."""
+    """Adds the product of P and a matrix of ones to c. The elements of this product are sums of P. The matrix instruction's `with_ones` selects which
+    operand is P."""
     ones = np.full((2, p.shape[-1]), TWO_ONES[dtype], np.uint32)
     a, b = matrix.with_ones(p, ones)
     return self.lanes.matrix(matrix.name, a, b, c)

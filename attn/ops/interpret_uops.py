@@ -10,7 +10,7 @@ from attn.values import FLOATS
 
 @dataclass(frozen=True)
 class Elements:
-  """A scalar or a vector, as a tuple of the UOps of its elements. An operation of a vector and a scalar applies the scalar to every element."""
+  """A scalar or a vector, as a tuple of the UOps of its elements. An operation on a vector and a scalar applies the scalar to every element."""
   each: tuple[UOp, ...]
   def with_(self, operation:Callable[[Any, Any], Any], other:Any) -> Elements: return elementwise(operation, self, other)
   def __add__(self, y:Any) -> Elements: return self.with_(operator.add, y)
@@ -36,7 +36,7 @@ def elementwise(f:Callable[..., UOp], *xs:Any) -> Elements:
   return Elements(tuple(f(*[x.each[i if len(x.each) > 1 else 0] for x in values]) for i in range(n)))
 
 class PlainUOps:
-  """Interpreter of definitions whose values are UOps. It has the primitives of attn/ops/language.py that need only one thread."""
+  """Interpreter whose values are UOps. It has those primitives of the language (attn/ops/language.py) that need only one thread."""
   inf, nan = number_of(math.inf), number_of(math.nan)
   def let(self, name:str, x:Elements) -> Elements: return x
   def variable(self, name:str, x:Elements) -> Variable: return Variable(x)
@@ -76,8 +76,8 @@ class PlainUOps:
   def word(self, n:int) -> Elements: return Elements((UOp.const(n, dtypes.uint),))
   def wide_product(self, x:Elements, y:int) -> tuple[Elements, Elements]:
     def wide(a:UOp) -> UOp:
-      """Widens a to 64 bits through a bitcast. tinygrad would merge two plain casts into one and get a 64-bit index, which becomes a float when it is
-      mixed with 32-bit numbers."""
+      """Widens the 32-bit number a to 64 bits by way of a bitcast. Without the bitcast tinygrad would merge two casts into one and get a 64-bit
+      index, which becomes a float when it is mixed with 32-bit numbers."""
       return a.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
     product = elementwise(lambda a: wide(a)*y, x)
     return elementwise(lambda a: a.cast(dtypes.uint), product), elementwise(lambda a: (a >> 32).cast(dtypes.uint), product)

@@ -1,13 +1,12 @@
 """Small language in which compound operations are defined. A definition has four interpretations: HIP text, CUDA text, numpy and plain UOps.
 
-A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, the operands are its values. Values have Python's operators: + - * for
-numbers, < > <= == between them, & | ~ for conditions. `c` provides everything else: `c.fma(x, y, z)`, `c.select(condition, x, y)`, registers,
-branches, exchanges between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n numbers is one value. An operation on a
-vector and a scalar applies the scalar to every element.
+A definition is a Python function `f(c, x, y, ...)`: `c` is the interpreter, and the operands x, y, ... are values of this interpreter. Values have
+Python's operators: + - * for numbers, < > <= == for comparisons, & | ~ for conditions. `c` provides everything else: `c.fma(x, y, z)`,
+`c.select(condition, x, y)`, registers, branches, exchanges between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n
+numbers is one value. An operation on a vector and a scalar applies the scalar to every element.
 
 attn/ops/interpret_numpy.py computes numbers. interpret_hip.py and interpret_cuda.py print text; printer.py is their common base. interpret_uops.py
-makes UOps, for devices whose renderer does not know attn's operations (attn/ops/plain.py).
-"""
+makes UOps, for devices whose renderer does not know attn's operations (attn/ops/plain.py)."""
 from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,16 +22,16 @@ LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
 @dataclass
 class KernelText:
-  """Text of one kernel's operation calls, with the functions that the calls need."""
+  """Text of the operations that one kernel calls, and of the functions that these calls need."""
   language: str
   arch: str
-  functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after those that it calls
+  functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after its callees
   compounds: dict[Any, tuple[str, list[Any]]] = field(default_factory=dict)        # functions and operands of the compound operations printed so far
   def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression for a call. `types` are the operands' C types (a pointer type ends in *), `sources` their texts, `out` the result's
-    C type."""
+    """Returns the C++ expression for a call of an operation. `types` are the C types of the operands (a pointer type ends in *), `sources` are the
+    texts of the operands, and `out` is the C type of the result. Raises NotImplementedError if the language has no text for the operation."""
     operation, printer = call.operation, self.printer()
     if operation.inline: return inlined(operation, call.parameters, printer, types, sources)
     if operation.definition is not None: return self.compound(call, operation.definition, out, types, sources)
@@ -43,7 +42,7 @@ class KernelText:
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression that calls a compound operation's function. The function is printed once for all calls with these types."""
+    """Returns the C++ expression that calls the function of a compound operation. The function is printed once for all calls with these types."""
     names = operands_of(definition)
     types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)
@@ -62,7 +61,7 @@ def function_text(name:str, body:Body, printer:Printer, out:str, types:Sequence[
   return f"{name}{given}({', '.join(bare(x) for x in sources[:count])})"
 
 def operands_of(definition:Callable[..., Any]) -> list[str]:
-  """Returns the names of a definition's operands."""
+  """Returns the names of the operands of a definition, without the interpreter and the static parameters."""
   return [name for name, p in inspect.signature(definition).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
 def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:Sequence[str], sources:Sequence[str]) -> str:
@@ -70,12 +69,12 @@ def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:S
   return bare(printer.term(operation.definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
 
 def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
-  """Declares the function of a compound operation for operands of these types. Returns the function's name and its operands, which record the
-  registers that the function uses."""
+  """Declares the C++ function of a compound operation for operands of these types. Returns the function's name and its operands. An operand that is a
+  register array records which registers the function uses."""
   static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
   operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]
-  if registers:      # a first run records which of their elements are used, and how
+  if registers:      # a first run records which elements of the arrays are read and written
     definition(type(printer)(printer.arch, {}), *operands, **static)
   printer.names.update(types.keys())
   signature = printer.registers_signature(call.name, registers)
@@ -87,9 +86,9 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
   return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Decorator that makes a Python function the definition of the operation `name`. The operation is printed as a C++ function, one for each
-  combination of operand types. If the functions for the same types also differ by static parameters, `suffix` is a format string of these parameters,
-  which is added to the C++ function's name."""
+  """Decorator that makes a Python function the definition of the operation `name`. The operation is printed as one C++ function for each combination
+  of operand types; with `inline` it is printed as an expression. If functions for the same types also differ by static parameters, `suffix` must be a
+  format string of these parameters. The formatted suffix is added to the C++ function's name."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)
@@ -98,8 +97,8 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   return define
 
 def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None, *, atomic:bool=False) -> None:
-  """Registers an operation that is a single instruction. `meaning` (lanes, *sources, **static) computes its result in numpy. `hip` and `cuda` are its
-  text in these languages, a function (printer, C type of the result, **static) that returns the text, or None if the language has no such
-  instruction. A text is an expression with {0} and {1} for the sources, or a Body. `atomic` tells whether it works on global memory that
-  workgroups share."""
+  """Registers an operation that is a single instruction. `meaning` (lanes, *sources, **static) computes the result in numpy. `hip` and `cuda` are the
+  operation's text in these languages, or a function (printer, C type of the result, **static) that returns the text, or None if the language has no
+  such instruction. A text is an expression with {0} and {1} for the sources, or a Body. `atomic` tells whether the operation works on global memory
+  that workgroups share."""
   OPERATIONS[name] = Operation(meaning, hip, cuda, atomic=atomic)

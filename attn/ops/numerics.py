@@ -1,7 +1,6 @@
 """Arithmetic of the chips, in numpy: rounding to 16 bits, and instructions whose results differ from plain fp32.
 
-A value of a kernel is an array with one column per thread: (T,) for a scalar, (n, T) for a vector of n elements.
-"""
+A value of a kernel is an array with one column per thread: (T,) for a scalar, (n, T) for a vector of n elements."""
 from __future__ import annotations
 from typing import Any
 import numpy as np
@@ -16,36 +15,37 @@ def bits_as(x:Array, dtype:str) -> Array:
   return np.ascontiguousarray(x).view(dtype)
 
 def words_of(raw:Array) -> Array:
-  """Joins the bytes (n, T) that lanes load to dwords: (n/4, T), or (T,) for one dword. Fewer than four bytes lie in the low end of a dword."""
+  """Joins bytes to dwords. `raw` has the bytes that each lane has loaded, (n, T). Returns (n/4, T), or (T,) if there is one dword. If a lane has
+  loaded fewer than four bytes, they lie in the low end of a dword."""
   if len(raw) < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
   words = np.ascontiguousarray(np.ascontiguousarray(raw.T).view(np.uint32).T)
   return words if len(words) > 1 else words[0]
 
 def round_bf16(x:Array) -> Array:
-  """Rounds fp32 to the nearest bf16, ties to even; returns its bits in the low half of uint32. A NaN stays a NaN."""
+  """Rounds fp32 to the nearest bf16, ties to even. Returns the bits of the bf16 in the low half of uint32. A NaN stays a NaN."""
   u = bits_as(x.astype(np.float32), "uint32")
   r = (u + np.uint32(0x7fff) + (u >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)     # only a NaN can overflow 32 bits here
   return np.where(np.isnan(x), np.uint32(0x7fc0), r)
 
 def round_fp16(x:Array) -> Array:
-  """Rounds fp32 to the nearest fp16, ties to even; returns its bits in the low half of uint32."""
+  """Rounds fp32 to the nearest fp16, ties to even. Returns the bits of the fp16 in the low half of uint32."""
   with np.errstate(over="ignore", invalid="ignore"): return bits_as(x.astype(np.float16), "uint16").astype(np.uint32)
 
 def widen(bits:Array, dtype:str) -> Array:
-  """Converts fp16 ("float16") or bf16 ("bfloat16") bits, held in the low half of uint32, to fp32."""
+  """Converts the bits of an fp16 (dtype "float16") or a bf16 (dtype "bfloat16"), in the low half of uint32, to fp32."""
   if dtype == "float16": return bits_as((bits & 0xffff).astype(np.uint16), "float16").astype(np.float32)
   return bits_as((bits & 0xffff).astype(np.uint32) << np.uint32(16), "float32")
 
 def pack_pairs(x:Array, dtype:str) -> Array:
-  """Rounds n fp32 numbers to 16-bit floats and packs them into n/2 dwords, the even element in the low half."""
+  """Rounds n fp32 numbers to 16-bit floats and packs them into n/2 dwords. The even element of a pair lies in the low half."""
   r = round_fp16(x) if dtype == "float16" else round_bf16(x)
   return r[0::2] | (r[1::2] << np.uint32(16))
 
-SPLITTING = 2.0**16        # x*SPLITTING - (x*SPLITTING - x), with the bracket rounded to fp32, is x rounded to its upper 8 bits, to nearest even
-LARGEST_WEIGHT = 2.0**111  # largest x for that: x*SPLITTING stays finite
+SPLITTING = 2.0**16        # x*SPLITTING - (x*SPLITTING - x) is x rounded to 8 bits, to nearest even, if fp32 rounds the difference in parentheses
+LARGEST_WEIGHT = 2.0**111  # largest x for SPLITTING: x*SPLITTING stays finite
 
 def fused_multiply_add(x:Array, y:Array, z:Array) -> Array:
-  """Computes x*y + z in fp32 with one rounding, by way of fp64: the product of two fp32 numbers is exact in fp64."""
+  """Computes x*y + z in fp32 without rounding the product, by way of fp64: the product of two fp32 numbers is exact in fp64."""
   return np.asarray(np.asarray(x).astype(np.float64)*y + z).astype(np.float32)
 
 def power_of_two(x:Array) -> Array:
@@ -57,7 +57,7 @@ def logarithm(x:Array) -> Array: return np.log2(x.astype(np.float64)).astype(np.
 def reciprocal(x:Array) -> Array: return (1/x.astype(np.float64)).astype(np.float32)
 
 def from_lane(x:Array, source:Array, wave:int) -> Array:
-  """Gives each lane the x of lane `source` (T,) of its own wave."""
+  """Returns, for each lane, the x of another lane of the same wave. `source` (T,) has the number of this other lane."""
   base = np.arange(x.shape[-1])//wave*wave
   return x[..., base + source % wave]
 

@@ -1,12 +1,11 @@
-"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for: for each, the CUDA text that is printed, and the numpy function with which
-the emulator computes it.
+"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for. Each instruction is defined twice: by the CUDA text that is printed, and by
+the numpy function with which the emulator computes it.
 
 Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. A number per row, such as the row's maximum, is a
 float2: one element for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
 
-The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for it, no thread may access its
-destination.
-"""
+The emulator is strict about asynchronous copies: from the start of a copy until the thread has waited for the copy, no thread may access its
+destination."""
 from __future__ import annotations
 from typing import Any
 import numpy as np
@@ -20,11 +19,11 @@ from attn.ops.softmax import RowLanes
 from attn.tinygrad_compat import UOp, dtypes
 
 F2, F4, U4 = f32(2), f32(4), u32(4)
-ROWS = 2                             # rows of C (and of A) of which a lane has elements: g and g + 8
+ROWS = 2                             # a lane has elements of two rows of C (and of A): g and g + 8
 ROW_LANES = RowLanes(ROWS, (1, 2))   # four neighbouring lanes share these rows
 
 def shared(name:str) -> str:
-  """Returns the address of a pointer to shared memory, as an operand of inline assembly."""
+  """Returns the text of an operand of inline assembly: the address in shared memory that the pointer called `name` holds."""
   return f'"r"((unsigned)__cvta_generic_to_shared({name}))'
 
 # ***** asynchronous copies: 9.7.9.25.3 *****
@@ -71,21 +70,21 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
-  """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true; the rest of the 16 bytes becomes zero.
-  `source` and `to` are INDEXes. `step` holds two constants in bytes, one to add to `to` and one to add to `source`, so that many addresses need only
-  one register. With `asynchronous`, nbytes is 0 or 16, both addresses are aligned to 16, and the data are there after `wait_copies`. Returns a
-  statement."""
+  """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true. The rest of the 16 bytes becomes zero.
+  `source` and `to` are INDEXes. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So many addresses need only
+  one register. With `asynchronous`, nbytes is 0 or 16, both addresses are multiples of 16, and the data have arrived only after `wait_copies`.
+  Returns a statement."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Copies 4 bytes from `source` to `to`, both INDEXes, asynchronously, if `gate` is true. If `there` is false, it writes 0 instead. Returns a
-  statement."""
+  """Copies 4 bytes from `source` to `to` asynchronously, if `gate` is true. Both are INDEXes. If `there` is false, 0 is written to `to` instead.
+  Returns a statement."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
-  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (After a STORE to shared memory tinygrad would add a
-  barrier.) Returns a statement."""
+  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (The kernel uses this instead of a STORE, after which
+  tinygrad would add a barrier.) Returns a statement."""
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(order:UOp) -> UOp:
-  """Makes one group of the copies started since the last `commit`. Returns a statement."""
+  """Makes one group of the copies that this thread has started since its last `commit`. Returns a statement."""
   return statement("commit", order)
 def wait_copies(order:UOp, but:int) -> UOp:
   """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. Returns a
@@ -95,8 +94,8 @@ def wait_copies(order:UOp, but:int) -> UOp:
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
 def _ldmatrix(lanes:Any, pointer:Any, step:int, transposed:bool) -> Array:
-  """Computes ldmatrix for the emulator: lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each
-  matrix."""
+  """Computes ldmatrix for the emulator. Lane l gives the address of row l%8 of the 8x8 matrix l//8, and gets two neighbouring elements of each of the
+  four matrices."""
   raw = lanes.load_bytes(pointer, np.full(len(lanes.active), step, np.int64), 16, lanes.active)
   m = np.ascontiguousarray(raw.T).view(np.uint16).reshape(-1, 4, 8, 8)                    # warp, matrix, row, column
   if transposed: m = m.swapaxes(2, 3)
@@ -111,7 +110,8 @@ def _ldmatrix_text(printer:Any, out:str, step:int, transposed:bool) -> Body:
 instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
 
 def _stmatrix(lanes:Any, row:Any, words:Array) -> Array:
-  """Meaning of stmatrix in the emulator: lane l gives the address of row l%8 of the 8x8 matrix l//8, and two neighbouring elements of each matrix."""
+  """Computes stmatrix for the emulator. Lane l gives the address of row l%8 of the 8x8 matrix l//8, and two neighbouring elements of each of the four
+  matrices."""
   pairs = words.reshape(4, -1, 8, 4).transpose(1, 0, 2, 3)                                # warp, matrix, row, pair of columns
   raw = np.ascontiguousarray(pairs).view(np.uint8).reshape(-1, 16)
   lanes.store_bytes(row, np.zeros(len(raw), np.int64), np.ascontiguousarray(raw.T), lanes.active)
@@ -128,11 +128,12 @@ def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
 instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)
 
 def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
-  """Loads four 8x8 matrices of 16-bit elements. Lane l's `row` is an INDEX that, plus `step` units of 16 bytes, points to row l%8 of matrix l//8."""
+  """Loads four 8x8 matrices of 16-bit elements. Lane l's `row` is an INDEX. `step` units of 16 bytes after this INDEX lies row l%8 of matrix l//8.
+  Lane l gets two neighbouring elements of each matrix. With `transposed`, each matrix is transposed first."""
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
 def stmatrix(row:UOp, words:UOp) -> UOp:
-  """Stores four 8x8 matrices of 16-bit elements, from sm_90 on. Lane l's `row` is an INDEX that points to row l%8 of matrix l//8; `words` has two
-  neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16. Returns a statement."""
+  """Stores four 8x8 matrices of 16-bit elements. sm_90 and later chips have this instruction. Lane l's `row` is an INDEX that points to row l%8 of
+  matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16. Returns a statement."""
   return statement("stmatrix", row, words)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """Computes c + A B by one mma.sync; `half` selects one of the two B fragments in `b`."""
@@ -156,13 +157,14 @@ def _clear(c:Any, acc:Value, *, count:int) -> Value:
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(order:UOp) -> UOp:
-  """Makes a C fragment of zeros, after `order`."""
+  """Makes a C fragment of zeros, once `order` is computed."""
   return emit("zero", F4, order)
 def clear(acc:UOp, *done:UOp) -> UOp:
   """Sets all C fragments of a placeholder of registers to zero. Returns a statement."""
   return statement("clear", acc[0], *done, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
-  """Multiplies a lane's elements of one row in four neighbouring C fragments by a factor, and packs them into four pairs, rounded to nearest even."""
+  """Multiplies a lane's elements of one row by a factor and packs them, rounded to nearest even. The elements come from four neighbouring C
+  fragments, two from each. The result is four dwords."""
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
   """Packs the C fragments of two neighbouring tiles into the A fragment of their 16 columns, rounded to nearest even."""
@@ -174,7 +176,7 @@ instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave
             cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
 
 def xor_lane(x:UOp, mask:int) -> UOp:
-  """Returns x of the lane whose number differs from this lane's in the bits of `mask` (shfl.sync.bfly)."""
+  """Returns x of another lane. The numbers of the two lanes differ in the bits of `mask` (shfl.sync.bfly)."""
   return emit("xor_lane", dtypes.float, x, mask=mask)
 
 def _transposed(lanes:Any, words:Array, in_quad:Array) -> Array:

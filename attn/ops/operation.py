@@ -2,14 +2,15 @@
 
 In a kernel an operation is one `Ops.CUSTOM` whose argument is a `Call`: the operation's name and its static parameters. The renderer gets the text
 from the `Operation` of that name. The emulator gets its `meaning`: a numpy function that computes the operation. There are two kinds of operations:
-- a compound operation is one Python function over a few primitives (attn/ops/language.py). Running it gives the HIP text, the CUDA text or the
-  result in numpy;
+- a compound operation is one Python function over a few primitives (attn/ops/language.py). Running it gives the HIP text, the CUDA text or the result
+in numpy;
 - an instruction has its text and its numpy function written out, side by side (attn/ops/amd.py, nvidia.py, hopper.py).
 
-Traps of `Ops.CUSTOM` in tinygrad 0.14.0, which `emit` avoids: a CUSTOM needs an explicit dtype and at least one source (the shape of the CUSTOM is
-the shape of its sources); an INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed;
-tinygrad drops a CUSTOM of dtype void.
-"""
+A statement is an operation that is executed for its effect (see `statement`).
+
+`emit` avoids these traps of `Ops.CUSTOM` in tinygrad 0.14.0. A CUSTOM needs an explicit dtype and at least one source (the shape of the CUSTOM is the
+shape of its sources). An INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed. tinygrad
+drops a CUSTOM of dtype void."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -28,57 +29,60 @@ class Variable:
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
-  """Interface of the emulator for the numpy function that computes an operation. T is the number of threads. A method that only has an effect returns
-  zeros (T,)."""
+  """Interface of the emulator to the numpy function that computes an operation. T is the number of threads. A method that only has an effect returns
+  zeros (T,), or None."""
   wave: int                 # lanes of a wave
   @property
   def active(self) -> Array: """Which threads execute this operation: bool (T,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
-    """Loads uint8 (nbytes, T) from `pointer` + `offset` bytes, per thread. Checks bounds where `gate` is true; returns zeros where `gate` is
-    false."""
+    """Loads `nbytes` bytes per thread from `pointer` + `offset` bytes, as uint8 (nbytes, T). Checks the bounds of the buffer where `gate` is true;
+    returns zeros where `gate` is false."""
   def store_bytes(self, pointer:Any, offset:Array, data:Array, gate:Array) -> None:
-    """Stores uint8 (nbytes, T) to `pointer` + `offset` bytes, per thread, where `gate` is true. Checks bounds."""
+    """Stores `data`, uint8 (nbytes, T), to `pointer` + `offset` bytes, for each thread where `gate` is true. Checks the bounds of the buffer."""
   def load_register(self, pointer:Any, i:int) -> Array:
     """Reads element i of a register array, counted from `pointer`."""
   def store_register(self, pointer:Any, i:int, value:Array, gate:Array) -> None:
     """Writes element i of a register array, counted from `pointer`, in the threads where `gate` is true."""
   def check_extent(self, pointer:Any, nbytes:Array) -> None:
-    """Raises if the `nbytes` from `pointer` on (a buffer descriptor's range) are not all inside the buffer."""
+    """Raises an error unless the `nbytes` bytes from `pointer` on, which are the range of a buffer descriptor, are all inside the buffer."""
   def check_numbers(self, name:str, x:Array, gate:Array, count:int) -> None:
-    """Raises if, in a thread where `gate` is true, the number x is not in 0..count-1."""
+    """Raises an error if the number x is not in 0..count-1 in a thread where `gate` is true. The message calls the number `name`."""
   def check_alone(self, name:str, x:Array, gate:Array) -> None:
-    """Raises if two threads where `gate` is true have the same number x."""
+    """Raises an error if two threads where `gate` is true have the same number x. The message calls the number `name`."""
   def barrier(self, gate:Array) -> Array:
     """Executes a barrier in the waves of the threads where `gate` is true."""
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
-    """Starts an asynchronous `store_bytes` to LDS. Until the thread has waited for it, no thread may access the bytes that it writes."""
+    """Starts an asynchronous store to LDS, with the operands of `store_bytes`. Until the thread has waited for the store, no thread may access the
+    bytes that the store writes."""
   def commit_stores(self) -> Array:
-    """Puts the stores that each active thread has started since its last `commit_stores` into one group, for which the thread can wait."""
+    """Puts the stores that each active thread has started since its last `commit_stores` into one group. The thread can wait for this group."""
   def wait_stores(self, but:int) -> Array:
     """Makes the active threads wait for their groups of stores, except the last `but` groups."""
   def arrive(self) -> Array:
-    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier, with the stores that they have started."""
+    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier. A thread that has waited for this phase sees the stores
+    that these threads had started."""
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be the parity of that
+    """Makes the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be the parity of this
     phase's number."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
-    """Context manager in which only the active threads where `gate` is true are active."""
+    """Context manager in which an active thread stays active only if `gate` is true."""
   def warpgroup_operand(self, a:Array) -> Array:
-    """Converts the A fragments of each warpgroup's wgmma, uint32 (registers, T) of T threads, to a matrix (warpgroups, 64, k) of 16-bit or 32-bit
-    patterns."""
+    """Converts the A fragments of each warpgroup's wgmma to a matrix. `a` is uint32 (registers, T). The result has the shape (warpgroups, 64, k) and
+    holds 16-bit or 32-bit patterns."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
-    """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on; with `more` the product is added to the fragments. `a` and `b`
-    are functions that read the operands, as bits of `dtype`, (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for the product,
-    no thread may access the fragments or write the operands."""
+    """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on. With `more` the product is added to the fragments. `a` and `b`
+    are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for
+    the product, no thread may access the fragments or write the operands."""
   def start_nothing(self, acc:Any) -> None:
-    """Starts an empty group in place of a product of the C fragments from `acc` on. `wait_products` counts the group as a product."""
+    """Starts an empty group in place of a product into the C fragments from `acc` on. `wait_products` counts the group as a product."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array) -> None:
-    """Adds float32 x (instructions, elements, T) to global memory where `gate` is true, in any order. The elements of instruction i follow each
-    other from `steps[i]` elements after `pointer` on."""
+    """Adds float32 x (instructions, elements, T) to global memory where `gate` is true, in any order. The elements of instruction i are added to
+    neighbouring numbers, which begin `steps[i]` elements after `pointer`."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:
-    """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns the numbers before each addition, (T,)."""
+    """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns for each thread the number before its addition,
+    (T,)."""
   def await_turn(self, pointer:Any, number:Array, gate:Array) -> None:
     """Waits until an int32 in global memory is equal to `number`, in the threads where `gate` is true."""
   def settle(self) -> None:
@@ -87,17 +91,19 @@ class Lanes(Protocol):
     """Adds 1 to an int32 in global memory for each thread where `gate` is true. A thread that waits for the new number then sees everything that this
     wave has done before."""
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
-    """Raises if `pointer` is not a multiple of `nbytes` bytes from the start of its buffer."""
+    """Raises an error if the distance of `pointer` from the start of its buffer is not a multiple of `nbytes` bytes."""
   def probe(self, name:str, x:Array) -> Array:
-    """Shows or collects the active threads' x under a name; returns x."""
+    """Shows or collects x of the active threads, under the name `name`. Returns x."""
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Computes c + a . b, the dot product of two dwords of two numbers of `dtype` each, as AMD's v_dot2_f32_f16 or v_dot2_f32_bf16 does."""
+    """Computes c + a . b. Each dword of a and b holds two numbers of `dtype`, and their dot product is computed like AMD's v_dot2_f32_f16 or
+    v_dot2_f32_bf16."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Executes the matrix instruction `name` (see `attn.chips.matrix.Matrix.name`) on operands as the registers hold them, in the ISA's layout."""
+    """Executes the matrix instruction called `name` (see `attn.chips.matrix.Matrix.name`). The operands lie as the registers hold them, in the layout
+    of the ISA."""
 
 @dataclass(frozen=True)
 class Body:
-  """The body of a C++ function: its statements, one per line. The last statement is a return."""
+  """Body of a C++ function: its statements, one per line. The last statement is a return."""
   statements: str
   parameters: str                            # names of the parameters, separated by spaces
   template: tuple[tuple[str, int], ...] = () # template parameters (name, value): numbers that must be compile-time constants
@@ -107,7 +113,7 @@ Text = str|Body             # text of an operation: an expression with {0}, {1} 
 
 @dataclass(frozen=True)
 class Call:
-  """The argument of a CUSTOM UOp: the name of an operation and its static parameters."""
+  """Argument of a CUSTOM UOp: the name of an operation and its static parameters."""
   name: str
   static: tuple[tuple[str, Any], ...]
   @functools.cached_property
@@ -118,16 +124,17 @@ class Call:
   @property
   def parameters(self) -> dict[str, Any]: return dict(self.static)
   def meaning(self, lanes:Lanes, *sources:Any) -> Any:
-    """Computes the operation in numpy on the values of its sources: (T,) for a scalar, (n, T) for a vector."""
+    """Computes the operation in numpy from the values of its sources: (T,) for a scalar, (n, T) for a vector."""
     with np.errstate(all="ignore"): return self.operation.meaning(lanes, *sources, **self.parameters)
   def format(self, *sources:str) -> str:
     raise NotImplementedError(f"this device's renderer can't print {self.name}, an operation of attn: import attn before the device is opened")
 
 @dataclass(frozen=True)
 class Operation:
-  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static), the numpy function that computes it, and a text for each
-  language, HIP or CUDA, that can express the instruction. A compound operation has a `definition` (language, *sources, **static), from which its
-  numpy function and its texts are made. An `inline` operation is printed as an expression where it is used, and not as a function."""
+  """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static), which is the numpy function that computes the
+  instruction, and a text for each language, HIP or CUDA, that can express the instruction. A compound operation has a `definition` (language,
+  *sources, **static), from which the numpy function and the texts are made. An `inline` operation is printed as an expression where it is used, and
+  not as a function."""
   meaning: Callable[..., Any]
   hip: Callable[..., Text]|Text|None = None
   cuda: Callable[..., Text]|Text|None = None
@@ -139,12 +146,12 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 def is_ours(name:str, uops:Iterable[UOp]) -> bool:
-  """Tells whether a kernel is one of attn's, by its name, its vector types or its operations."""
+  """Tells whether a kernel is a kernel of attn, by its name, its vector types or its operations."""
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def integer(x:UOp) -> UOp:
-  """Casts an index that fits an int32 to int32. Numbers inside its expression may not fit: (x % 16).cast(int32) is wrong if x is 2^31 or more,
-  because tinygrad would compute x in 32 bits too. In that case the parts of the expression are made 64 bits wide first."""
+  """Casts the index x, which fits an int32, to int32. Numbers inside its expression may not fit: (x % 16).cast(int32) is wrong if x is 2^31 or more,
+  because tinygrad would compute x in 32 bits too. If a number inside does not fit, `integer` makes the parts of the expression 64 bits wide first."""
   parts = x.toposort(gate=lambda u: u.dtype == dtypes.weakint and u.op in GroupOp.ALU)
   if not any(s.overflows(dtypes.int) for u in parts for s in u.src if s.dtype == dtypes.weakint): return x.cast(dtypes.int)
   wide = dict[UOp, UOp]()
@@ -153,10 +160,10 @@ def integer(x:UOp) -> UOp:
   return wide[x].cast(dtypes.int)
 
 def emit(name:str, out:DType, /, *sources:UOp, **static:Any) -> UOp:
-  """Makes the UOp of an operation with result type `out`; `static` are its compile-time parameters."""
+  """Makes the UOp of an operation. `out` is the type of its result, and `static` are its compile-time parameters."""
   return new_uop(Ops.CUSTOM, sources, out, Call(name, tuple(static.items())))
 
 def statement(name:str, /, *sources:UOp, **static:Any) -> UOp:
-  """Makes the UOp of an operation that is executed for its effect. The operation's value is 0 and must be stored somewhere: the store gives the
-  operation its place in the order of statements."""
+  """Makes the UOp of a statement: an operation that is executed for its effect. The value of the UOp is 0 and must be stored somewhere. The store
+  gives the operation its place in the order of statements."""
   return new_uop(Ops.CUSTOMI, sources, dtypes.float, Call(name, tuple(static.items())))

@@ -1,9 +1,8 @@
-"""Conversion of kernels to plain UOps: every value is a scalar, and no operation needs support by the device's renderer.
+"""Conversion of kernels to plain UOps. In the result every value is a scalar, and no operation needs support by the device's renderer.
 
 `plain` takes a kernel that uses operations (attn/ops/operation.py) and runs the definition of each operation again, with an interpreter whose values
 are UOps. A vector becomes the UOps of its elements, a buffer of vectors becomes a buffer of elements, and an instruction becomes the UOps given by
-`MEANINGS`. So the parts of kernels work on every device that tinygrad renders for, and each operation is still written only once.
-"""
+`MEANINGS`. So the parts of kernels work on every device that tinygrad renders for, and each operation is still written only once."""
 from __future__ import annotations
 import functools, itertools, operator
 from collections.abc import Callable
@@ -17,7 +16,8 @@ from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes, new_uop
 # ***** instructions *****
 
 def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
-  """Makes plain UOps for `buffer_load`: dwords of the buffer's elements that follow the INDEX `base`, zero beyond `records` bytes."""
+  """Makes the plain UOps of `buffer_load`. The result is the dwords of the `width` bytes that begin `offset` bytes after the INDEX `base`. The result
+  is zero if these bytes exceed `records`."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
   further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
@@ -28,7 +28,8 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
-  """Makes plain UOps for `load_where`: dwords of the 32-bit numbers that follow the INDEX `at`, zero if `gate` is false."""
+  """Makes the plain UOps of `load_where`. The result is the dwords of the 32-bit numbers that begin at the INDEX `at`. The result is zero if `gate`
+  is false."""
   buffer, first = at.src
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 
@@ -41,13 +42,13 @@ NUMBER_CHECKS = ("page_number", "element_number")     # instructions that return
 # ***** a kernel *****
 
 def as_value(x:Elements) -> UOp|Elements:
-  """Returns the value that stands for a UOp in the plain kernel: the element if x has only one element, else x."""
+  """Returns the value that stands for a UOp in the plain kernel: the single element if x has only one element, and x otherwise."""
   return x if len(x.each) > 1 else x.each[0]
 
 VECTOR_ELEMENT = {"float32": dtypes.float, "uint32": dtypes.uint}
 
 class Plain:
-  """Converts the UOps of one kernel to plain ones."""
+  """Converts the UOps of one kernel to plain UOps."""
   def __init__(self, sink:UOp, checked:bool):
     self.found: dict[UOp, Any] = {}
     taken = [u.arg.slot for u in sink.toposort() if u.op is Ops.BUFFER]
@@ -70,7 +71,7 @@ class Plain:
     return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Converts an INDEX into a buffer of vectors to one INDEX for each number of the vector, into the buffer of single numbers."""
+    """Converts an INDEX into a buffer of vectors. The result has one INDEX into the buffer of single numbers for each number of the vector."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
     def place(i:int) -> UOp:
@@ -79,13 +80,13 @@ class Plain:
     return Elements(tuple(place(i) for i in range(n)))
 
   def stored(self, to:tuple[UOp, ...], x:Elements) -> UOp:
-    """Stores elements one by one. If the buffer has 16-bit numbers, each dword is stored as two of them."""
+    """Stores the elements of x one by one. If the buffer has 16-bit numbers, each dword is stored as two numbers."""
     values, dtype = x.each, to[0].dtype
     if dtype.itemsize == 2: values = [(w >> 16*i).cast(dtypes.ushort).bitcast(dtype) for w in values for i in range(2)]   # type: ignore[assignment]
     return UOp.group(*[place.store(x) for place, x in zip(to, values, strict=True)])
 
   def operation(self, u:UOp, srcs:list[Any]) -> Any:
-    """Converts an operation to plain UOps, by its definition or by its entry in MEANINGS."""
+    """Converts an operation to plain UOps, by its entry in MEANINGS or by its definition."""
     call = u.arg
     if call.name in self.kept: return u.replace(src=tuple(srcs))
     if call.name == "opaque_uniform":     # tinygrad does not know the value of a number that is loaded from a register
@@ -93,15 +94,15 @@ class Plain:
       return register.after(register[0].store(srcs[0]))[0].load()
     if (meaning := MEANINGS.get(call.name)) is not None: return as_value(meaning(*srcs, **call.parameters))
     if (definition := call.operation.definition) is None: raise NotImplementedError(f"{call.name} is an instruction that has no plain UOps")
-    taken = len(srcs) if call.operation.inline else len(operands_of(definition))     # further sources only order it
+    taken = len(srcs) if call.operation.inline else len(operands_of(definition))     # further sources only order the operation
     operands = [x if isinstance(x, Elements) else Elements((x,)) for x in srcs[:taken]]
     return as_value(definition(PlainUOps(), *operands, **call.parameters))
 
 ARITHMETIC = {Ops.ADD: operator.add, Ops.SUB: operator.sub, Ops.MUL: operator.mul}
 
 def plain(sink:UOp, checked:bool=False) -> UOp:
-  """Converts a kernel to plain UOps. With `checked`, it keeps the operations whose operands the emulator checks; only attn's renderers can print
-  these operations. Raises NotImplementedError for an instruction that works across threads."""
+  """Converts a kernel to plain UOps. With `checked`, the operations whose operands the emulator checks stay as they are; only attn's renderers can
+  print these operations. Raises NotImplementedError for an instruction that works across threads."""
   work = Plain(sink, checked)
   for u in sink.toposort(): work.found[u] = work.of(u)
   return work.found[sink]

@@ -18,7 +18,7 @@ def float_literal(x:float) -> str:
   return f"{float(x)!r}f"
 
 def bare(text:str) -> str:
-  """Removes the parentheses that enclose the whole expression, if there are any."""
+  """Removes the parentheses that enclose the whole expression. Returns the text unchanged if there are none."""
   if not (text.startswith("(") and text.endswith(")")): return text
   depth = 0
   for x in re.finditer(r"[()]", text):
@@ -27,7 +27,7 @@ def bare(text:str) -> str:
   return text
 
 def wrapped(text:str, indent:str) -> str:
-  """Breaks a text after commas, so that no line is longer than PRINTED_WIDTH if possible; continuation lines begin with `indent`."""
+  """Breaks a text after commas, so that no line is longer than PRINTED_WIDTH if possible. Each line after the first begins with `indent`."""
   lines, line = [], ""
   for piece in re.split(r"(?<=, )", text):
     if line and len(line) + len(piece) > PRINTED_WIDTH:
@@ -50,7 +50,7 @@ def vector_of(element:str, n:int) -> str: return element if n == 1 else f"{'uint
 
 @dataclass(frozen=True)
 class Term:
-  """A C++ expression with its type. A vector that was built from single elements keeps their texts in `elements`."""
+  """C++ expression with its type. A vector that was built from single elements keeps their texts in `elements`."""
   printer: Printer
   text: str
   type: str
@@ -77,7 +77,7 @@ class Term:
 
 @dataclass
 class RegisterArray:
-  """An operand that is an array of registers. It records which elements a definition reads (`used`) and writes (`stored`)."""
+  """Operand that is an array of registers. It records which elements a definition reads (`used`) and writes (`stored`)."""
   text: str
   type: str      # type of an element
   used: set[int] = field(default_factory=set)
@@ -88,14 +88,14 @@ class RegisterArray:
 
 @dataclass(frozen=True)
 class Signature:
-  """How a printed function gets and returns its register arrays: its parameters, its result and its calls."""
+  """Parameters and result of a printed function that works on register arrays."""
   parameters: Sequence[str]
   declaration: str = ""  # declaration of a struct that the function takes and returns
   type: str = ""         # type of the result, if not the operation's own
   result: str = ""       # expression that is returned, if not the operation's value
 
 class Printer:
-  """Runs the definition of an operation to get the statements of a C++ function, and the functions that it calls."""
+  """Runs the definition of an operation to get the statements of a C++ function, and the functions that these statements call."""
   header: str           # first words of every function's declaration
   functions_of_numbers: ClassVar[dict[str, str]]      # the language's expressions for functions of scalars, with {0} and {1} for the operands
   infinity: ClassVar[str]
@@ -108,7 +108,7 @@ class Printer:
     indent = "  "*self.depth
     self.lines.append(wrapped(indent + line, indent + " "*4))
   def fresh(self, name:str) -> str:
-    """Returns an unused name: the given one, with a number appended if it is taken."""
+    """Returns a name that is not used yet: `name`, with a number appended if `name` is taken."""
     self.names[name] += 1
     return name if self.names[name] == 1 else f"{name}{self.names[name]}"
   def let(self, name:str, x:Value) -> Value:
@@ -139,10 +139,11 @@ class Printer:
     if length_of(wide) > 1: self.vector_operator(operator, x.type, y.type)
     return Term(self, f"({x.text} {operator} {y.text})", type or wide)
   def vector_operator(self, operator:str, x:str, y:str) -> None:
-    """Declares this operator on these types, if the language does not have it."""
+    """Declares this operator for operands of types x and y, if the language does not have it. Does nothing for a language that has it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """Applies a scalar expression, with {0} and {1} for its operands, to each element of vectors, in a printed function called `name`."""
+    """Prints a call of a function `name` that applies the expression `scalar` to each element of vectors. The expression has {0} and {1} for its
+    operands."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
@@ -153,8 +154,8 @@ class Printer:
     self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
-    """Adds a function after the functions that it calls. Raises ValueError if another function has the same name and types: that is a mistake in an
-    operation's text."""
+    """Adds a function after the functions that it calls. Raises ValueError if a different function has the same name and types, which is a mistake in
+    the text of an operation."""
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)
   def rcp(self, x:Value) -> Value: return self.elementwise("rcp_of", self.functions_of_numbers["rcp"], x)

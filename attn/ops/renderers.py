@@ -1,8 +1,8 @@
-"""tinygrad's renderers for HIP and CUDA, extended for attn's kernels: the text of operations, the functions that they call, vector types.
+"""tinygrad's renderers for HIP and CUDA, extended for attn's kernels: they also print the text of operations, the functions that these operations
+call, and vector types.
 
 `OperationsPrinter` is the last base of each class here, as in `class X(HIPRenderer, OperationsPrinter)`. tinygrad's class comes first: it prints the
-kernel and passes the text on to `OperationsPrinter`.
-"""
+kernel and passes the text on to `OperationsPrinter`."""
 from __future__ import annotations
 import re
 from typing import Any, ClassVar
@@ -37,21 +37,22 @@ def readable(line:str) -> str:
   return wrapped(line, line[:len(line) - len(line.lstrip())] + " "*6) if len(line) > LONGEST else line
 
 def vector_types(text:str, before:list[str]) -> list[str]:
-  """Declares the vector types that a HIP text names and that `before` does not declare."""
+  """Returns declarations of the vector types that a HIP text names and that the lines `before` do not declare."""
   declared = set(re.findall(r"^typedef .* (\w+) __attribute__", "\n".join(before), re.MULTILINE))
   names = set(re.findall(rf"\b(({'|'.join(VECTOR_ELEMENTS)})(\d+))\b", text))
   return [f"typedef {VECTOR_ELEMENTS[element]} {name} __attribute__((ext_vector_type({n})));"
           for name, element, n in sorted(names, key=lambda x: (x[1], int(x[2]))) if name not in declared]
 
 def c_type(u:UOp) -> str:
-  """Returns the C type of an operand. A pointer to registers has the type of the element there; a pointer to other memory is a void pointer."""
+  """Returns the C type of an operand. A pointer to registers has the type of the elements of its array. A pointer to other memory is a void
+  pointer."""
   name = C_NAMES.get(u.dtype, u.dtype.name)
   return POINTERS.get(u.addrspace, f"{name}*" if u.addrspace is AddrSpace.REG and u.op is Ops.INDEX else name)
 
 class OperationsPrinter(CStyleLanguage):
   language: ClassVar[str]
   def learn(self) -> None:
-    """Teaches the renderer to print operations. The constructor calls this last."""
+    """Teaches the renderer to print operations. Each constructor calls `learn` after the constructor of tinygrad's class."""
     self.string_rewrite = print_calls + self.string_rewrite
   def _render(self, uops:list[UOp]) -> Any:
     self.operations = KernelText(self.language, self.target.arch)
@@ -61,14 +62,16 @@ class OperationsPrinter(CStyleLanguage):
     types = [c_type(u) for u in x.src]
     return self.operations.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src])
   def need_operator(self, x:UOp) -> None:
-    """Declares an operator between vectors: tinygrad prints the operator as it is and expects the language to define it on vectors."""
+    """Declares a C++ operator between vectors, if the language does not have it. tinygrad prints its own operators unchanged and expects the language
+    to define them on vectors."""
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Returns declarations of types that the source uses. tinygrad itself declares a type only if a kernel computes with it."""
+    """Returns declarations of types that the source uses and that tinygrad does not declare. tinygrad itself declares a type only if a kernel
+    computes with it."""
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """Returns the source of a kernel. The source of one of attn's kernels (see `is_ours`) begins with MARK; the source of another kernel is what
-    tinygrad prints."""
+    """Returns the source of a kernel. The source of an attn kernel (see `is_ours`) begins with the line MARK. The source of any other kernel is the
+    source that tinygrad prints."""
     if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
@@ -97,16 +100,17 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of a maximum max(x, n), with the bound n hidden from clang. A minimum is given as max(~x, ~n); its text is ~min(x, n)."""
+    """Returns the text of a maximum max(x, n), with the bound n hidden from clang. A minimum of x and n reaches the renderer as ~max(~x, ~n); the
+    text of this inner maximum is then ~min(x, n)."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
     self.operations.functions.setdefault(name, HELD[name])
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Returns the text of a branch's first line. Lines of inline assembly before it read the values that must be computed before the branch. clang
-    treats an assembly text in HIP as an operation across lanes. So clang moves neither the assembly text nor the computation of its operand into the
-    branch."""
+    """Returns the text of a branch's first line, after lines of inline assembly. The assembly reads the values that must be computed before the
+    branch. clang treats inline assembly in HIP as an operation across lanes. So clang moves neither the assembly nor the computation of its operand
+    into the branch."""
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     text = super().render_kernel(function_name, kernel, bufs, uops, prefix)
@@ -119,11 +123,11 @@ class HipOperations(OperationsPrinter):
     return [line for dtype, line in sixteen.items() if dtype in used and line not in prefix] + vector_types(text, prefix)
 
 class CudaOperations(OperationsPrinter):
-  """Base of the CUDA renderers, whose compilers make machine code (see `machine_code`)."""
+  """Base class of the CUDA renderers. Their compilers make machine code (see `machine_code`)."""
   language = "cuda"
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
-    """Declares 16-bit types by their size. If tinygrad includes no header for such a type, the kernel only uses pointers to the type and does not
-    compute with it, so its size is enough. A header would take NVRTC a tenth of a second."""
+    """Declares 16-bit types by their size only. If tinygrad includes no header for such a type, the kernel only uses pointers to the type and does
+    not compute with it, so the size is enough. A header would take NVRTC a tenth of a second."""
     used = {u.dtype for _, (u, _) in bufs}
     half, bfloat16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
     unknown = {"half": dtypes.half in used and half not in prefix and bfloat16 not in prefix,      # cuda_bf16.h includes cuda_fp16.h
@@ -140,7 +144,7 @@ class OperationsHIPCCRenderer(HIPCCRenderer, HipOperations):
     super().__init__(target)
     self.learn()
 class OperationsHIPTextRenderer(OperationsHIPCCRenderer):
-  """Prints HIP and has no compiler."""
+  """Renderer that prints HIP and has no compiler."""
   def __init__(self, target:Target):
     with without_comgr(): super().__init__(target)
 
@@ -156,9 +160,9 @@ class OperationsNVCCRenderer(NVCCRenderer, CudaOperations):
     self.compiler = machine_code(self.compiler, target.arch)
 
 def machine_code(compiler:Any, arch:str) -> Any:
-  """Returns tinygrad's CUDA compiler, set to make machine code. NVRTC can make machine code or PTX for a named chip, but the driver would have to
-  translate PTX once more. For sm_90 the code is made for sm_90a, which has wgmma. The renderer's target stays sm_90, because tinygrad expects a
-  number after "sm_"."""
+  """Returns tinygrad's CUDA compiler, set to make machine code for `arch`. NVRTC can make machine code or PTX, but the driver would have to compile
+  PTX once more. For sm_90 the compiler makes code for sm_90a, which has wgmma. The renderer's target stays sm_90, because tinygrad expects a number
+  after "sm_"."""
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:

@@ -1,16 +1,15 @@
-"""Correction of the online softmax: the rare branch that raises the reference values of a wave's rows, written once for all matrix units.
+"""Correction of the online softmax: the rare branch that raises the reference values of a wave's rows. It is written once for all matrix units.
 
 Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in the
-sum exceeds 2^above: the row keeps its reference, and no maximum is computed. If a sum is larger, inf or NaN in any lane of the wave, then the branch
-is taken: the reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to it, and P and its sums are computed
-again.
+sum exceeds 2^above: the row keeps its reference, and no maximum is computed. If a sum in any lane of the wave is larger, inf or NaN, then the wave
+takes the branch: the reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to this reference, and P and its
+sums are computed again.
 
-If |addend| exceeded LARGE, the rounding error of the addend would show in the result of S*scale + addend. Such a row has a NaN as its addend. Its
+If |addend| exceeded LARGE, the rounding error of the addend would show in the result of S*scale + addend. The addend of such a row is set to NaN. Its
 sums are then NaN, so every loop iteration takes the branch, and the branch subtracts the reference from the score before it multiplies by the scale.
 Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow. A row that has seen no key has the reference LOWEST: P of
 every finite score then overflows to inf, and P of the score -inf is 0. Wide scores (kernels/parts/weights/scores.py) are kept as natural logarithms
-and not in base 2, so not all of them would overflow: for them the addend of such a row is NaN.
-"""
+and not in base 2, so not all of them would overflow: for wide scores the addend of a row that has seen no key is NaN."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -27,22 +26,25 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 
 @dataclass(frozen=True)
 class RowLanes:
-  """How rows lie in a vector of scores: `rows` rows one after another. Several lanes share a row; they exchange values over the distances `steps`."""
+  """Layout of rows in vectors of scores. A vector holds the scores of `rows` rows, one row after another. Several lanes share a row; they exchange
+  values over the distances `steps`, in the way `exchange`."""
   rows: int
   steps: tuple[int, ...]
   exchange: str = "shuffle"
 
 def first_addend(scale:float) -> float:
-  """Returns the first addend of a row, before the row has seen a key: exp2(s*scale + addend) is inf for a finite score s and 0 for -inf."""
+  """Returns the addend of a row that has not seen a key yet. With this addend, exp2(s*scale + addend) is inf for a finite score s, and 0 for s =
+  -inf."""
   return -LOWEST*min(scale, 1.0)
 
 def parts(c:Any, x:Value, rows:int) -> list[Value]:
-  """Splits a vector into the elements of each row."""
+  """Splits a vector that holds `rows` rows into the elements of each row."""
   n = c.length(x)//rows
   return [c.part(x, r*n, n) for r in range(rows)]
 
 def highest(c:Any, start:Value, scores:list[Value]) -> Value:
-  """Returns the maximum of a number and of all elements of `scores`. (clang turns pairs of maxima into its maximum of three.)"""
+  """Returns the maximum of `start` and of all elements of `scores`. (The maxima are nested in pairs; clang makes one instruction of each pair, a
+  maximum of three.)"""
   top = c.variable("top", start)
   for x in scores:
     for i in range(0, c.length(x), 2): c.assign(top, c.max(c.max(top.value, c.element(x, i)), c.element(x, i + 1)))
@@ -50,8 +52,9 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the reference m of each row of a tile, the number that the softmax subtracts from its scores, to the largest score of the row so far.
-  Returns the new m, the new addend, the factors that rescale the accumulators, and the function that computes P from scores with the new m."""
+  """Raises the reference m of each row of a tile to the largest score of the row so far. The reference is the number that the softmax subtracts from
+  the scores. Returns the new m, the new addend, the factors that rescale the accumulators, and a function that computes P from scores with the new
+  m."""
   split, tops, addends, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
@@ -70,17 +73,18 @@ def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Val
   return c.vector(*tops), c.vector(*addends), factors, weigh
 
 def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
-  """Multiplies each row of x by its factor."""
+  """Multiplies the elements of each row in x by the factor of this row."""
   return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
-# Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P as rounded to 16 bits:
+# Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P after rounding to 16 bits:
 # DOT by dot products of a lane's pairs with ones (the first term may be a product with a matrix of ones),
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
 # UNPACKED by converting a lane's own elements back from 16 bits to fp32.
 LANE, DOT, ONES, UNPACKED = "lane", "dot", "ones", "unpacked"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
-  """Adds P to a lane's sums. There is one sum per row; a single row has two, of its even and of its odd elements, for packed additions."""
+  """Adds P to a lane's sums. If the lane has several rows, it keeps one sum for each row. If the lane has one row, it keeps two sums, one of the even
+  and one of the odd elements, so that additions are packed in pairs."""
   if rows == 1:
     for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
   else:
@@ -88,11 +92,11 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
-  """Converts the sums that `lane_sums` keeps to one number per row."""
+  """Returns one sum for each row, from the sums that `lane_sums` keeps."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> Variable:
-  """Adds packed P to the sums of rounded P. If `total` is None, it begins new sums."""
+  """Adds the elements of packed P to the sums of rounded P, and returns these sums. If `total` is None, the function begins new sums."""
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
   words = range(0, c.length(packed), n)
@@ -108,7 +112,7 @@ def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, 
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Converts the sums that `add_rounded` keeps to one number per row."""
+  """Returns one sum for each row, from the sums that `add_rounded` keeps."""
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 @compound("weigh", suffix="_{count}")
@@ -126,8 +130,8 @@ def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Val
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
                   tiles:int, stride:int, count:int, together:int) -> None:
-  """Stores the packed P of tile t and its sums. `weigh(i)` computes P of the tile's i-th vector of scores."""
-  total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # of even and odd elements, or of two rows
+  """Stores packed P of tile t to `p`, and the sums of P to `part`. `weigh(i)` computes P of the tile's i-th vector of scores."""
+  total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
   kind = next((x for x in sums if x != LANE), "")
   rounded = None
   for i in range(0, count, together):
@@ -165,9 +169,9 @@ def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, 
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
-  """Computes P of one loop iteration, and the sums of P, from the rows' references m (the numbers that the softmax subtracts from the scores). The
-  code is one statement. `p` gets the result, `part` its sums; `correct` describes all operands. If no row of the wave has seen a key yet, there is no
-  reference: the sums are then inf, so that `correct` computes P afterwards."""
+  """Computes P of one loop iteration and the sums of P, as one statement. `reference` holds the numbers that the softmax subtracts from the scores of
+  each row. `p` gets the packed P, `part` gets the sums; `correct` describes all operands. If no row of the wave has seen a key yet, P is not
+  computed, because there is no reference. The sums are then inf, so that `correct` computes P afterwards."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
@@ -175,13 +179,13 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
-  """Corrects P of one loop iteration if the reference of a row, the number that the softmax subtracts from its scores, must be raised. This is one
-  statement, because tinygrad has no branch around stores to registers.
+  """Computes P of one loop iteration again, if the reference of a row must be raised. The reference is the number that the softmax subtracts from the
+  scores. The correction is one statement, because tinygrad has no branch around stores to registers.
 
   All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `addend` of the rows, `l` the
-  running sums, `acc` the accumulators of O, `p` the iteration's P, packed to `dtype`, `scores` its scores, and `part` its sums, one kind of `sums`
-  after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the reference, and the
-  reference is raised to every larger maximum."""
+  running sums, `acc` the accumulators of O, `p` the iteration's P, packed to `dtype`, `scores` the iteration's scores, and `part` the sums of this P,
+  one kind of `sums` after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the
+  reference, and the reference is raised to every larger maximum."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
@@ -210,16 +214,17 @@ def _rescale(c:Any, acc:Value, factors:Value, *, rows:int, tiles:int, accs:int) 
   return c.number(0.0)
 
 def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
-  """Returns the new references of rows, the numbers that the softmax subtracts from their scores. `top` are the largest scores of the rows so far. A
-  reference becomes `top` if exp2((top - reference)*scale) exceeds 2^above or if the row has seen no key before; otherwise it stays."""
+  """Returns the new reference of each row. The reference is the number that the softmax subtracts from the scores. `top` has the largest score of
+  each row so far. A reference becomes `top` if exp2((top - reference)*scale) exceeds 2^above or if the row has seen no key before; otherwise it
+  stays."""
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """Computes P = exp2((scores - reference)*scale) of the rows, which lie one after another in the vector. `reference` has the number that is
-  subtracted from the scores of each row. The difference is taken first, so that large scores lose no accuracy."""
+  """Computes P = exp2((scores - reference)*scale). The vector `scores` holds several rows one after another; `reference` has one number for each row.
+  The subtraction comes first, so that large scores lose no accuracy."""
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
-  """Multiplies the accumulators of each tile by the factors of its rows, if any factor in the wave is not 1. Both operands are placeholders of
-  registers. Returns a statement."""
+  """Multiplies the accumulators of each tile by the factors of the tile's rows, if any factor in the wave is not 1. `acc` and `factors` are
+  placeholders of registers. Returns a statement."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *done, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
@@ -230,7 +235,7 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """Adds P to a lane's sums, as `lane_sums` does."""
+  """Returns the sums `total` of a lane, with P added as in `lane_sums`."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")
@@ -244,8 +249,8 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Returns the sums of rounded P, computed from packed P, one number per row. `zero` is the initial value of the sums, if it must have a place in
-  the order of statements."""
+  """Returns the sums of rounded P, one number for each row, computed from packed P. `zero` is the initial value of the sums. It is needed only if the
+  initial value must have a place in the order of statements."""
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
   total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)
