@@ -31,7 +31,7 @@ def check_out_dtype(name:str, x:Any) -> DType:
   return dtype
 
 def check_lengths(name:str, x:Any) -> int|UOp|Tensor:
-  """Checks a number of rows, as far as that is possible without the tensors. The number is an int, a bound Variable or a Tensor."""
+  """Checks an option that is a number of rows: an int, a bound Variable or a Tensor. Its limits are checked later, when q, k and v are known."""
   if isinstance(x, UOp) and x.is_variable: raise values.wrong(name, x, "bound to a number: variable.bind(n)")
   if isinstance(x, (UOp, Tensor)): return x
   if not values.is_whole(x): raise values.wrong(name, x, "an int, a Variable or an int32 Tensor")

@@ -129,8 +129,8 @@ def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:M
 MOST_PAIRS = 2**26     # most pairs of a query and a key, over all lists, for which the emulator makes lists: this takes some seconds
 
 class NotCounted(Exception):
-  """Exception that says why tiles can't be counted. `least` counts the tiles that are skipped at least, namely those outside the intervals. It is
-  None if nothing is known."""
+  """Exception that says why tiles can't be counted. `least` has the numbers that are known: the tiles outside the intervals are skipped in any case.
+  It is None if nothing is known."""
   def __init__(self, reason:str, least:Shares|None=None) -> None:
     super().__init__(reason)
     self.least = least

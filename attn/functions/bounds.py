@@ -38,7 +38,7 @@ Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
   """Returns the first (or the last) column that all clauses leave visible to a row. `at` returns the first (or last) column that one edge leaves
-  visible. `one_of` joins the edges of a clause, of which one must allow a column. `all_of` joins the clauses, which must all allow it. Returns None
+  visible. `one_of` joins the edges of a clause: one of them must allow a column. `all_of` joins the clauses: all of them must allow it. Returns None
   if there are no clauses."""
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 

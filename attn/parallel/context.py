@@ -142,8 +142,9 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor if it does; if not, copies it to new buffers. (If a tensor
-  is not realized, one kernel may take its elements and another one the buffer of one of its devices; tinygrad then mistakes one for the other.)"""
+  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor if it does; if not, copies it to new buffers. (Otherwise one
+  kernel might take the elements of a tensor that is not realized, and another kernel the buffer of one of its devices. tinygrad would mistake one for
+  the other.)"""
   if inside_function(): return copied(u)      # a function's argument has no shards yet
   if u.has_buffer_identity(): return u
   return u.contiguous() if isinstance(u.device, str) else copied(u)
@@ -161,9 +162,10 @@ def of_device(u:UOp, i:int) -> UOp:
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
   """Brings the shards of several devices, one after another, to one device. `held` has all shards of each tensor. `owners` are the numbers of the
-  devices whose shards come, in order. `device` and `name` are the number and the name of the device that gets them. Yields {tensor name: shard} for
-  each owner. The device's own shards are not copied. Other shards are copied into SLOTS buffers of each tensor, used in turn. Each copy is recorded
-  (`remembered`), because at the end the buffers hold the shards of the last owners: a later computation must copy the other shards again."""
+  devices that own the shards, in the order in which the shards come. `device` and `name` are the number and the name of the device that gets them.
+  Yields {tensor name: shard} for each owner. The device's own shards are not copied. Other shards are copied into SLOTS buffers of each tensor, used
+  in turn. Each copy is recorded (`remembered`), because at the end the buffers hold the shards of the last owners: a later computation must copy the
+  other shards again."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -216,8 +218,8 @@ def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> d
 
 def with_views(p:Problem, arch:Chip, held:dict[str, tuple[int, ...]], keys:PieceRun) -> Problem:
   """Changes the problem of a launch so that the kernel reads keys in place, from the tensors that the device holds. `held` has the shapes of these
-  tensors. Returns the problem unchanged if the launch uses all rows that the device holds, or if another kernel would be needed to read keys in
-  place."""
+  tensors. Returns the problem unchanged if the launch uses all rows that the device holds, if another kernel would be needed to read keys in place,
+  or if no kernel computes the problem."""
   axis = AXES[p.layout].index("rows")
   if all(shape[axis] == keys.count for shape in held.values()): return p
   def of(name:str) -> Strided|None:
@@ -438,8 +440,8 @@ def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
   """Computes attention over rows that are divided among devices. Returns two mappings by name. The first mapping has o and lse as buffers, sharded
-  like q. The second mapping has the inputs in buffers, and under the names merged_o, merged_lse and so on the outputs on each device after the
-  computation. A gradient uses the second mapping. Because o and lse depend on it, taking the gradient does not compute the inputs again."""
+  like q. The second mapping is for a gradient. It has the inputs in buffers, and the outputs on each device after the computation, under the names
+  merged_o, merged_lse and merged_lse_rest. Because o and lse depend on this mapping, taking the gradient does not compute the inputs again."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout

@@ -89,8 +89,8 @@ def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|N
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """Finds one mask that is right between several pieces of queries and several pieces of keys, so that one launch can compute them. Its window and
-  offset count from the first query and the first key. Returns None if no such mask exists."""
+  """Finds one mask for several pieces of queries and several pieces of keys together, so that one launch can compute them. The window and the offset
+  of the mask count from the first query and the first key. Returns None if no such mask exists."""
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
     """Returns the offset of the diagonal between the pieces x and y, relative to the diagonal between all queries and all keys. It follows from where
