@@ -164,7 +164,6 @@ def assemble(text:str, arch:str, tools:Toolchain|None=None) -> bytes:
   return kept("co", (text, arch, clang.version), assembled)
 
 def code_object(source:str, arch:str, options:tuple[str, ...]=(), tools:Toolchain|None=None) -> bytes:
-  """Compiles a HIP source to a linked code object. A source that begins with `.text` is taken for assembly text, as tinygrad's own compiler takes
-  it."""
+  """Compiles a HIP source to a linked code object. A source that begins with `.text` counts as assembly text, as for tinygrad's own compiler."""
   is_assembly = source.split("\n", 1)[0].strip() == ".text"
   return assemble(source if is_assembly else assembly(source, arch, options, tools), arch, tools)

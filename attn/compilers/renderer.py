@@ -66,8 +66,8 @@ def _offer(device:Any) -> None:
 
 @functools.cache
 def register_renderers() -> None:
-  """Replaces tinygrad's renderers by attn's in the list of the AMD device. The device uses the first renderer that can be constructed, or the
-  renderer that DEV names. This function neither looks for a compiler nor opens a device."""
+  """Replaces tinygrad's renderers by attn's in the list of each AMD device. A device uses the first renderer that can be constructed, or the renderer
+  that DEV names. This function neither looks for a compiler nor opens a device."""
   init = Compiled.__init__
   @functools.wraps(init)
   def with_ours(self:Compiled, *args:Any, **kwargs:Any) -> None:

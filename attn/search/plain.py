@@ -17,12 +17,12 @@ DEPTHS_OF_TILED = (16, 32, 64)
 AnyTiledTile = TypeVar("AnyTiledTile", TiledTile, TiledBackwardTile)
 
 def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
-  """Returns the tiles to time for workgroups of one thread."""
+  """Returns the tiles to time on a device without local memory, where a workgroup is one thread."""
   return [kind(1, 1, walked, own, 0, 0, parts=parts, columns=columns)
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
-  """Returns the tiles to time for the forward kernel `tiled`."""
+  """Returns the tiles to time for `tiled`, the forward kernel of plain UOps."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
   for (down, across), (walked, own), depth, ahead in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (True, False)):
