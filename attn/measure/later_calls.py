@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 import numpy as np
 from attn.api.attention import attention
+from attn.measure.machine import ANY, need
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 
 CALLS = 21       # calls of each median
@@ -84,6 +85,7 @@ def later_call(row:LaterCall, calls:int=CALLS) -> dict[str, float]:
   return found
 
 def main(words:list[str]) -> None:
+  need("python -m attn.measure.later_calls", kind=ANY)
   for row in LATER_CALLS:
     if all(word in row.name for word in words):
       print(f"{row.name}: " + ", ".join(f"{name} {x:.2f} ms" for name, x in later_call(row).items()), flush=True)

@@ -4,13 +4,13 @@ import importlib.util
 from attn.compilers.renderer import missing_c_compiler
 from attn.tinygrad_compat import Device, device_of
 
-def need(program:str, *packages:str, device:str|None=None) -> None:
+GPU, ANY = "a GPU (DEV=CUDA or DEV=AMD)", "a device (DEV=CUDA, DEV=AMD or DEV=EMU::gfx942)"
+
+def need(program:str, *packages:str, device:str|None=None, kind:str=GPU) -> None:
   """Raises SystemExit if a package is not installed, or if `device` (None: tinygrad's default) cannot be used. `program` is the command that the user
-  ran, for the message."""
+  ran, and `kind` says what devices it can use, for the message."""
   if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
     raise SystemExit(f"{program}: needs {' and '.join(missing)}, and an NVIDIA GPU: it times PyTorch's attention beside attn's")
   try: device_of(name := device or Device.DEFAULT)
-  except Exception as e:
-    raise SystemExit(f"{program}: needs a GPU, but {device or 'no device'} does not open ({e}): set DEV=CUDA or DEV=AMD") from None
-  if (missing_compiler := missing_c_compiler(name)) is not None:
-    raise SystemExit(f"{program}: needs a GPU (DEV=CUDA or DEV=AMD); {missing_compiler}")
+  except Exception as e: raise SystemExit(f"{program}: needs {kind}, but {device or 'the default device'} does not open ({e})") from None
+  if (missing_compiler := missing_c_compiler(name)) is not None: raise SystemExit(f"{program}: needs {kind}; {missing_compiler}")

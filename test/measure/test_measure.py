@@ -84,7 +84,8 @@ def test_peers_take_turns() -> None:
   assert {("b", "a"), ("c", "a"), ("a", "b"), ("c", "b"), ("a", "c"), ("b", "c")} <= set(behind)
 
 NEEDS = {"decode": "needs torch, and an NVIDIA GPU", "backward": "needs torch, and an NVIDIA GPU", "short": "needs torch, and an NVIDIA GPU",
-         "context": "needs a GPU", "latency": "needs a GPU", "peers": "FILE.csv PICTURE.png TITLE"}
+         "context": "needs a GPU", "latency": "needs a GPU",
+         "functions": "needs torch, and an NVIDIA GPU", "later_calls": "needs a device", "peers": "FILE.csv PICTURE.png TITLE"}
 
 @pytest.mark.parametrize("program", NEEDS)
 def test_a_program_says_what_it_needs(program:str) -> None:
