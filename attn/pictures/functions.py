@@ -1,4 +1,4 @@
-"""Draws the functions of attn.mods from the functions themselves: which keys the queries see, and what becomes of a score."""
+"""Draws the functions of attn.mods from the functions themselves. A panel shows which keys the queries see, or how a score changes."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from attn.score.in_tensors import parts_in_tensors
 from attn.score.places import Positions
 from attn.tinygrad_compat import Context, Tensor
 
-PLACES, PAIR = 48, 3.0          # queries and keys of a panel, an image of 6 x 8 pixels; pixels of a key or query
+PLACES, PAIR = 48, 3.0          # queries and keys of a panel (48 = an image of 6 x 8 pixels); size of a query or key in the drawing
 SIDE = PLACES*PAIR
-FURTHEST = 6.0                  # scores of a curve: -FURTHEST to FURTHEST
-SHADES = ("#ffffff", "#d6e8f3", "#aed1e7", "#85badb", "#5da3cf", "#348cc3")     # from the lowest value to the highest
+FURTHEST = 6.0                  # the scores of a curve run from -FURTHEST to FURTHEST
+SHADES = ("#ffffff", "#d6e8f3", "#aed1e7", "#85badb", "#5da3cf", "#348cc3")     # colours, from the lowest value to the highest
 
 def value_of(form:FunctionForm, function:Callable[..., Any], tensors:tuple[Array, ...], scores:Array, i:Array, j:Array, h:Array) -> Array:
-  """Returns what a function gives for these scores, places and heads, which broadcast. It is computed as tinygrad would, in Python."""
+  """Returns the values of a score_mod or mask_mod for given scores, queries i, keys j and heads h, which broadcast. tinygrad computes the values on
+  its device PYTHON."""
   found = trace(form, function, tuple((t.shape, str(t.dtype)) for t in tensors))
   assert found is not None
   with Context(DEV="PYTHON"):
@@ -31,7 +32,8 @@ def value_of(form:FunctionForm, function:Callable[..., Any], tensors:tuple[Array
 
 @dataclass(frozen=True)
 class Pairs:
-  """Panel of all pairs of a query and a key: those that a mask shows, or the value of a score_mod for score 0."""
+  """Panel with a cell for each pair of a query and a key. A panel of a mask_mod shows which pairs the mask lets through. A panel of a score_mod
+  (`of_scores`) shows the values for score 0."""
   title: str
   function: Callable[..., Any]
   tensors: tuple[Array, ...] = ()
@@ -53,12 +55,12 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Curve:
-  """Panel of a score_mod that depends on the score, and on the head by a tensor: a line for each head."""
+  """Panel of a score_mod that depends on the score, and through a tensor on the head. It has a line for each head."""
   title: str
   function: Callable[..., Any]
   tensors: tuple[Array, ...] = ()
   def values(self) -> tuple[Array, Array]:
-    """Returns scores, and what becomes of them in each head."""
+    """Returns scores, and the values of the score_mod for these scores in each head."""
     x, heads = np.linspace(-FURTHEST, FURTHEST, 49), len(self.tensors[0]) if self.tensors else 1
     found = value_of(SCORE_FUNCTION, self.function, self.tensors, x[None], np.zeros((1, 1)), np.zeros((1, 1)), np.arange(heads)[:, None])
     return x, np.broadcast_to(found, (heads, len(x)))

@@ -1,4 +1,4 @@
-"""Draws which key tiles a block of queries loops over, as `blocks_seen` computes them, and which keys its queries see."""
+"""Draws the key tiles over which a block of queries loops, as `blocks_seen` computes them, and the keys that these queries see."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from attn.tinygrad_compat import UOp
 
 QUERY_BLOCK, KEY_TILE = 64, 32
 UNMASKED, MASKED = TINTS[0], TINTS[1]
-PIXELS = 0.78       # pixels of a key or a query
+PIXELS = 0.78       # size of a key or a query in the drawing
 
 def posed(Sq:int, Sk:int, **options:Any) -> Problem:
   q, k = (1, 1, Sq, 64), (1, 1, Sk, 64)
@@ -25,8 +25,8 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """Range of key tiles `begin`..`end` that a block of queries loops over. No mask hides a key of the tiles `full_begin`..`full_end`. (The fields are
-  those of `Blocks`, as numbers.)"""
+  """Range of key tiles `begin`..`end` over which a block of queries loops. In the tiles `full_begin`..`full_end` no key is hidden by the mask. (The
+  fields are the fields of `Blocks`, as numbers.)"""
   begin: int
   full_begin: int
   full_end: int

@@ -1,4 +1,4 @@
-"""Draws which lane holds which element of A, B and C of a matrix instruction, as the kernels use it."""
+"""Draws which lane holds which element of the matrices A, B and C of a matrix instruction, as the kernels use the instruction."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,23 +17,24 @@ SHOWN_LANE = 5     # the lane whose elements are numbered
 
 @dataclass(frozen=True)
 class Holder:
-  """Where an element is held: the lane, the instruction that multiplies it (for A and B), and the element's number in the lane's registers."""
+  """Place that holds an element of a matrix: the lane, the number of the instruction that multiplies the element (for A and B), and the number of the
+  element in the lane's registers."""
   lane: int
   step: int
   element: int
 
-Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> its holders: one, or two if lanes are duplicated
+Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of this element: one, or two if two lanes hold it
 
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Maps each index of the dimension over which the product sums to the (instruction, element) in which lane group h holds it. Covers one 16-byte
-  unit of every lane group, and so as many instructions as these units feed."""
+  """Maps an index of the dimension over which the product sums to (instruction, element): the place in which lane group h holds this index. Covers
+  one 16-byte unit of every lane group, and all instructions to which these units give operands."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
 def operand_cells(mat:Matrix) -> Cells:
-  """Returns the holders of A[row][k], an operand that comes from K; the product sums over k. The picture of the operand B, which comes from Q^T, is
+  """Returns the holders of A[row][k]. The operand A comes from K, and the product sums over k. The picture of the operand B, which comes from Q^T, is
   the mirror image."""
   cells: Cells = {}
   for h in range(mat.groups):
@@ -42,24 +43,24 @@ def operand_cells(mat:Matrix) -> Cells:
   return cells
 
 def accumulator_cells(mat:Matrix) -> Cells:
-  """Returns the holders of C[row][column], the accumulator of S^T: a row is a key, a column is a query."""
+  """Returns the holders of C[row][column], the accumulator of S^T. A row is a key, and a column is a query."""
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
-  """Returns (lane group, key) of each element along a row of V^T in LDS. The keys are in the order in which the lanes hold P^T."""
+  """Returns (lane group, key) for each element along a row of V^T in LDS. The keys have the order in which the lanes hold P^T."""
   return [(u % mat.groups, mat.key_of(u % mat.groups, u//mat.groups*UNIT + i)) for u in range(contraction(mat, mat.M)//UNIT) for i in range(UNIT)]
 
 # ***** NVIDIA: S = Q K^T *****
 # ldmatrix (PTX ISA 9.7.14.5.15): lanes 8j..8j+7 give the addresses of the eight rows of matrix j, and lane 4r + c gets elements 2c and 2c+1 of row r.
 
 def loaded(addresses:list[tuple[int, int]]) -> Cells:
-  """Maps each element (row, column) in memory to its holders after ldmatrix, if the address of each lane is (row, unit)."""
+  """Returns the holders of each element (row, column) after an ldmatrix. `addresses` has the row and the unit to which each lane points."""
   return {(row, unit*UNIT + column): [Holder(n % UNIT*4 + column//2, 0, n//UNIT*2 + column % 2)]
           for n, (row, unit) in enumerate(addresses) for column in range(UNIT)}
 
 def mma_a(mat:Mma) -> Cells: return loaded([mat.a_address(lane) for lane in range(mat.wave)])
 def mma_b(mat:Mma) -> Cells:
-  """Returns the holders of B[k][key]; the product sums over k. One ldmatrix reads two tiles; these are the holders for the first tile."""
+  """Returns the holders of B[k][key]; the product sums over k. One ldmatrix reads B of two tiles, and the result is for the first tile."""
   cells = loaded([mat.b_address(lane) for lane in range(mat.wave)])
   return {(d, key): holders for (key, d), holders in cells.items() if key < mat.N}
 def mma_c(mat:Mma) -> Cells:
@@ -72,7 +73,8 @@ def mirrored(cells:Cells) -> Cells: return {(column, row): holders for (row, col
 
 def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int],
                 number_lanes:bool=False) -> None:
-  """Draws a matrix of cells. Cells of the lanes `outlined` show the element's number. With `number_lanes`, the other cells show the lane's number."""
+  """Draws a matrix of cells, coloured by lane. Cells of the lanes `outlined` have an outline and show the number of the element. With `number_lanes`,
+  the other cells show the number of the lane."""
   d.cells((x + (column + i/len(holders))*size, y + row*size, size/len(holders), size, TINTS[colour(holder.lane)])
           for (row, column), holders in sorted(cells.items()) for i, holder in enumerate(holders))
   for (row, column), holders in sorted(cells.items()):
@@ -89,14 +91,14 @@ def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Cal
       if not same(row + down, column + across): d.line(list(side), STRONG[0], 1.8)
 
 def legend(d:Drawing, y:float, colours:list[str], words:list[str]) -> None:
-  """Draws the meaning of colours and outlines in the corner that A, B and C leave free."""
+  """Draws the meaning of the colours and the lines `words`, in the corner of the picture that A, B and C leave free."""
   for n, meaning in enumerate(colours):
     d.box(20, y + n*18, 12, 12, TINTS[n])
     d.text(38, y + n*18 + 6, meaning)
   for n, line in enumerate(words): d.text(20, y + 18*len(colours) + 12 + n*16, line, fill=FAINT)
 
 def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], words:str) -> None:
-  """Draws keys in a row, in a frame with words below."""
+  """Draws keys as a row of cells in a frame, with the text `words` below."""
   d.cells((x + n*width, y, width, 22, TINTS[colour]) for n in range(len(keys)))
   for n, key in enumerate(keys):
     d.text(x + (n + 0.5)*width, y + 11, key, min(11, width*0.5), "middle")
@@ -106,8 +108,8 @@ def strip(d:Drawing, x:float, y:float, width:float, colour:int, keys:list[int], 
 TOP, GAP = 100, 44     # top of the first matrix, and the gap between matrices
 
 def draw_amd(mat:Matrix, chips:str) -> Drawing:
-  """Draws the matrices A, B and C of an AMD matrix instruction, as a product is written: B above C, and A to the left of C. Below the matrices, draws
-  the order of the keys along a row of V^T in LDS."""
+  """Draws the matrices A, B and C of an AMD matrix instruction in the places in which a product is written: B above C, and A to the left of C. Draws
+  below the matrices the order of the keys along a row of V^T in LDS."""
   a, b, c, depth = operand_cells(mat), mirrored(operand_cells(mat)), accumulator_cells(mat), contraction(mat, 1)
   size = min(18, 640//(depth + mat.N))
   a_x, b_y = 110, TOP
@@ -145,8 +147,8 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   return d
 
 def draw_nvidia(mat:Mma) -> Drawing:
-  """Draws the matrices A, B and C of the product S = Q K^T: B above C, A to the left of C, and each query as a row. Below the matrices, draws which
-  keys' elements of P each lane holds, in the order in which P is operand A of the product O = P V."""
+  """Draws the matrices A, B and C of the product S = Q K^T: B above C, and A to the left of C. A row of C is a query. Draws below the matrices which
+  elements of P each lane holds, by their keys. Their order is the order in which P is operand A of the product O = P V."""
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
   c_x, c_y = a_x + mat.K*size + GAP, b_y + mat.K*size + GAP
@@ -167,7 +169,7 @@ def draw_nvidia(mat:Mma) -> Drawing:
   for h in range(mat.groups): strip(d, 20 + h*(n*44 + 8), below + 60, 44, h, [mat.key_of(h, i) for i in range(n)], f"lane % 4 = {h}")
   return d
 
-# Pictures by file name. CDNA4's second instruction, 16x16x32, has no picture: it has the rows of 16x16x16 and the units of 32x32x16.
+# Pictures by file name. CDNA4's second instruction, 16x16x32, has no picture: its rows are like the rows of 16x16x16, its units like 32x32x16's.
 DRAWN: dict[str, tuple[Matrix, str]] = {
   "mfma_32x32x8": (CDNA3.matrix["float16"][0], "gfx942"), "mfma_16x16x16": (CDNA3.matrix["float16"][1], "gfx942"),
   "mfma_32x32x16": (CDNA4.matrix["float16"][0], "gfx950"), "wmma_rdna3": (RDNA3.matrix["float16"][0], "RDNA3 (gfx11xx)"),

@@ -1,5 +1,5 @@
-"""Draws where the parts of a tile lie in LDS (shared memory), and in which banks, from the kernels' own layouts. A cell of a picture is one such
-part: 16 or 8 bytes of a row."""
+"""Draws where the parts of a tile lie in LDS (shared memory), and in which banks, from the kernels' own layouts. A cell of a picture is one part: 16
+or 8 bytes of a row."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """An access to LDS: the pieces (cells of the picture) that some lanes of a wave read or write in one phase. These pieces must lie in different
-  banks."""
+  """Access to LDS in one phase: the pieces (cells of the picture) that some lanes of a wave read or write at the same time. These pieces must lie in
+  different banks."""
   words: str
   pieces: list[Piece]
 
 @dataclass(frozen=True)
 class Panel:
-  """The drawing of a part of a tile: `rows` rows of `columns` pieces, one cell for each piece. `place` gives a piece's number in LDS. `groups`
+  """Drawing of a part of a tile: `rows` rows of `columns` pieces, one cell for each piece. `place` returns the number of a piece in LDS. `groups`
   neighbouring pieces fill all banks once."""
   title: str
   words: tuple[str, ...]
@@ -40,7 +40,7 @@ class Panel:
   accesses: tuple[Access, ...]
   width: float = 24
   def group(self, piece:Piece) -> int:
-    """Number of the group of banks that holds a piece."""
+    """Returns the number of the group of banks that holds a piece."""
     x = self.place(*piece)
     return (x if isinstance(x, int) else int(x.simplify().vmin)) % self.groups
 
@@ -79,8 +79,8 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """Makes the panel of V for a load that transposes. A phase has 16 lanes: four lanes read a row for one key, 4 elements each. After the load, the
-  lanes that read one row of V hold rows of V^T that are four apart."""
+  """Makes the panel of V for a load that transposes. A phase has 16 lanes. Four lanes read a row of V, which belongs to one key: 4 elements each.
+  After the load, the lanes that read one row of V hold rows of V^T that are four apart."""
   def piece(lane:int) -> Piece:
     m = lane//16%2*16 + lane%4*4
     d = next(d for d in range(mat.M) if mat.row_of(d) == m)

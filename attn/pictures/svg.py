@@ -1,4 +1,4 @@
-"""Draws boxes, lines and words as SVG. The text is equal on every machine, so that a test can compare it."""
+"""Draws boxes, lines and words as SVG. The same calls give the same SVG text on every machine, so that a test can compare it."""
 from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
@@ -23,7 +23,8 @@ class Drawing:
   def box(self, x:float, y:float, width:float, height:float, fill:str="none", stroke:str=GRID, stroke_width:float=0.6) -> None:
     self._add("rect", x=x, y=y, width=width, height=height, fill=fill, stroke=stroke, stroke_width=stroke_width)
   def cells(self, boxes:Iterable[tuple[float, float, float, float, str]]) -> None:
-    """Draws boxes (x, y, width, height, fill) with white lines between them. All boxes of a colour are one shape, which keeps the file small."""
+    """Draws boxes (x, y, width, height, fill) with white lines between them. All boxes of one colour become one SVG shape, which keeps the file
+    small."""
     colours:dict[str, str] = {}
     for x, y, width, height, fill in boxes:
       sides = f"M{number(x)} {number(y)}h{number(width)}v{number(height)}h{number(-width)}z"

@@ -1,4 +1,5 @@
-"""Draws the map of a mask_mod: what a kernel does in the tiles of each block of rows. The map shows the intervals and lists that the kernel uses."""
+"""Draws the map of a mask_mod: which tiles a kernel skips, masks, and computes without a mask, for each block of rows. The map shows the intervals
+and lists that the kernel uses."""
 from __future__ import annotations
 import argparse, ast, importlib, importlib.util, itertools
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from attn.reference import Array
 from attn.tinygrad_compat import Tensor
 
 MAP_TOP, LONGER_SIDE = 82, 480.0       # pixels
-MOST_CELLS = 2**16        # tiles that a map shows
+MOST_CELLS = 2**16        # largest number of tiles in a map
 FILLS_OF_MAP = {SKIPPED: (EMPTY, "skipped"), WITH_MASK: (TINTS[1], "masked"), NO_MASK: (TINTS[0], "without a mask")}
 KERNELS_OF_MAP = ("forward", "dq", "dkdv")
 
@@ -31,7 +32,7 @@ KERNELS_OF_MAP = ("forward", "dq", "dkdv")
 
 @dataclass(frozen=True)
 class Sizes:
-  """Sizes of a problem without options."""
+  """Sizes of a problem without options. `sq` and `sk` are the numbers of queries and keys, `d` is the head dimension."""
   batch: int = 1
   heads: int = 32
   kv_heads: int = 32
@@ -47,7 +48,8 @@ def problem_with(mask:Callable[..., Any], tensors:Sequence[Array], x:Sizes) -> P
   return problem_of(q, q, k, k, dtypes=["float16"]*4, extras=dict(zip(MOD_TENSORS, kinds)), **functions_of(None, mask, kinds))
 
 def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, BlockTile]:
-  """Returns the name, the problem and the tile of the kernel that computes the output, or with `kernel` "dq" or "dkdv" a gradient."""
+  """Returns the name, the problem and the tile of a kernel. `kernel` says what the kernel computes: "forward" the output, "dq" or "dkdv" gradients.
+  Raises ValueError if there is no such kernel with tiles for the problem."""
   choice = choose(p, chip)
   if choice.work.tile is None: raise ValueError(f"{choice.kernel} on {chip.name}: tensor operations have no tiles")
   if kernel == "forward": return choice.kernel, p, choice.work.tile
@@ -58,8 +60,8 @@ def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, Block
   return chosen.name, p, chosen.tile
 
 def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), sizes:Sizes=Sizes(), arch:str="gfx942", kernel:str="forward") -> Drawing:
-  """Draws the map of the first batch and head. The shares beside it are those of all batches and heads. Raises ValueError or NotImplementedError if
-  the function or the problem cannot be computed."""
+  """Draws the map of the first batch and head. Beside the map, draws the share of each kind of tile in all batches and heads. Raises ValueError or
+  NotImplementedError if the function or the problem cannot be computed."""
   chip, over = get_chip(arch), "queries" if kernel == "dkdv" else "keys"
   name, p, tile = kernel_of_map(problem_with(mask, tensors, sizes), chip, kernel)
   device = f"EMU::{chip.name}"
@@ -86,7 +88,7 @@ def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), siz
   return d
 
 def sizes_of_parts(n:int, part:int, scale:float) -> list[float]:
-  """Returns the sizes, in pixels, of the parts into which n rows are divided. The last part may be smaller."""
+  """Returns the sizes, in pixels, of the parts into which n rows are divided. Each part has `part` rows; the last part may be smaller."""
   return [scale*min(part, n - first) for first in range(0, n, part)]
 
 def draw_cells(d:Drawing, kinds:Array, heights:list[float], widths:list[float]) -> None:
@@ -95,14 +97,14 @@ def draw_cells(d:Drawing, kinds:Array, heights:list[float], widths:list[float]) 
 
 @cache
 def of_tile_map() -> dict[str, Drawing]:
-  """Draws the map in docs/functions.md, which also shows the command that draws it."""
+  """Draws the map in docs/functions.md. That page also shows the command that draws the map."""
   return {"tile_map": tile_map("attn.mods:sinks_and_window(64, 400)", mods.sinks_and_window(64, 400))}
 
 # ***** the command *****
 
 def function_named(word:str, arguments:Sequence[Any]) -> Callable[..., Any]:
-  """Returns the function that a word such as "package.module:name" or "file.py:name" names. With arguments, returns what the function makes of
-  them."""
+  """Returns the function that a word such as "package.module:name" or "file.py:name" names. With arguments, calls this function and returns its
+  result. Raises ValueError if there is no such function or if the call raises."""
   place, _, name = word.rpartition(":")
   if not place or not name: raise ValueError(f"{word!r} names no function: must be package.module:name or file.py:name")
   try:
@@ -120,12 +122,13 @@ def function_named(word:str, arguments:Sequence[Any]) -> Callable[..., Any]:
   except Exception as e: raise ValueError(f"{word} with the arguments {', '.join(map(repr, arguments))} raised {type(e).__name__}: {e}") from None
 
 def number_or_word(text:str) -> Any:
-  """Returns the value of a Python literal, such as a number. Returns any other text unchanged."""
+  """Returns the value of a Python literal, such as a number. Returns the text unchanged if it is not a literal."""
   try: return ast.literal_eval(text)
   except (ValueError, SyntaxError): return text
 
 def map_command(arguments:Sequence[str]) -> int:
-  """Draws the map of a function that the command line names."""
+  """Draws the map of a function that the command line names. Returns the exit code 0; a mistake in the command line ends the program with a
+  message."""
   parser = argparse.ArgumentParser("python -m attn.pictures map", description="Draws which tiles a kernel skips, masks, and computes without a mask "
                                    "for your own mask_mod. It needs no GPU: an emulator makes lists of tiles.")
   parser.add_argument("function", help="your mask_mod, as package.module:name or file.py:name")

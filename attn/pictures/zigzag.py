@@ -1,5 +1,5 @@
-"""Draws which keys each device's queries see if a causal sequence is sharded over devices, from the devices' own problems
-(`SequenceShards.dealt`)."""
+"""Draws which keys the queries of each device see, if a causal sequence is sharded over devices. The devices' own problems (`SequenceShards.dealt`)
+give the answer."""
 from __future__ import annotations
 import itertools
 import numpy as np
@@ -8,9 +8,9 @@ from attn.pictures.svg import EMPTY, FAINT, INK, PAPER, TINTS, Drawing
 from attn.problem import ORDERS, Problem
 from attn.reference import Array, visible
 
-DEVICES, PIECE = 4, 6       # PIECE: rows of a zigzag piece, few but enough to show a diagonal
+DEVICES, PIECE = 4, 6       # PIECE: rows of a zigzag piece, few, but enough to show a diagonal
 LENGTH = DEVICES*ORDERS["zigzag"]*PIECE
-CELL = 7.5                  # pixels of a row
+CELL = 7.5                  # size of a row in pixels
 
 def causal_problem() -> Problem: return Problem(1, 1, 1, LENGTH, LENGTH, 64, 64, window=(-1, 0), softmax_scale=1.0)
 
@@ -19,7 +19,8 @@ def shards_in(order:str) -> SequenceShards:
   return SequenceShards(DEVICES, order, held, held)
 
 def computed(order:str) -> tuple[Array, list[int]]:
-  """Returns, for each pair of a query and a key, the device that computes it (-1 for no device), and the number of pairs of each device."""
+  """Returns two results: the device that computes each pair of a query and a key (-1 for no device), and the number of pairs that each device
+  computes."""
   owner, pairs = np.full((LENGTH, LENGTH), -1), [0]*DEVICES
   for device in range(DEVICES):
     p = shards_in(order).dealt(causal_problem(), device, (0, 1))
@@ -50,7 +51,7 @@ def draw_order(d:Drawing, x:float, y:float, order:str) -> None:
     d.text(x + 18, y + side + 34 + 19*device, words)
 
 def runs_of(row:Array) -> list[tuple[int, int]]:
-  """Returns (first, end) of each run of equal neighbours in a row."""
+  """Returns (first, end) for each run of equal neighbouring elements in a row."""
   ends = [0, *(int(n) + 1 for n in np.flatnonzero(np.diff(row))), len(row)]
   return list(itertools.pairwise(ends))
 
