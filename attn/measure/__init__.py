@@ -1,1 +1,1 @@
-"""Measurements on a real GPU. Most of them compare the kernels with other people's kernels."""
+"""Measurements on a real GPU. Most of them compare attn's kernels with kernels of other projects."""

@@ -1,11 +1,11 @@
-"""Compares the backward kernels with their peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are PyTorch's SDPA backward
-with two backends, FlashAttention-2 and cuDNN; in float32 the peer is its memory-efficient backend.
+"""Compares the backward kernels with their peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are two backends of
+PyTorch's SDPA backward, FlashAttention-2 and cuDNN. In float32 the peer is PyTorch's memory-efficient backend.
 
   DEV=CUDA COMPARE=1 BWD=1 python bench.py             one problem; SWEEP=1: the shapes below; CSV=path, PLOT=path
   DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the rows whose name has each WORD
 
-Every rate counts 2.5 times the operations of forward (five matrix products), although our kernels compute seven products. Times are device times
-measured by events. Each is a median over rounds; in a round every peer runs in turn."""
+Every rate counts 2.5 times the operations of forward (five matrix products), although our kernels compute seven products. Times are device times,
+measured by events. Each time is a median over rounds. In a round every peer runs in turn."""
 from __future__ import annotations
 import itertools, sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ SIZES: tuple[tuple[int, int, int, int, int, int], ...] = (     # B, H, Hkv, Sq, 
   (1, 64, 64, 8192, 8192, 128), (4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128), (4, 32, 32, 4096, 4096, 64), (1, 16, 16, 16384, 16384, 64),
   (2, 16, 16, 4096, 4096, 256), (1, 32, 1, 4096, 4096, 128), (1, 8, 8, 64, 65536, 128))
 SIZES_FP32 = ((4, 16, 16, 2048, 2048, 64), (2, 8, 8, 4096, 4096, 128), (1, 1, 1, 4096, 4096, 512))
-APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4, "float32": 2.0**-16}     # how far gradients may lie apart, relative to the largest element
+APART = {"float16": 2.0**-7, "bfloat16": 2.0**-4, "float32": 2.0**-16}     # allowed difference of gradients, relative to the largest element
 
 def shape_of(p:Problem) -> str:
   heads = f"{p.H}/{p.Hkv}" if p.Hkv < p.H else f"{p.H}"
@@ -37,7 +37,8 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """Returns functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. A backend that refuses the problem is left out."""
+  """Returns functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. Leaves out a backend that refuses the problem, and
+  prints the reason."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -53,7 +54,7 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
   return found
 
 def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
-  """Times PyTorch: returns the seconds of one call of `run`, as a mean over the calls that fill a round."""
+  """Returns a timer of PyTorch: a function that returns the seconds of one call of `run`, as a mean over the calls that fill a round."""
   import torch
   def seconds(count:int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,19 +67,20 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns the tensors that a kernel writes, not computed yet. `have` has the tensors that exist already."""
+  """Returns the tensors that a kernel writes, by name. They are not computed yet. `have` has the tensors that exist already, by name."""
   given = [have[name] if name in have else Tensor.empty(*shape, dtype=FLOATS[dtype]) for name, (shape, dtype) in shapes.items()]
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Times our kernels: returns the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
+  """Returns a timer of our kernels: a function that returns the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
   schedule = compiled(*outputs)
   count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)
 
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
                      peers:bool=True) -> dict[str, Any]:
-  """Times one problem, and returns a row of the table. `tiles` are the tiles of dq and of dkdv, if these are not the chosen tiles."""
+  """Times one problem, and returns a row of the table. `tiles` are the tiles of dq and of dkdv; by default attn chooses the tiles. With peers=False
+  only our kernels are timed."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))

@@ -1,13 +1,13 @@
-"""Times sequences whose rows several GPUs share, against one GPU: `DEV=CUDA python -m attn.measure.context [WORD ...]` prints the rows whose name has
-each WORD.
+"""Times attention over sequences whose rows several GPUs share, and compares the times with one GPU. `DEV=CUDA python -m attn.measure.context [WORD
+...]` prints the rows whose name has each WORD.
 
-A row shows the wall time of one call under TinyJit, on each device by itself and on all devices together; the host's time to launch one call; the
-bytes that each device uses; and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the timeline each kernel and
-copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels, and as if none did. The
-measured time should lie between the two sums. Problems that share heads need no copies: they show the highest speed that the devices can have
-together.
+A row shows the wall time of one call under TinyJit, on each device by itself and on all devices together. It also shows the host's time to launch one
+call, the bytes that each device uses, and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the timeline each
+kernel and each copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels, and as if no
+copy did. The measured time should lie between the two sums. Problems that share heads need no copies: they show the highest speed that the devices
+can have together.
 
-DEVICES=4 takes four devices. With DEV=EMU and SMALL=1 the program runs without a GPU; its times then mean nothing."""
+DEVICES=4 uses four devices; the default is two. With DEV=EMU and SMALL=1 the program runs without a GPU, and its times mean nothing."""
 from __future__ import annotations
 import math, os, statistics, sys, time
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from attn.measure.machine import need
 from attn.measure.rows import heads_text
 from attn.tinygrad_compat import Device, GlobalCounters, Ops, Tensor, TinyJit, UOp, compiled, run_alone
 
-MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long enough for a sustained rate: a device that was idle is faster for a while
+MEASURED_SECONDS, MEASURED_ROUNDS = .25, 5     # long rounds measure a sustained rate: a device that was idle is faster for a while
 
 @dataclass(frozen=True)
 class SharedProblem:
-  """A problem that is divided among devices. `shared` says what is divided: "rows", "keys" or "heads". With `backward`, dq, dk and dv are computed,
-  too."""
+  """Problem that is divided among devices. `shared` says what is divided: "rows", "keys" or "heads". With `backward`, the call also computes dq, dk
+  and dv."""
   shared: str
   H: int
   Hkv: int
@@ -45,11 +45,11 @@ CONTEXTS = (*(replace(LONG_ROWS, Hkv=heads, causal=causal) for heads in (32, 8) 
             SharedProblem("keys", 32, 8, 1, 2097152), *(SharedProblem(shared, 32, 8, 1, 524288) for shared in ("keys", "heads")))
 
 def small(row:SharedProblem) -> SharedProblem:
-  """Returns the problem of a row with sizes that are small enough for the emulator."""
+  """Returns a problem like `row`, with sizes that are small enough for the emulator."""
   return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
 
 def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
-  """Returns q, k and v, sharded over the devices as the row of the table says. A single device has all of them."""
+  """Returns q, k and v. They are sharded over the devices as `row` says, or all on one device if there is only one."""
   shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
   def placed(x:Tensor, is_q:bool) -> Tensor:
     if len(devices) == 1: return x.to(devices[0])
@@ -75,15 +75,15 @@ def used(devices:tuple[str, ...]) -> list[int]: return [GlobalCounters.mem_used_
 
 @dataclass(frozen=True)
 class MeasuredCall:
-  """Measurements of a call: the call's milliseconds, the host's milliseconds to launch it, and the bytes that each device uses: for the inputs, and
-  for everything else after TinyJit has captured the call."""
+  """Measurements of a call: `ms` is the time of the call, and `launch_ms` is the time that the host needs to launch the call. `inputs` has the bytes
+  that the inputs use on each device. `besides` has the bytes that everything else uses, after TinyJit has captured the call."""
   ms: float
   launch_ms: float
   inputs: list[int]
   besides: list[int]
 
 def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
-  """Times the problem of one row on some devices."""
+  """Times the problem of one row on the devices."""
   before = used(devices)
   tensors, call = inputs_of(row, devices), computes(row, devices)
   synchronize(devices)
@@ -92,7 +92,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
   def step(q:Tensor, k:Tensor, v:Tensor) -> list[Tensor]: return [x.realize() for x in call(q, k, v)]
   for _ in range(3): step(*tensors)
   def timed(calls:int) -> tuple[float, float]:
-    """Runs this many calls. Returns the seconds per call, and the seconds until the first call is launched."""
+    """Runs `calls` calls. Returns the seconds per call, and the seconds until the first call is launched."""
     synchronize(devices)
     start = time.perf_counter()
     step(*tensors)
@@ -108,14 +108,14 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
 
 @dataclass(frozen=True)
 class TimedPiece:
-  """A kernel, or a copy to a device, that was timed with nothing running beside it."""
+  """Kernel, or copy to a device, that was timed with nothing running beside it."""
   device: str
   name: str
   ms: float
   copied: bool
 
 def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]:
-  """Times each kernel and each copy of a call, in order, with nothing running beside it. The time is that of the fastest of three runs."""
+  """Times each kernel and each copy of a call, in order, with nothing running beside it. Each time is the fastest of three runs."""
   schedule, found = compiled(*computes(row, devices)(*inputs_of(row, devices))), []
   for call in schedule.src:
     times = []
@@ -132,8 +132,8 @@ def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]
 def piece_name(call:UOp) -> str: return f"copy from {call.src[2].device}" if call.src[0].op is Ops.COPY else str(call.src[0].arg.function_name)
 
 def timeline(row:SharedProblem, devices:tuple[str, ...], ms:float) -> list[str]:
-  """Returns lines of output that say how long each kernel and each copy takes. They also give two times between which the measured time should lie:
-  the time if all copies run beside kernels, and the time if no copy does."""
+  """Returns lines of output that say how long each kernel and each copy takes. The last line has two more times: the time if all copies run beside
+  kernels, and the time if no copy does. The measured time `ms` should lie between these two times."""
   pieces = pieces_alone(row, devices)
   def total(device:str, copied:bool) -> float:
     return sum(x.ms for x in pieces if x.copied == copied and Device.canonicalize(device) in x.device.split())

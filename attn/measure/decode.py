@@ -1,13 +1,13 @@
-"""Compares decoding with its peers on the same NVIDIA GPU: `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each
+"""Compares decoding with its peers on the same NVIDIA GPU. `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each
 WORD.
 
-Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each is a median over rounds; in a
+Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each time is a median over rounds. In a
 round every peer runs in turn. The peers are two backends of PyTorch's SDPA, FlashAttention-2 and cuDNN. The rate is the bytes of K and V, each read
 once, per second. `python -m attn.measure.decode 576` prints the rows of latent attention, for which PyTorch has no kernels.
 
-`TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have, each with the number of
-key ranges that it would get. It keeps the fastest for dispatch, as TUNE=1 of bench.py does. A word NAME=NUMBER changes that number in every row:
-B=8 keys=32768 page=16."""
+`TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have. Each tile is timed with
+the number of key ranges that dispatch would give it. The command keeps the fastest tile for dispatch, like TUNE=1 of bench.py. A word NAME=NUMBER
+changes this number in every row: B=8 keys=32768 page=16."""
 from __future__ import annotations
 import dataclasses, math, os, sys
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from attn.search.latent import latent_space
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
 STEPS = 100
-REPEATED = 2**24     # number of random numbers that K and V repeat
+REPEATED = 2**24     # K and V repeat at most this many random numbers
 
 @dataclass(frozen=True)
 class DecodeStep:
-  """A decode step: one query for each of B sequences of `keys` keys. `page` is the number of rows in a page of the cache, 0 for a cache without
-  pages. With `v_dim`, V is the first `v_dim` columns of K; 0 means that V is a tensor of its own."""
+  """Decode step: one query for each of B sequences of `keys` keys. `page` is the number of rows in a page of the cache; 0 means a cache without
+  pages. With `v_dim`, V is the first `v_dim` columns of K; 0 means that V is a separate tensor."""
   B: int
   H: int
   Hkv: int
@@ -58,14 +58,14 @@ DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1
            *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT)
 
 def normal(*shape:int) -> Tensor:
-  """Returns a tensor of normally distributed random numbers, which repeat until they fill the shape."""
+  """Returns a tensor of normally distributed random numbers. At most REPEATED numbers are drawn; they repeat until they fill the shape."""
   count = math.prod(shape)
   drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
   x = Tensor(drawn)
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """Makes the checked call of a decode step on random numbers. The pages are in random order."""
+  """Makes the checked call of a decode step on random numbers. The pages of a paged cache are in random order."""
   q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)
   if row.page:
@@ -75,7 +75,7 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, normal(*shape), normal(*shape), options_of("attention", options))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Returns a timer of one decode step. The tile and the number of splits are those of `work`, or by default those that dispatch chooses."""
+  """Returns a timer of one decode step. `work` has the tile and the number of splits; by default dispatch chooses them."""
   choice = call.choice()
   o, = run_matrix(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -101,7 +101,7 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Returns timers of PyTorch's backends. Empty for problems with pages and for latent attention, which PyTorch cannot compute."""
+  """Returns timers of PyTorch's backends, by name. Returns no timers for pages and for latent attention, which PyTorch cannot compute."""
   import torch
   if row.page or row.v_dim: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
@@ -109,7 +109,7 @@ def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
 
 def compare(row:DecodeStep) -> dict[str, Any]:
-  """Times attn's kernel and its peers for one row of the table. Returns the row's figures."""
+  """Times attn's kernel and its peers for one row of the table. Returns the results by column."""
   import torch
   torch.cuda.init()
   torch.zeros(1, device="cuda")
@@ -127,13 +127,13 @@ def compare(row:DecodeStep) -> dict[str, Any]:
 Timer = Callable[[CheckedCall, Work], float]
 
 def fastest_step(call:CheckedCall, work:Work) -> float:
-  """Returns the seconds of a step, as the minimum of several rounds."""
+  """Returns the seconds of a decode step, as the minimum of several rounds."""
   seconds = our_timer(call, work)
   return min(seconds() for _ in range(ROUNDS))
 
 def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
-  """Times the tile of the table and all other possible tiles, and keeps the fastest. Returns rows for printing, fastest first. Raises ValueError if
-  no kernel of latent attention supports the problem."""
+  """Times a decode step with the tile that the table of tiles gives, and with all other possible tiles. Keeps the fastest tile for dispatch. Returns
+  rows for printing, fastest first. Raises ValueError if no kernel of latent attention supports the problem."""
   call = call_of(row)
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)
@@ -151,8 +151,8 @@ def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
            "chosen by": "the table" if tile == own else ""} for x, tile, parts in timed]
 
 def decode_steps(words:list[str]) -> list[DecodeStep]:
-  """Returns the decode steps whose name contains every word. A word of the form NAME=NUMBER changes this number in each step instead. Raises
-  ValueError for a word with an unknown NAME or a wrong NUMBER."""
+  """Returns the decode steps whose name contains every word. A word of the form NAME=NUMBER does not select steps, but changes this number in each
+  step. Raises ValueError for a word with an unknown NAME or a wrong NUMBER."""
   names, changes = [f.name for f in dataclasses.fields(DecodeStep)], dict[str, int]()
   for word in words:
     name, equals, number = word.partition("=")

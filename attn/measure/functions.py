@@ -1,11 +1,11 @@
 """Compares score_mod and mask_mod with PyTorch's compiled flex_attention on the same NVIDIA GPU, in one process and on the same inputs, forward and
-backward. Where attn has a built-in option that computes the same, it takes part as well.
+backward. If attn has a built-in option that computes the same result, the option is timed as well.
 
   DEV=CUDA [CSV=functions.csv] python -m attn.measure.functions [NAME ...]     prints all rows, or the rows with these names, and writes them to a CSV
 
-Times are device times measured by events. Each is a median over rounds; in a round every peer runs in turn. Backward is dq, dk and dv from the
-outputs of forward. PyTorch's block mask is made before; its time, and the seconds of first calls, are in columns of their own. attn makes its lists
-of tiles in each call if the mask reads a tensor, and these times include it."""
+Times are device times, measured by events. Each time is a median over rounds. In a round every peer runs in turn. Backward computes dq, dk and dv
+from the outputs of forward. PyTorch's block mask is made before these measurements; its time, and the seconds of first calls, are in separate
+columns. If the mask reads a tensor, attn makes its lists of tiles in each call, and attn's times include this."""
 from __future__ import annotations
 import csv, os, sys, time
 from collections.abc import Callable
@@ -29,8 +29,9 @@ Tensors = dict[str, Any]     # PyTorch's tensors that functions read, by name
 
 @dataclass(frozen=True)
 class FunctionRow:
-  """One row of the table of measurements: the score_mod and mask_mod, written for attn and for PyTorch, the tensors that they read, and the options
-  of attn that compute the same without functions. `packed`: they are packed sequences, with q, k and v of the layout thd."""
+  """Row of the table of measurements. It has the score_mod and the mask_mod, written for attn and for PyTorch, the names of the tensors that they
+  read, and the options of attn that compute the same result without functions. With `packed`, these options are for packed sequences, with q, k and v
+  in the layout thd."""
   name: str
   mask_mod: Callable[..., UOp]
   torch_mask: Callable[[Tensors], Callable[..., Any]]
@@ -79,21 +80,21 @@ def tensors_of_functions() -> Tensors:
           "slopes": 2.0**(-8*(torch.arange(HEADS, device="cuda") + 1)/HEADS)}
 
 def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
-  """Returns the seconds of one call of `run`, with everything that it starts on the device. `wait` waits for the device in the CUDA context of
-  `run`."""
+  """Returns the seconds of one call of `run`, including everything that the call starts on the device. `wait` waits for the device in the CUDA
+  context of `run`."""
   begin = time.perf_counter()
   run()
   wait()
   return time.perf_counter() - begin
 
 def graph_timer(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a function that measures the seconds of the kernels that compute `outputs`. It runs a CUDA graph in which these kernels are repeated for
+  """Returns a function that measures the seconds of the kernels that compute `outputs`. The function runs a CUDA graph that repeats these kernels for
   the length of a round."""
   schedule = compiled(*outputs)
   return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 
 def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[], float]], Tensor, dict[str, float]]:
-  """Returns attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""
+  """Returns three results: attn's timers of forward and of the gradients, the output, and the seconds of the first calls."""
   (q, k, v, do), wait = inputs, device_of(Device.DEFAULT).synchronize
   first = {"forward": seconds_of(lambda: attention(q, k, v, **options).realize(), wait)}
   with Context(TRAINING=1):
@@ -103,11 +104,12 @@ def our_timers(inputs:list[Tensor], **options:Any) -> tuple[dict[str, Callable[[
   return timers, o, first
 
 def in_thd(x:Tensor) -> Tensor:
-  """Returns a tensor (1, H, S, D) in the layout thd."""
+  """Converts a tensor (1, H, S, D) to the layout thd, (S, H, D)."""
   return x[0].permute(1, 0, 2).contiguous().realize()
 
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
-  """Measures one row of the table. Returns its figures: milliseconds of attn and of PyTorch, and how far their outputs differ."""
+  """Measures one row of the table. Returns the results by column: milliseconds and first seconds of attn and of PyTorch, and the largest difference
+  of their outputs."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask, flex_attention
   torch.cuda.init()

@@ -1,8 +1,9 @@
 """Times first calls: `DEV=CUDA python -m attn.measure.latency [WORD ...]` prints the rows whose name has each WORD.
 
-Each figure is the host's seconds in a new process, from the call until the result is there, with imports done, the device open and the inputs on it.
-`first`: with empty caches of tinygrad, attn and the driver. `second`: a later process with the same caches. For the first call the table also shows
-the time of compiling, if the same process compiled: tinygrad starts other processes if it has several kernels to compile."""
+Each time is the host's seconds in a new process, from the call until the result is computed. Before the call, imports are done, the device is open
+and the inputs are on the device. `first` is a call with empty caches of tinygrad, attn and the driver. `second` is a call in a later process with the
+same caches. For the first call the table also shows the time of compiling in the same process. This time is not complete if there are several kernels
+to compile, because tinygrad then compiles in other processes too."""
 from __future__ import annotations
 import contextlib, json, math, os, statistics, subprocess, sys, tempfile, time
 from collections.abc import Iterator
@@ -17,11 +18,11 @@ from attn.ops.renderers import adapt
 from attn.tinygrad_compat import Device, Tensor, device_of
 
 RUNS = 3
-DRAWN_ONCE = 2**20     # number of random numbers that the inputs repeat
+DRAWN_ONCE = 2**20     # inputs repeat at most this many random numbers
 
 @dataclass(frozen=True)
 class FirstCall(MeasuredRow):
-  """A first call of attention in float16. With `backward`, the call also computes the gradients of q, k and v."""
+  """First call of attention in float16. With `backward`, the call also computes the gradients of q, k and v."""
   backward: bool = False
   def __str__(self) -> str:
     rows = f"{self.Sq}" if self.Sq == self.Sk else f"{self.Sq} x {self.Sk}"
@@ -33,13 +34,14 @@ FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096,
                FirstCall(4, 16, 16, 4096, 4096, 128, True, True))
 
 def repeated(*shape:int) -> Tensor:
-  """Returns random numbers on the device, which repeat until they fill the shape. No kernel runs to make them."""
+  """Returns a tensor of random numbers on the device. At most DRAWN_ONCE numbers are drawn; they repeat until they fill the shape. No kernel runs to
+  make the tensor."""
   drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), DRAWN_ONCE), np.float32).astype(np.float16)
   return Tensor(np.resize(drawn, shape)).realize()
 
 @contextlib.contextmanager
 def compiler_timed(compiler:Any) -> Iterator[list[float]]:
-  """Context in which the seconds of each compilation are appended to a list."""
+  """Context manager that times a compiler. It yields a list, to which the seconds of each compilation are appended."""
   seconds, own = list[float](), compiler.compile
   def timed(source:str) -> bytes:
     begin = time.perf_counter()
@@ -50,7 +52,7 @@ def compiler_timed(compiler:Any) -> Iterator[list[float]]:
   finally: del compiler.compile
 
 def first_call(row:FirstCall) -> dict[str, float]:
-  """Returns the seconds of the call in this process, and the part of these seconds in which the compiler runs."""
+  """Makes a call in this process. Returns its seconds, and how many of these seconds the compiler runs."""
   device = device_of(Device.DEFAULT)
   q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
   adapt(Device.DEFAULT)
@@ -72,7 +74,7 @@ def in_new_process(row:FirstCall, caches:Path) -> dict[str, float]:
   return found
 
 def latency(row:FirstCall, runs:int=RUNS) -> dict[str, Any]:
-  """Measures first calls in several runs. Returns the median of each figure, and the figures of each run."""
+  """Measures the first and the second call of a row in several runs. Returns the median of each time, and the times of each run."""
   found = []
   for _ in range(runs):
     with tempfile.TemporaryDirectory() as caches: found.append([in_new_process(row, Path(caches)) for _ in range(2)])

@@ -1,9 +1,9 @@
 """Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints the rows whose name has each WORD.
 
-Each figure is the median of the host's milliseconds from the second call on, outside TinyJit. `call`: the call returns its result, which is not yet
-computed. `scheduled`: tinygrad has also made the list of launches. The figures with gradients also contain the gradients of q, k and v. Nothing is
-launched, so the device's speed does not matter: with DEV=EMU::gfx942 the command runs without a GPU. tinygrad's own attention stands beside each
-row that it can compute."""
+Each time is the median of the host's milliseconds from the second call on, outside TinyJit. `call` ends when the call returns its result, which is
+not computed yet. `scheduled` ends when tinygrad has also made the list of launches. The times with gradients include the gradients of q, k and v.
+Nothing is launched, so the device's speed does not matter: with DEV=EMU::gfx942 the command runs without a GPU. If tinygrad's own attention can
+compute a row, its times are in the row too."""
 from __future__ import annotations
 import statistics, sys, time
 from collections.abc import Callable
@@ -18,11 +18,13 @@ CALLS = 21       # calls of each median
 
 @dataclass(frozen=True)
 class LaterCall:
-  """A call of attention in float16: the shapes of q and of k and v, and whether the call has gradients.
+  """Call of attention in float16.
 
-  options: options by name, as plain values
-  tensors: options that are tensors: functions that make them, once for all calls
-  anew: options that each call gets anew: functions that make them"""
+  q, kv: the shapes of q, and of k and v
+  options: plain values of options, by the name of the option
+  tensors: functions that make the values of options, by the name of the option; each function runs once for all calls
+  anew: functions that make the values of options, by the name of the option; each function runs again for each call
+  differentiable: whether the call is also timed with gradients"""
   name: str
   q: tuple[int, ...] = (2, 8, 512, 64)
   kv: tuple[int, ...] = (2, 8, 512, 64)
@@ -55,7 +57,7 @@ LATER_CALLS = (
             tensors={"kv_lengths": lambda: int_tensor([100, 400]), "block_table": lambda: int_tensor(np.arange(64).reshape(2, 32))}))
 
 def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
-  """Returns the median time of a call, without the first call."""
+  """Returns the median milliseconds of a call, without the first call."""
   seconds = list[float]()
   for _ in range(calls + 1):
     begin = time.perf_counter()
@@ -64,7 +66,7 @@ def milliseconds(call:Callable[[], Any], calls:int=CALLS) -> float:
   return 1e3*statistics.median(seconds[1:])
 
 def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Times the calls of one row that `attend` computes. Returns the milliseconds by column."""
+  """Times the calls of one row. `attend` is the attention function to time. Returns the milliseconds by column."""
   q, k, v = (Tensor.empty(*shape, dtype=dtypes.half).realize() for shape in (row.q, row.kv, row.kv))
   kept = row.options | {name: make() for name, make in row.tensors.items()}
   def forward() -> Tensor: return attend(q, k, v, **kept, **{name: make() for name, make in row.anew.items()})
@@ -79,7 +81,7 @@ def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[
 def tinygrad_attention(q:Tensor, k:Tensor, v:Tensor, causal:Any=False) -> Tensor: return q.scaled_dot_product_attention(k, v, is_causal=bool(causal))
 
 def later_call(row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Returns the columns of one row, with tinygrad's own attention beside attn's if it can compute the row."""
+  """Returns the columns of one row. They include tinygrad's own attention, if it can compute the row."""
   found = times(attention, row, calls)
   if row.in_tinygrad: found |= {f"tinygrad's {name}": x for name, x in times(tinygrad_attention, row, calls).items()}
   return found

@@ -1,9 +1,9 @@
-"""Compares forward with its peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are PyTorch's SDPA with the
-FlashAttention-2 and the cuDNN backend, in float32 with its memory-efficient backend, and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`;
-with SWEEP=1 the shapes below, with PLOT=path.png a picture.
+"""Compares forward with its peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are PyTorch's SDPA with its
+FlashAttention-2 and cuDNN backends (in float32, with its memory-efficient backend), and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`
+runs the comparison; SWEEP=1 runs it for the shapes below, and PLOT=path.png draws a picture.
 
-Times are device times, measured by events around many launches. Each is a median over rounds; in a round every peer runs in turn, so that the chip's
-temperature has an equal effect on all peers."""
+Times are device times, measured by events around many launches. Each time is a median over rounds. In a round every peer runs in turn, so that the
+chip's temperature has an equal effect on all peers."""
 from __future__ import annotations
 import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ SHAPES_FP32: list[dict[str, Any]] = [
   {"B": 4, "H": 16, "N": 2048, "D": 64}, {"B": 2, "H": 8, "N": 4096, "D": 128}, {"B": 1, "H": 1, "N": 4096, "D": 512}]
 OURS, FLASH, CUDNN, EFFICIENT, OWN = PEERS = "attn", "FlashAttention-2", "cuDNN", "memory-efficient", "tinygrad SDPA"
 ROUNDS, ROUND_SECONDS = 5, 0.25     # shorter rounds favour cuDNN: docs/nvidia.md
-ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # how far outputs of size 1 may lie apart: 4 units in the last place,
+ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # allowed difference of outputs of size 1: 4 units in the last place,
                                                                           # 32 in float32
 
 def sweep(dtype:str) -> list[dict[str, Any]]:
-  """Returns the settings of SWEEP=1: a list of shapes for matrix units, in both 16-bit dtypes. With DTYPE=float32 it is a list of shapes for the
-  kernels of float32."""
+  """Returns the settings of the problems that SWEEP=1 runs. They are shapes for matrix units, in both 16-bit dtypes. With DTYPE=float32 they are
+  shapes for the kernels of float32."""
   shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
   return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
 
@@ -38,21 +38,21 @@ def backends(dtype:str) -> dict[str, Any]:
   return {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION} if dtype == "float32" else {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 
 def random_inputs(p:Problem, seed:int, *shapes:tuple[int, int]) -> list[Any]:
-  """Returns PyTorch tensors (B, H, S, D) of normally distributed numbers, one for each (H, S)."""
+  """Returns PyTorch tensors of normally distributed random numbers on the GPU. Each (heads, rows) in `shapes` gives a tensor (B, heads, rows, D)."""
   import torch
   generator, kind = torch.Generator("cuda").manual_seed(seed), getattr(torch, p.dtype)
   return [torch.randn(p.B, h, n, p.D, device="cuda", generator=generator).to(kind) for h, n in shapes]
 
 def on_the_host(x:Any) -> np.ndarray:
-  """Returns a PyTorch tensor as a numpy array. A 16-bit tensor becomes an array of its bits."""
+  """Returns a PyTorch tensor as a numpy array. A 16-bit tensor becomes an array of its bits, uint16."""
   import torch
   return x.cpu().numpy() if x.dtype == torch.float32 else x.cpu().view(torch.int16).numpy().view(np.uint16)
 
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """Returns functions that compute attention with PyTorch, and their outputs, by the name of PyTorch's backend. A backend that refuses the problem is
-  left out."""
+  """Returns (function, output) by the name of PyTorch's backend. The function computes attention with this backend. Leaves out a backend that refuses
+  the problem, and prints the reason."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:
@@ -67,11 +67,11 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
   return found
 
 def runs_of_a_round(seconds:Callable[[], float]) -> int:
-  """Returns how many runs fill a round, if `seconds` times one run."""
+  """Returns the number of runs that fill a round. `seconds` times one run."""
   return max(1, round(ROUND_SECONDS/min(seconds() for _ in range(3))))
 
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of one call of `attention`, measured on a graph of the calls that fill a round."""
+  """Returns a timer of one call of `attention`. The timer runs a CUDA graph that repeats the call for the length of a round."""
   import torch
   def seconds(run:Callable[[], None]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -89,8 +89,8 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(graph.replay)/count
 
 def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
-  """Returns the median of each timer over some rounds. Every round runs the timers in another order, because a kernel finds a cooler chip if the
-  kernel before it used little power."""
+  """Returns the median of each timer over several rounds. Every round runs the timers in a different order, because a kernel runs on a cooler chip if
+  the kernel before it used little power."""
   names, found = list(timers), []
   for i in range(ROUNDS):
     order = names[i % len(names):] + names[:i % len(names)]
@@ -133,7 +133,7 @@ def rows_of_file(path:str) -> list[dict[str, Any]]:
             for row in csv.DictReader(file)]
 
 def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
-  """Draws bars of TFLOP/s, one group per shape."""
+  """Draws bars of TFLOP/s as a picture. There is one plot for each dtype and mask, and one group of bars for each shape."""
   import matplotlib
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt

@@ -1,9 +1,9 @@
-"""A measured problem as a row of a table: its numbers of queries and keys, and the text for each."""
+"""Rows of tables of measurements: the sizes of a problem, and their text."""
 from __future__ import annotations
 from dataclasses import dataclass
 
 def heads_text(H:int, Hkv:int) -> str:
-  """Text for the numbers of heads: "16", or "32 on 8" if 32 query heads share 8 key/value heads."""
+  """Returns the text for the numbers of heads: "16", or "32 on 8" if 32 query heads share 8 key/value heads."""
   return f"{H} on {Hkv}" if Hkv < H else f"{H}"
 
 @dataclass(frozen=True)

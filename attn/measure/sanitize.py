@@ -1,11 +1,11 @@
-"""Runs NVIDIA's compute-sanitizer over the kernels for NVIDIA GPUs: `python -m attn.measure.sanitize [WORD ...]` runs the calls whose name has each
+"""Runs NVIDIA's compute-sanitizer over the kernels for NVIDIA GPUs. `python -m attn.measure.sanitize [WORD ...]` runs the calls whose name has each
 WORD, on the first CUDA device.
 
-Each tool (racecheck, memcheck, initcheck, synccheck) sees every kernel, in small calls that together have all options. Two kernels with a planted
-fault show that a tool would report a fault: one kernel lacks a barrier, another kernel stores out of bounds.
+Each tool of compute-sanitizer (racecheck, memcheck, initcheck, synccheck) checks every kernel, in small calls. Together the calls use all options.
+Two kernels with a planted fault show that a tool would report a fault: one kernel lacks a barrier, and another kernel stores out of bounds.
 
-The command prints a table of the tools, and then the findings. The exit code is 0 if there are no findings and both planted faults are reported, 1
-if not, and 2 if the machine lacks compute-sanitizer or a CUDA device."""
+The command prints a table of the tools, and then the findings. The exit code is 0 if there are no findings and both planted faults are reported, 2 if
+the machine lacks compute-sanitizer or a CUDA device, and otherwise 1."""
 from __future__ import annotations
 import contextlib, json, os, re, subprocess, sys, time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,22 +24,22 @@ from attn.tinygrad_compat import Context, Tensor, UOp, compiled, device_of, devi
 from attn.values import FLOATS
 
 PROGRAM = "python -m attn.measure.sanitize"
-# Tools, with their arguments. By default racecheck (2025.3) reports no hazard for the kernel that lacks a barrier, only with `hazard`.
+# Tools, with their arguments. racecheck (2025.3) reports the hazard of the kernel that lacks a barrier only with the argument `hazard`.
 TOOLS = {"racecheck": ("--racecheck-report", "hazard"), "memcheck": (), "initcheck": (), "synccheck": ()}
 PARTS = 4                                            # processes of each tool
-UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_KERNEL: on sm_90 dispatch chooses wgmma by itself
+UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_KERNEL: UNFORCED makes dispatch choose wgmma on sm_90
 
 # ***** the calls *****
 
 @dataclass(frozen=True)
 class SmallCall:
-  """A call of attention with small tensors.
+  """Call of attention with small tensors.
 
-  q, kv: the shapes of q, and of k and v (None: that of q)
+  q, kv: the shapes of q, and of k and v (None: the shape of q)
   kernel: the value of ATTN_KERNEL
-  options: options that are no tensors, by name
+  options: options that are not tensors, by name
   tensors: options that are tensors, by name, as arrays; floats become float32
-  gradients: also compute the gradients of all inputs of floats
+  gradients: whether to compute also the gradients of all inputs of floats
   new: number of rows that the call appends to the cache"""
   name: str
   q: tuple[int, ...] = (1, 2, 100, 64)
@@ -52,7 +52,7 @@ class SmallCall:
   new: int = 0
 
   def outputs(self) -> list[Tensor]:
-    """Returns what the call computes, not yet computed. Its inputs are on the default device."""
+    """Returns the outputs of the call and its gradients, as tensors that are not computed yet. Makes the inputs on the default device."""
     rng = np.random.default_rng(0)
     def made(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor(rng.standard_normal(shape, np.float32)).cast(FLOATS[dtype]).contiguous()
     def given(x:Any) -> Any:
@@ -119,8 +119,8 @@ SMALL_CALLS = (
 
 @contextlib.contextmanager
 def at_any_size() -> Iterator[None]:
-  """Context in which small problems, too, get the kernels that dispatch otherwise chooses for large problems only: tile lists, and all gradients at
-  once. Each tensor has memory of its own, so that the tools see accesses outside of it."""
+  """Context manager in which small problems get kernels that dispatch otherwise chooses for large problems only: kernels with tile lists, and kernels
+  that compute all gradients at once. Each tensor gets separate memory, so that the tools see accesses outside of the tensor."""
   with (patch.object(tile_lists, "LEAST_TILES", 0), patch.object(tile_lists, "LEAST_HEADS", 0),
         patch.object(backward_tiles, "too_small_at_once", lambda p, arch, tile: None), Context(NO_MEMORY_PLANNER=1, LRU=0)): yield
 
@@ -129,7 +129,7 @@ def with_kernel(kernel:str) -> Iterator[None]:
   with patch.dict(os.environ, {"ATTN_KERNEL": kernel}): yield
 
 def kernels_in(schedule:UOp) -> list[str]:
-  """Returns the names of attn's kernels in a schedule, lowered or not."""
+  """Returns the names of attn's kernels in a schedule. The kernels may be lowered or not."""
   names = [getattr(call.src[0].arg, "name", "") or getattr(getattr(call.src[0].src[0], "arg", None), "name", "") for call in schedule.src if call.src
            and call.src[0].src]
   return [name for name in names if name.startswith("attn_")]
@@ -145,17 +145,18 @@ def run_call(call:SmallCall) -> list[str]:
 
 @dataclass(frozen=True)
 class Fault:
-  """A fault in a kernel that one tool must report. `planted` makes a context in which the kernel of `call` has the fault."""
+  """Fault in a kernel that one tool must report. `planted` makes a context manager in which the kernel of `call` has the fault."""
   tool: str
   call: SmallCall
   planted: Callable[[], contextlib.AbstractContextManager[Any]]
 
 def without_barrier() -> contextlib.AbstractContextManager[Any]:
-  """Removes the barrier between a warp's store of its results to shared memory and the loads of these results by other warps."""
+  """Makes a context manager that removes a barrier. The barrier stands between a warp's store of its results to shared memory and the loads of these
+  results by other warps."""
   return patch.object(mma_forward, "workgroup_barrier", lambda after: after)
 
 def out_of_bounds() -> contextlib.AbstractContextManager[Any]:
-  """Moves each row of O behind the end of the buffer."""
+  """Makes a context manager in which kernels store each row of O behind the end of the buffer."""
   own = workgroup.store_row
   def moved(arch:Any, o:UOp, dtype:str, length:int, begin:UOp, *rest:Any) -> list[UOp]:
     return own(arch, o, dtype, length, begin + o.max_numel(), *rest)
@@ -166,7 +167,7 @@ FAULTS = {"a barrier less": Fault("racecheck", SmallCall("", (1, 4, 1, 64), (1, 
           "a store out of bounds": Fault("memcheck", SmallCall("", (1, 2, 77, 64), kernel=FORCED_MMA, gradients=False), out_of_bounds)}
 
 def with_fault(name:str) -> list[str]:
-  """Runs the kernel with this fault on the default device."""
+  """Runs the kernel with the planted fault `name` on the default device. Returns the names of attn's kernels that ran."""
   with FAULTS[name].planted(): return run_call(FAULTS[name].call)
 
 # ***** the tools' output *****
@@ -176,14 +177,14 @@ HEADER, SUMMARY, KERNEL = re.compile(r"COMPUTE-SANITIZER$"), re.compile(r"(?:ERR
 
 @dataclass(frozen=True)
 class ToolReport:
-  """A finding of a tool: its first line, and the name of the kernel in it ("" if no line names one)."""
+  """Finding of a tool: the first line of its text, and the name of the kernel ("" if no line names a kernel)."""
   text: str
   kernel: str
   def __str__(self) -> str: return f"{self.text}, in {self.kernel}" if self.kernel else self.text
 
 def reports_in(output:str) -> list[ToolReport]:
-  """Reads the findings in the output of compute-sanitizer. A finding is a line, and the indented lines after it. Raises ValueError if the output
-  has no summary, which a tool prints at its end, or if the summary counts findings and there are none."""
+  """Reads the findings in the output of compute-sanitizer. A finding is a line and the indented lines after it. Raises ValueError if the output has
+  no summary, which a tool prints at its end. Also raises ValueError if the summary counts findings but the output has none."""
   found, count, ended = list[list[str]](), 0, False
   for line in output.splitlines():
     if not line.startswith(EQUALS) or not (text := line.removeprefix(EQUALS)).strip() or HEADER.match(text.strip()): continue
@@ -198,14 +199,15 @@ def reports_in(output:str) -> list[ToolReport]:
 
 @dataclass(frozen=True)
 class ToolRun:
-  """What one process did: the findings, the names of attn's kernels that ran, its seconds, and what it said if it ended early ("": it did not)."""
+  """Results of one process: the findings, the names of attn's kernels that ran, the seconds, and the error message if the process ended early ("" if
+  it did not)."""
   findings: list[ToolReport]
   kernels: list[str]
   seconds: float
   failure: str = ""
 
 def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
-  """Runs calls, or a planted fault, in a new process, under a tool or without one ("")."""
+  """Runs the calls or planted faults `names` in a new process. `tool` is the tool that checks the process; "" runs the process without a tool."""
   command, begin = [sys.executable, "-m", "attn.measure.sanitize", "--here", json.dumps(list(names))], time.perf_counter()
   env = os.environ | {"DEV": "CUDA", "PARALLEL": "0"}
   done = subprocess.run([*([sanitizer, "--tool", tool, *TOOLS[tool]] if tool else []), *command], capture_output=True, text=True, env=env)
@@ -218,18 +220,19 @@ def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
   return ToolRun(found, kernels, seconds, "" if not done.returncode else f"exit code {done.returncode}: {''.join(failure)}")
 
 def here(names:list[str]) -> None:
-  """Runs calls and planted faults in this process. Prints the names of attn's kernels that ran after each."""
+  """Runs the calls and planted faults `names` in this process. Prints after each one the names of attn's kernels that ran."""
   with at_any_size():
     for name in names:
       ran = with_fault(name) if name in FAULTS else run_call(next(call for call in SMALL_CALLS if call.name == name))
       print(LAUNCHED + json.dumps(ran), flush=True)
 
 def compute_sanitizer() -> str|None:
-  """Returns the path of compute-sanitizer, from PATH, a CUDA toolkit or the package nvidia-cuda-sanitizer-api. None if it is not installed."""
+  """Returns the path of compute-sanitizer. Looks for it in PATH, in a CUDA toolkit and in the package nvidia-cuda-sanitizer-api. Returns None if it
+  is not installed."""
   return toolkit_program("compute-sanitizer", also=[f"{x}/nvidia/cu13/bin" for x in sys.path if x])
 
 def lacking(sanitizer:str|None) -> str|None:
-  """Returns a sentence that says what this command needs and the machine lacks. None if it lacks nothing."""
+  """Returns a sentence that says what this command needs and the machine does not have. Returns None if nothing is missing."""
   if sanitizer is None:
     return "needs NVIDIA's compute-sanitizer, which is part of the CUDA toolkit and of the package nvidia-cuda-sanitizer-api, and an NVIDIA GPU"
   try: device_of("CUDA")
@@ -237,8 +240,8 @@ def lacking(sanitizer:str|None) -> str|None:
   return None
 
 def sanitized(sanitizer:str, calls:list[SmallCall], jobs:int) -> bool:
-  """Runs each tool over the calls and over the planted faults, and prints the tables. Returns whether all is well: there are no findings but those of
-  the planted faults."""
+  """Runs each tool over the calls and over the planted faults, and prints the tables. Returns whether all is well: the tools report every planted
+  fault and nothing else, and no process failed."""
   parts = [x for i in range(PARTS) if (x := [call.name for call in calls[i::PARTS]])]
   with ThreadPoolExecutor(jobs) as pool:
     begin = time.perf_counter()

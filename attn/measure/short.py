@@ -1,10 +1,10 @@
-"""Compares attention over short sequences, and over sequences with different numbers of queries and keys, with its peers on the same NVIDIA GPU:
+"""Compares attention over short sequences, and over sequences with different numbers of queries and keys, with its peers on the same NVIDIA GPU.
 `DEV=CUDA python -m attn.measure.short [WORD ...]` prints the rows whose name has each WORD.
 
-Times are device times of one launch in bfloat16, and all peers get equal inputs. Each time is a median over rounds; in a round every peer runs in
-turn. Our kernels are timed by events around the graph of a TinyJit that has captured 100 launches. The peers, PyTorch's SDPA with the
-FlashAttention-2 and the cuDNN backend, run in a PyTorch graph of 100 launches. Shorter captures would time the host, which needs 0.25 ms for a
-TinyJit call."""
+Times are device times of one launch in bfloat16, and all peers get equal inputs. Each time is a median over rounds. In a round every peer runs in
+turn. Our kernels are timed by events around the graph of a TinyJit that has captured 100 launches. The peers are PyTorch's SDPA with its
+FlashAttention-2 and cuDNN backends; they run in a PyTorch graph of 100 launches. A graph of fewer launches would time the host, which needs 0.25 ms
+for a TinyJit call."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class ShortRow(MeasuredRow):
     return f"{self.B}, {self.heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
   @property
   def problem(self) -> Problem:
-    """The problem that our kernel and its peers compute."""
+    """Problem that our kernel and its peers compute."""
     return Problem(self.B, self.H, self.Hkv, self.Sq, self.Sk, self.D, self.D, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=self.D**-0.5,
                    window=(-1, 0 if self.causal else -1), num_splits=1)
 
@@ -34,7 +34,8 @@ SHORT_ROWS = (ShortRow(64, 16, 16, 256, 256, 64, True), ShortRow(8, 16, 16, 128,
               ShortRow(8, 32, 4, 2048, 2048, 128, True), ShortRow(4, 16, 16, 4096, 4096, 128, False))
 
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tuple[Callable[[], float], Tensor]:
-  """Returns a timer of one launch, measured on a TinyJit of many launches that all write the same output. Also returns this output."""
+  """Returns two results: a timer of one launch, and the output of the launches. The timer measures a TinyJit of `steps` launches that all write this
+  output."""
   out = Tensor.empty(*q.shape, dtype=q.dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:
@@ -50,7 +51,7 @@ def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tup
   return seconds, out
 
 def compare_short(row:ShortRow) -> dict[str, Any]:
-  """Times our kernel and its peers for one row."""
+  """Times our kernel and its peers for one row. Returns the results by column."""
   import torch
   torch.cuda.init()
   p = row.problem

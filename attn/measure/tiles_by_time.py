@@ -1,4 +1,4 @@
-"""Times every tile that a kernel may have, and keeps the fastest one in the user's cache directory, where dispatch finds it. bench.py does this with
+"""Times every tile that a kernel may have. Keeps the fastest tile in the user's cache directory, where dispatch finds it. bench.py does this with
 TUNE=1. The caller passes a function that times a kernel with a tile, so tests need no GPU."""
 from __future__ import annotations
 import sys
@@ -35,7 +35,7 @@ def assembly_of(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> str:
   return clang.assembly(render(kernel(*tensors), arch.name), arch.name)
 
 def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
-  """Returns whether the kernel spills registers to memory. False if no compiler is installed, because this is then not known."""
+  """Returns whether the kernel spills registers to memory. Returns False if no compiler is installed, because spills are then unknown."""
   from attn.isa import report
   try: clang.toolchain()
   except NoCompiler: return False
@@ -44,11 +44,12 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 
 # ***** forward *****
 
-Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # seconds of a kernel with its tile
+Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # times a kernel with its tile, in seconds
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel and tile that dispatch chooses by default, and the kernel with every other tile that doesn't spill. Keeps the fastest of
-  these for dispatch. Returns the rows of the table to print."""
+  """Times the forward kernel and tile that dispatch chooses by default, and the kernel `forward` with every other tile that doesn't spill. Keeps the
+  fastest of these tiles for dispatch. Returns the rows of the table to print. Raises NotImplementedError if dispatch chooses a kernel whose tiles
+  cannot be timed."""
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
@@ -70,8 +71,8 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel of plain UOps with every tile, and keeps the fastest tile. Tiles that spill are timed, too, because the compilers of
-  these kernels don't report spills."""
+  """Times the forward kernel of plain UOps with every tile, and keeps the fastest tile. Tiles that spill are timed too, because the compilers of
+  these kernels don't report spills. Returns the rows of the table to print."""
   make = KERNELS["tiled"].program
   assert make is not None
   return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
@@ -80,7 +81,7 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its default tile `own` and with every tile of `space` that the device accepts. Keeps the fastest tile. Returns
+  """Times a kernel of plain UOps with its default tile `own`, and with every tile of `space` that the device accepts. Keeps the fastest tile. Returns
   the rows of the table to print."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
@@ -95,7 +96,7 @@ def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[P
 # ***** backward *****
 
 TimedBackwardTile = BackwardTile|TiledBackwardTile
-BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # seconds of a backward kernel, "dq" or "dkdv", with a tile
+BackwardSeconds = Callable[[str, TimedBackwardTile], float]     # times a backward kernel, "dq" or "dkdv", with a tile, in seconds
 
 def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> BackwardLaunch:
   p = replace(p, return_lse=True)
@@ -103,8 +104,8 @@ def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> B
   return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p), ("dk", "dv"))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """Returns the tile of dq and the tile of dkdv that the tables of tiles give for a problem. Raises NotImplementedError if neither AMD's kernels nor
-  those of plain UOps compute the gradients."""
+  """Returns the tile of dq and the tile of dkdv that the tables of tiles give for a problem. Raises NotImplementedError if the gradients are computed
+  neither by AMD's kernels nor by the kernels of plain UOps."""
   if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
     raise NotImplementedError(f"TUNE=1 with BWD=1: no backward kernel takes this problem: {tiles}")
   dq, dkdv = tiles
@@ -113,8 +114,8 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the table's tile and with every other tile that doesn't spill. Keeps the fastest tile. Returns the rows of the table
-  to print."""
+  """Times a backward kernel with the tile that the table of tiles gives, and with every other tile that doesn't spill. Keeps the fastest tile.
+  Returns the rows of the table to print."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2
