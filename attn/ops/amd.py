@@ -36,7 +36,8 @@ def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
 instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)", _byte_perm_cuda)
 
 def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
-  """Selects four bytes of (hi, lo): each byte of `selector` selects a byte of lo by 0 to 3, or a byte of hi by 4 to 7 (v_perm_b32)."""
+  """Builds a dword from four bytes of lo and hi (v_perm_b32). Byte i of `selector` selects byte i of the result: 0 to 3 is a byte of lo, 4 to 7 is a
+  byte of hi."""
   return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
 
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))
@@ -134,7 +135,8 @@ def priority(level:int, *done:UOp) -> UOp:
   """Sets this wave's priority among the waves of its SIMD to `level`, which is 0 to 3 (s_setprio). Returns a statement."""
   return statement("priority", *done, level=level)
 def fp32_apart(*done:UOp) -> UOp:
-  """Keeps clang from packing two fp32 operations of this kernel into one instruction: see GLOBAL_UNPACKED in ops.renderers. Returns a statement."""
+  """Keeps clang from packing two fp32 operations of this kernel into one instruction. (GLOBAL_UNPACKED in ops.renderers says why.) Returns a
+  statement."""
   return statement("fp32_apart", *done)
 def sched_barrier(*done:UOp) -> UOp:
   """Keeps clang from moving instructions across the point where all of `done` are computed, so that loads don't start long before their use. Returns
@@ -163,7 +165,7 @@ def _load_to_lds(lanes:Any, pointer:Any, records:Array, offset:Array, lds:Any, *
   return lanes.commit_stores()    # s_waitcnt counts each load by itself
 
 def _load_to_lds_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `load_to_lds`. It calls the instruction by its LLVM name, because clang 20 has no builtin for the instruction."""
+  """Returns the HIP text of `load_to_lds`. The text calls the instruction by its LLVM name, because clang 20 has no builtin for the instruction."""
   shared = "__attribute__((address_space(3))) void*"
   return Body(f"__attribute__((device)) void load(__amdgpu_buffer_rsrc_t, {shared}, unsigned, int, int, int, int)\n"
               '    __asm("llvm.amdgcn.raw.ptr.buffer.load.lds");\n'

@@ -5,8 +5,8 @@ exist. Every number computed from the result then lies in a vector register too.
 vector register lane by lane, in a loop.
 
 If clang does not know one of the bounds, it makes a scalar maximum and a scalar minimum. So attn hides the second bound from clang, but not the first
-one. A first bound that clang knows costs no instruction if clang knows x too, as in a loop of one iteration. If the first bound were hidden, clang
-could still make a med3: its two known bounds would be x and the second bound, and the hidden number would lie between them."""
+one. Sometimes clang knows x, as in a loop of one iteration. Then a first bound that clang knows costs no instruction. If the first bound were hidden,
+clang would still make a med3: it would take x and the second bound as the two known bounds of the hidden number."""
 from __future__ import annotations
 from attn.ops.operation import Call
 from attn.tinygrad_compat import Ops, UOp, dtypes

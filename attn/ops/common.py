@@ -1,7 +1,6 @@
-"""Operations that kernels for every vendor use. A value of n numbers is one UOp of a vector type; for n = 1 it is a scalar.
+"""Operations that kernels for every vendor use. A value of n numbers is one UOp of a vector type; for n = 1 the value is a scalar.
 
-If tinygrad has a UOp for an operation on such a value, that UOp is used.
-"""
+If tinygrad has a UOp for an operation on such values, the functions here use that UOp."""
 from __future__ import annotations
 from typing import Any
 import numpy as np

@@ -51,7 +51,8 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """Returns a dword in which bit i + 16*h tells whether key 2*i + h of an octet (eight neighbouring keys) is kept."""
+  """Returns a dword of dropout bits for an octet, which is eight neighbouring keys of a query. Bit i + 16*h tells whether dropout keeps key 2*i +
+  h."""
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
 
@@ -134,8 +135,8 @@ class TensorWords:
     return product.cast(dtypes.uint), (product >> 32).cast(dtypes.uint)
 
 def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:
-  """Returns a tensor of bool that tells which elements of P are kept. `batch`, `head`, `query` and `key` are index tensors that broadcast; `seed` is
-  uint32 (2,)."""
+  """Returns a tensor of bool that tells which elements of P dropout keeps. `batch`, `head`, `query` and `key` are index tensors that broadcast;
+  `seed` is uint32 (2,)."""
   if not threshold(p): return Tensor.full((batch + head + query + key).shape, True, device=seed.device)
   batch, head, query, key = (x.cast(dtypes.uint) for x in (batch, head, query, key))
   words = philox(TensorWords, (query, key >> 3, head, batch), (seed[0], seed[1]))

@@ -51,12 +51,13 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Reads `rows` rows of K*steps columns from shared memory, for a product that sums along a row. Returns (warpgroups, rows, K*steps)."""
+  """Reads `rows` rows of K*steps columns from shared memory, for a product that sums over the columns. Returns (warpgroups, rows, K*steps)."""
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
-  """Reads `keys` rows of `width` columns from shared memory, for a product that sums across rows. Returns (warpgroups, width, keys)."""
+  """Reads `keys` rows of `width` columns from shared memory, for a product that sums over the rows. Returns them transposed, (warpgroups, width,
+  keys)."""
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)

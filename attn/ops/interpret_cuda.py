@@ -1,5 +1,5 @@
-"""Interpreter that prints a definition as CUDA. CUDA's vectors have named elements but no arithmetic, so the printed text computes element by
-element."""
+"""Interpreter that prints the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the printed text computes
+element by element."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -8,7 +8,8 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 
 class Cuda(Printer):
-  """Prints a definition as CUDA. CUDA's vectors have named elements but no arithmetic, so the printed text computes element by element."""
+  """Prints the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the printed text computes element by
+  element."""
   header = "static __device__ __forceinline__ "
   functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}
   infinity, not_a_number = "INFINITY", "__int_as_float(0x7fc00000)"

@@ -1,4 +1,4 @@
-"""Interpreter that prints a definition as HIP for clang, whose vector types have arithmetic and element access."""
+"""Interpreter that prints the definition of an operation as HIP for clang. clang's vector types have arithmetic and access to elements."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
 class Hip(Printer):
-  """Prints a definition as HIP. clang's vector types have arithmetic and element access."""
+  """Prints the definition of an operation as HIP. clang's vector types have arithmetic and access to elements."""
   header = "static inline __attribute__((device, always_inline)) "
   functions_of_numbers: ClassVar[dict[str, str]] = {
     "log2": "__builtin_amdgcn_logf({0})", "rcp": "__builtin_amdgcn_rcpf({0})", "max": "__builtin_fmaxf({0}, {1})"}
@@ -99,9 +99,9 @@ class Hip(Printer):
     return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Prints the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, the text computes x*2^16 - less, where `less` is
-    x*2^16 - x rounded to fp32's 24 bits. This difference is x rounded to 8 bits, to nearest even. The rounding takes two operations. CDNA executes
-    each of them for two elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
+    """Prints the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, the text computes x*2^16 + less, where `less` is x -
+    x*2^16 rounded to fp32's 24 bits. The sum is x rounded to 8 bits, to nearest even. The rounding takes two operations. CDNA executes each of them
+    for two elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
     if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"

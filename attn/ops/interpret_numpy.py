@@ -1,4 +1,4 @@
-"""Interpreter that computes a definition: `Numbers` works on numpy arrays with one column per thread."""
+"""Interpreter that computes the definition of an operation: `Numbers` works on numpy arrays with one column per thread."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class Numbers:
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
   def word(self, n:int) -> Value: return np.uint32(n)
   def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
-    """Computes the low and the high dword of a product of two dwords."""
+    """Returns the low dword and the high dword of the product of two dwords."""
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:

@@ -136,7 +136,7 @@ def stmatrix(row:UOp, words:UOp) -> UOp:
   matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16. Returns a statement."""
   return statement("stmatrix", row, words)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
-  """Computes c + A B by one mma.sync; `half` selects one of the two B fragments in `b`."""
+  """Computes c + A B by one mma.sync. `b` has the B fragments of two neighbouring tiles; `half` selects one of them."""
   return emit("mma", F4, a, b, c, matrix=matrix, half=half)
 
 # ***** the operand P *****

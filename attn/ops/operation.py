@@ -33,7 +33,7 @@ class Lanes(Protocol):
   zeros (T,), or None."""
   wave: int                 # lanes of a wave
   @property
-  def active(self) -> Array: """Which threads execute this operation: bool (T,)."""
+  def active(self) -> Array: """Threads that execute this operation, as bool (T,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
     """Loads `nbytes` bytes per thread from `pointer` + `offset` bytes, as uint8 (nbytes, T). Checks the bounds of the buffer where `gate` is true;
     returns zeros where `gate` is false."""

@@ -1,4 +1,4 @@
-"""Interpreter that prints a definition: `Printer` builds the C++ text of an operation. Its subclasses in attn/ops/interpret_hip.py and
+"""Interpreter that prints the definition of an operation: `Printer` builds the C++ text. The subclasses of `Printer` in attn/ops/interpret_hip.py and
 attn/ops/interpret_cuda.py define what HIP and CUDA write differently."""
 from __future__ import annotations
 import functools, math, re

@@ -176,5 +176,5 @@ def render(sink:UOp, arch:str) -> str:
   return renderer.render(lower(sink, renderer))
 
 def adapt(devices:str|tuple[str, ...]|None) -> None:
-  """Makes the CUDA devices among `devices` print attn's kernels from now on."""
+  """Makes the CUDA devices among `devices` use renderers that can print attn's kernels, for the rest of the process."""
   adapt_cuda(devices, {CUDARenderer: OperationsCUDARenderer, NVCCRenderer: OperationsNVCCRenderer})

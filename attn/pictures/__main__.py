@@ -6,7 +6,7 @@ from pathlib import Path
 from attn.pictures import functions, key_ranges, matrices, shared_memory, tile_map, zigzag
 
 def pictures() -> dict[str, str]:
-  """Returns the text of each picture, by file name."""
+  """Returns the SVG text of each picture, by file name."""
   found = {**matrices.of_instructions(), **key_ranges.of_key_ranges(), **shared_memory.of_shared_memory(), **zigzag.of_zigzag(),
            **functions.of_functions(), **tile_map.of_tile_map()}
   return {f"{name}.svg": drawing.svg() for name, drawing in found.items()}

@@ -11,7 +11,7 @@ STRONG = ("#d55e00", "#0072b2")     # outlines
 def number(x:float) -> str: return f"{x:.2f}".rstrip("0").rstrip(".")
 
 class Drawing:
-  """An SVG drawing. Coordinates are in pixels from the top left. Later shapes lie over earlier ones."""
+  """SVG drawing. Coordinates are in pixels from the top left. Later shapes lie over earlier ones."""
   def __init__(self, width:float, height:float, title:str):
     self.width, self.height, self.title, self.shapes = width, height, title, list[str]()
     self.box(0, 0, width, height, PAPER, "none")
@@ -33,7 +33,7 @@ class Drawing:
   def line(self, points:list[tuple[float, float]], stroke:str=INK, stroke_width:float=1.2) -> None:
     self._add("polyline", points=" ".join(f"{number(x)},{number(y)}" for x, y in points), fill="none", stroke=stroke, stroke_width=stroke_width)
   def text(self, x:float, y:float, words:str|int, size:float=11, anchor:str="start", fill:str=INK, bold:bool=False) -> None:
-    """Draws words with their middle line at `y`. `anchor`: "start", "middle" or "end"."""
+    """Draws words at x. The middle of their height is at y. `anchor` says which point of the words is at x: "start", "middle" or "end"."""
     more = {"text_anchor": anchor} if anchor != "start" else {}
     if fill != INK: more["fill"] = fill
     if bold: more["font_weight"] = "bold"
