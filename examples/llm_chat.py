@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib, importlib.util, io, json, os, struct, sys, tempfile, threading, types, urllib.request
 os.environ.setdefault("DEV", "EMU::gfx942")
 os.environ.setdefault("CACHELEVEL", "0")      # the thread of the HTTP server cannot use the disk cache that this thread opens
+os.environ.setdefault("JIT", "2")      # without CUDA graphs: tinygrad 0.14.0 puts a launch with no block into them where its size is a Variable
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
