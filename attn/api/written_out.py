@@ -7,7 +7,17 @@ from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from attn.calls.views import filled_with, just_stored
-from attn.tinygrad_compat import Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad
+from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad, on_top
+
+def stored_in_its_dtype(t:Tensor) -> Tensor:
+  """Casts the rows that are stored into a cache of another floating-point dtype, if `t` is a view of such a cache. Without a cast, tinygrad prints a
+  store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
+  after = t.uop
+  while after.op in GroupOp.Movement: after = after.src[0]
+  if after.op is not Ops.AFTER: return t
+  def cast(u:UOp) -> UOp: return u.src[0].store(u.src[1].cast(u.src[0].dtype)) if u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype else u
+  view = on_top(t.uop, after, after.src[0].after(*map(cast, after.src[1:])))
+  return t if view is None or view is t.uop else Tensor(view)
 
 class WrittenScores(NamedTuple):
   """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `added`, and -inf where one of
@@ -118,6 +128,7 @@ class WrittenOut:
   def dot(self, own:Callable[..., Tensor], x:Any, w:Any, dtype:Any=None) -> Any:
     if not self.watching or not isinstance(x, Tensor) or not isinstance(w, Tensor) or min(x.ndim, w.ndim) < 4 or x.ndim != w.ndim:
       return own(x, w, dtype)
+    w = stored_in_its_dtype(w)
     if dtype is None and (weights := self.weights_of(uncast(x.uop))) is not None and (found := self.scores(weights.scores)) is not None:
       sinks = None if weights.sink is None else Tensor(weights.sink)
       o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, found.mask(), found.scale, sinks)

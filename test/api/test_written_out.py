@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import attn
-from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 from api_cases import draw, emulated
 from cases import array, in_turn
 
@@ -125,6 +125,23 @@ def test_gradients_go_through() -> None:
       ours = gradients(*x)
       assert [d.kernel is not None for d in decisions] == [True]
     for g, want in zip(ours, exact): np.testing.assert_allclose(g, want, atol=4e-3*np.abs(want).max())
+
+def test_rows_are_cast_to_the_dtype_of_their_cache() -> None:
+  """The rows that a model stores into a cache of another dtype are cast: no STORE in the graph has a value of another dtype than its buffer. Such a
+  STORE of vectors does not compile on a GPU."""
+  def attended() -> Tensor:
+    cache, new = draw(1, 1, 32, 24, seed=1), draw(1, 1, ROWS, 24, dtype="float32", seed=2)
+    k = Tensor(cache.uop.after(cache[:, :, 3:3 + ROWS].uop.store(new.uop)))[:, :, :KEYS]
+    return (draw(1, 4, ROWS, 24) @ k.transpose(-1, -2)*0.3).softmax(-1) @ k[..., :16]
+  def uneven(o:Tensor) -> list[UOp]: return [u for u in o.uop.toposort() if u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype]
+  with emulated("gfx942"):
+    own = attended()
+    assert uneven(own)
+    with attn.installed() as decisions:
+      decisions.clear()
+      ours = attended()
+    assert [d.kernel is not None for d in decisions] == [True] and not uneven(ours)
+    np.testing.assert_allclose(array(ours), array(own), atol=2**-9)
 
 def test_tinygrads_own_attention_is_decided_once() -> None:
   """A call that goes to tinygrad's own attention is recorded as one decision. tinygrad's own attention is itself written out in operations of Tensor.
