@@ -403,7 +403,7 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
   assert str(source.Spec.parse("gfx942/64/float16/full/dkdv")) == "gfx942/64/float16/full/dkdv"
   with pytest.raises(ValueError, match="kernel 'dv' is not one of forward, decode, dq, dkdv"):
     run("gfx942/64/float16/full/dv", ok=False)
-  assert "two numbers" in run("--products", "5", "gfx942/64", ok=False)
+  assert "numbers of products over D and over Dv" in run("--products", "5", "gfx942/64", ok=False)
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):

@@ -92,7 +92,7 @@ def test_bounds(bench_here:Callable[..., int], capsys:pytest.CaptureFixture[str]
   ({"BWD": "1", "LSE": "1"}, "LSE=1 with BWD=1: the gradient is that of o"),
   ({"BWD": "1", "ISA": "1"}, "BWD=1 with ISA=1: it is for forward"),
   ({"BWD": "1", "COMPARE": "1"}, "COMPARE=1 on EMU: it is for DEV=CUDA"),
-  ({"BWD": "1", "N": "16384", "SK": "16384"}, "VERIFY=1 with BWD=1: a head of keys has 268435456 scores"),
+  ({"BWD": "1", "N": "16384", "SK": "16384"}, "VERIFY=1 with BWD=1: a key head has 268435456 scores"),
   ({"BWD": "1", "D": "600"}, "D=600"),
   ({"CSV": "/no/such/folder/x.csv"}, "CSV='/no/such/folder/x.csv': must be a file"),
   ({"CSV": "."}, "CSV='.': must be a file"),
