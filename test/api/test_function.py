@@ -71,10 +71,8 @@ CALLS = {"causal": Call(causal), "terms": Call(terms, (*Call(causal).shapes, (1,
          "padded rows": Call(dealt, (*FOUR, (13, 13), (4,)), axis=2)}
 QUICK = {("terms", "compiled apart", False), ("nested", "inlined", False), ("nested apart", "inlined", False), ("rows", "compiled apart", False)}
 ARCHS = ("gfx942", "gfx1100", "sm_80", "sm_90")
-ALL = []
-for (i, name), (j, way), (k, jit) in itertools.product(enumerate(CALLS), enumerate(WAYS), enumerate((False, True))):
-  marks = () if (name, way, jit) in QUICK else pytest.mark.thorough
-  ALL.append(pytest.param(name, way, jit, ARCHS[(i + j + 2*k) % len(ARCHS)], marks=marks))      # each call meets every chip
+ALL = [pytest.param(name, way, jit, ARCHS[(i + j + 2*k) % len(ARCHS)], marks=() if (name, way, jit) in QUICK else pytest.mark.thorough)
+       for (i, name), (j, way), (k, jit) in itertools.product(enumerate(CALLS), enumerate(WAYS), enumerate((False, True)))]   # each call on each chip
 
 def arguments(call:Call) -> list[Tensor]:
   drawn = [draw(*shape, seed=i) for i, shape in enumerate(call.shapes)] + [Tensor(x, device="EMU").realize() for x in call.others]
