@@ -1,7 +1,7 @@
 """Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v. tinygrad's models with latent attention
 (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py do so."""
 from __future__ import annotations
-import contextlib, math
+import contextlib
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -10,28 +10,22 @@ from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad, on_top
 
 def stored_in_its_dtype(t:Tensor) -> Tensor:
-  """Casts the rows that are stored into a cache of another floating-point dtype, if `t` is a view of such a cache. Without a cast, tinygrad prints a
-  store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
+  """Casts the rows that are stored into a cache of another dtype, if `t` is a view of such a cache. Without a cast, tinygrad prints a store of a
+  vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
   after = t.uop
   while after.op in GroupOp.Movement: after = after.src[0]
-  if after.op is not Ops.AFTER: return t
-  def cast(u:UOp) -> UOp: return u.src[0].store(u.src[1].cast(u.src[0].dtype)) if u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype else u
-  view = on_top(t.uop, after, after.src[0].after(*map(cast, after.src[1:])))
-  return t if view is None or view is t.uop else Tensor(view)
+  def uneven(u:UOp) -> bool: return u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype
+  if after.op is not Ops.AFTER or not any(map(uneven, after.src[1:])): return t
+  cast = [u.src[0].store(u.src[1].cast(u.src[0].dtype)) if uneven(u) else u for u in after.src[1:]]
+  view = on_top(t.uop, after, after.src[0].after(*cast))
+  return t if view is None else Tensor(view)
 
 class WrittenScores(NamedTuple):
-  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `added`, and -inf where one of
-  `seen` is False."""
+  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`."""
   q: UOp
   keys: UOp
   scale: float = 1.0
-  added: tuple[UOp, ...] = ()
-  seen: tuple[UOp, ...] = ()
-  def mask(self) -> Tensor|None:
-    """Returns a mask of bool, or of numbers to be added to the scores, or None."""
-    added, seen = sum(map(Tensor, self.added[1:]), Tensor(self.added[0])) if self.added else None, None
-    for u in self.seen: seen = Tensor(u) if seen is None else seen & Tensor(u)
-    return added if seen is None else seen if added is None else seen.where(added, -math.inf)
+  masks: tuple[UOp, ...] = ()
 
 class WrittenWeights(NamedTuple):
   """Weights that a model computes from `scores` by a softmax. If there is a `sink`, exp(sink) is added to the sum of the softmax."""
@@ -49,10 +43,9 @@ def uncast(u:UOp) -> UOp:
     else: return u
 
 def exponents(u:UOp) -> tuple[UOp, ...]:
-  """Returns the two terms whose sum a UOp raises e to, or () if `u` is something else."""
-  scaled = u.src[0] if u.op is Ops.EXP2 else u
-  total = scaled.src[0] if scaled.op is Ops.MUL else u
-  return total.src if u.op is Ops.EXP2 and total.op is Ops.ADD else ()
+  """Returns the two terms of (x + y).exp(), which tinygrad writes as exp2((x + y)*log2(e)), or () if `u` is something else."""
+  if u.op is not Ops.EXP2 or u.src[0].op is not Ops.MUL or u.src[0].src[0].op is not Ops.ADD: return ()
+  return u.src[0].src[0].src
 
 def weights_with_sink(u:UOp) -> WrittenWeights|None:
   """Returns the scores and the sink (..., 1, 1) of weights e/(e.sum(-1, keepdim=True) + (sink - m).exp()), with e = (scores - m).exp(). Any tensor m
@@ -60,9 +53,9 @@ def weights_with_sink(u:UOp) -> WrittenWeights|None:
   else is mistaken for them."""
   if u.op is not Ops.MUL or u.src[1].op is not Ops.RECIPROCAL or u.src[1].src[0].op is not Ops.ADD: return None
   e, terms = Tensor(u.src[0]), u.src[1].src[0].src
-  if len(of_e := exponents(u.src[0])) != 2: return None
+  if not (of_e := exponents(u.src[0])): return None
   for of_sink in map(exponents, terms):
-    if len(of_sink) != 2 or of_sink[1] is not of_e[1] or of_sink[0].shape[-2:] != (1, 1): continue
+    if not of_sink or of_sink[1] is not of_e[1] or of_sink[0].shape[-2:] != (1, 1): continue
     scores, sink, shift = Tensor(of_e[0]), Tensor(of_sink[0]), Tensor(of_e[1])
     total, one = e.sum(-1, keepdim=True), (sink + shift).exp()
     if (scores + shift).exp().uop is e.uop and u in ((e/(total + one)).uop, (e/(one + total)).uop): return WrittenWeights(scores.uop, sink.uop)
@@ -98,21 +91,14 @@ class WrittenOut:
 
   def scores(self, u:UOp) -> WrittenScores|None:
     """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` does not come from a matrix product that was
-    watched."""
+    watched, or if its mask is a `where`: that hides a NaN of a key, but a mask that is added to the scores does not."""
     if (u := uncast(u)) in self.products: return self.products[u]
-    if u.op is Ops.WHERE: return self.hidden(*map(Tensor, u.src))
     if u.op not in (Ops.ADD, Ops.MUL): return None
     for of, other in (u.src, u.src[::-1]):
       if (found := self.scores(of)) is None: continue
-      if u.op is Ops.ADD: return found._replace(added=(*found.added, other))
+      if u.op is Ops.ADD: return found._replace(masks=(*found.masks, other))
       factor = 1/filled if other.op is Ops.RECIPROCAL and (filled := filled_with(other.src[0])) else filled_with(other)
-      return None if factor is None or found.added or found.seen else found._replace(scale=found.scale*factor)
-    return None
-
-  def hidden(self, condition:Tensor, x:Tensor, y:Tensor) -> WrittenScores|None:
-    """Returns the scores of condition.where(x, y) if one of x and y is scores and the other is -inf."""
-    for seen, of, other in ((condition, x, y), (condition.logical_not(), y, x)):
-      if filled_with(other.uop) == -math.inf and (found := self.scores(of.uop)) is not None: return found._replace(seen=(*found.seen, seen.uop))
+      return None if factor is None or found.masks else found._replace(scale=found.scale*factor)
     return None
 
   def weights_of(self, u:UOp) -> WrittenWeights|None:
@@ -130,8 +116,9 @@ class WrittenOut:
       return own(x, w, dtype)
     w = stored_in_its_dtype(w)
     if dtype is None and (weights := self.weights_of(uncast(x.uop))) is not None and (found := self.scores(weights.scores)) is not None:
+      mask = sum(map(Tensor, found.masks[1:]), Tensor(found.masks[0])) if found.masks else None
       sinks = None if weights.sink is None else Tensor(weights.sink)
-      o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, found.mask(), found.scale, sinks)
+      o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, mask, found.scale, sinks)
       if o is not None: return o.cast(own(x, w).dtype)
     product = own(x, w, dtype)
     self.products[uncast(product.uop)] = WrittenScores(x.uop, w.uop)

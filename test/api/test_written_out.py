@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import attn
+from attn.api.written_out import stored_in_its_dtype
 from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
 from api_cases import draw, emulated
 from cases import array, in_turn
@@ -21,6 +22,7 @@ def in_place(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return scores.softmax() @ v
 
 def shown() -> Tensor: return mask() > -0.5
+def hiding(seen:Tensor) -> Tensor: return seen.where(0.0, -math.inf)
 def sinks() -> Tensor: return draw(4, dtype="float32", seed=5)
 
 def over_sinks(scores:Tensor, sink:Tensor, m:Tensor) -> Tensor:
@@ -35,14 +37,14 @@ def with_sinks(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
 def with_groups(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   """Attention with sinks, in which two query heads share a key/value head, which stands along an axis of its own."""
   q, k, v = q.reshape(2, 2, 2, ROWS, D), k[:, :2].unsqueeze(2), v[:, :2].unsqueeze(2)
-  scores, sink = shown().unsqueeze(0).where((q @ k.transpose(-1, -2)).float()*0.3, -math.inf), sinks().reshape(2, 2, 1, 1)
+  scores, sink = (q @ k.transpose(-1, -2)).float()*0.3 + hiding(shown()).unsqueeze(0), sinks().reshape(2, 2, 1, 1)
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v.float()).cast(q.dtype).reshape(2, 4, ROWS, D)
 
 def in_bands(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   """Attention with sinks, in which a band of three queries sees six keys."""
   q, seen = q.reshape(2, 4, 2, 3, D), shown()[0, 0, :, :6].reshape(2, 3, 6)
   k, v = (x[:, :, :6].stack(x[:, :, 3:], dim=2) for x in (k, v))
-  scores, sink = seen.where((q.float() @ k.float().transpose(-1, -2))*0.3, -math.inf), sinks().reshape(1, 4, 1, 1, 1)
+  scores, sink = (q.float() @ k.float().transpose(-1, -2))*0.3 + hiding(seen), sinks().reshape(1, 4, 1, 1, 1)
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v).reshape(2, 4, ROWS, D)
 
 FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -54,8 +56,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "two masks": lambda q, k, v: (mask() + q @ k.transpose(-1, -2)*0.3 + mask()[:, :, :1]).softmax(3) @ v,
   "float32": lambda q, k, v: (q @ k.transpose(-1, -2)*0.3 + mask().half()).float().softmax(-1).cast(dtypes.half) @ v,
   "in place": in_place,
-  "where": lambda q, k, v: (shown() & (mask() < 1)).where(q @ k.transpose(-1, -2), -math.inf).softmax(-1) @ v,
-  "masked_fill": lambda q, k, v: (q @ k.transpose(-1, -2) + mask()).masked_fill(shown(), -math.inf).softmax(-1) @ v,
+  "a mask that hides": lambda q, k, v: (q @ k.transpose(-1, -2) + hiding(shown() & (mask() < 1))).softmax(-1) @ v,
   "groups without sinks": lambda q, k, v: ((q.reshape(2, 2, 2, ROWS, D) @ k[:, :2].unsqueeze(2).transpose(-1, -2)).softmax(-1)
                                            @ v[:, :2].unsqueeze(2)).reshape(2, 4, ROWS, D),
   "sinks": with_sinks, "sinks and groups": with_groups, "sinks and bands": in_bands,
@@ -91,6 +92,8 @@ NOT_ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "weights changed": lambda q, k, v: ((q @ k.transpose(-1, -2)).softmax(-1)*2) @ v,
   "squares": other_scores,
   "no product": lambda q, k, v: mask().expand(2, 4, ROWS, KEYS).softmax(-1) @ v,
+  "where": lambda q, k, v: shown().where(q @ k.transpose(-1, -2), -math.inf).softmax(-1) @ v,
+  "masked_fill": lambda q, k, v: (q @ k.transpose(-1, -2) + mask()).masked_fill(shown(), -math.inf).softmax(-1) @ v,
   "another number where nothing is seen": lambda q, k, v: shown().where(q @ k.transpose(-1, -2), -4.0).softmax(-1) @ v,
   "a sink for each row": lambda q, k, v: with_sinks_at(q, k, v, mask()[:, :, :, :1]),
   "a sink with another shift": lambda q, k, v: with_sinks_at(q, k, v, sinks().reshape(4, 1, 1), 0.5),
@@ -142,6 +145,23 @@ def test_rows_are_cast_to_the_dtype_of_their_cache() -> None:
       ours = attended()
     assert [d.kernel is not None for d in decisions] == [True] and not uneven(ours)
     np.testing.assert_allclose(array(ours), array(own), atol=2**-9)
+
+def test_a_key_hidden_by_where_may_be_nan() -> None:
+  """A mask by `where` hides a key whose row is NaN, also within `attn.installed()`."""
+  with emulated("gfx942"), attn.installed():
+    seen = Tensor(np.arange(KEYS) != 4, device="EMU").realize()
+    q, k, v = draw(1, 2, ROWS, D), draw(1, 2, KEYS, D, seed=1), draw(1, 2, KEYS, D, seed=2)
+    bad = seen.reshape(KEYS, 1).where(k, math.nan).realize()
+    ours, right = (array(seen.where(q @ x.transpose(-1, -2), -math.inf).softmax(-1) @ v) for x in (bad, k))
+    np.testing.assert_array_equal(ours, right)
+
+def test_a_kernels_output_keeps_its_tag_as_keys() -> None:
+  """Keys that a kernel of attn wrote, which a model uses in attention that it writes out, stay the same UOp. Its tag says that no later write may
+  take its place."""
+  with emulated("gfx942"), attn.installed():
+    q = draw(1, 2, ROWS, D)
+    k = attn.attention(q, q, q)
+    assert stored_in_its_dtype(k) is k and stored_in_its_dtype(k.transpose(-1, -2)).uop is k.transpose(-1, -2).uop
 
 def test_tinygrads_own_attention_is_decided_once() -> None:
   """A call that goes to tinygrad's own attention is recorded as one decision. tinygrad's own attention is itself written out in operations of Tensor.
