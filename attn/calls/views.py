@@ -3,13 +3,13 @@
 tinygrad's models keep keys and values in one buffer, (2, B, S, H, D) or (2, B, H, S, D). They call `scaled_dot_product_attention` on a slice whose
 length is given by a tinygrad Variable, with the mask `Tensor.full(..., -inf).triu(start_pos + 1)` or none."""
 from __future__ import annotations
-import math
+import functools, math
 from dataclasses import dataclass, replace
 from attn.calls.placement import AXES
 from attn.calls.plain import bhsd
 from attn.kernels.parts.memory.rows import strides
 from attn.problem import Count, Strided
-from attn.tinygrad_compat import AxisType, GroupOp, Ops, Tensor, UOp, buffer_under, dtypes, linear_view
+from attn.tinygrad_compat import AxisType, GroupOp, Ops, Tensor, UOp, buffer_under, dtypes, flat_element, view_of_placeholder
 
 Size = int|UOp     # a number of rows in a shape: an int, or an expression of Variables
 
@@ -45,6 +45,8 @@ def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
   return whole, {one: whole - (n - one).simplify()}
 
 # ***** rows that lie in a buffer *****
+
+MOST_VIEWS = 1024     # views whose places are kept: finding the places of one takes a millisecond
 
 @dataclass(frozen=True)
 class InBuffer:
@@ -116,16 +118,22 @@ def rows_there(u:UOp, n:Size) -> int:
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
   """Describes where the rows of a tensor (B, heads, S, D) lie in a buffer. Each `group` of neighbouring heads of the tensor is the same head in the
   buffer. Returns None if the tensor is no such view."""
-  batch, heads, _, width = t.shape
-  there, (rows, instead) = rows_there(t.uop, t.shape[2]), as_a_variable(t.shape[2])
+  return None if (view := view_of_placeholder(t.uop)) is None else places_of_view(view, group)
+
+@functools.lru_cache(MOST_VIEWS)
+def places_of_view(view:UOp, group:int) -> InBuffer|None:
+  """Describes where the rows of a view (B, heads, S, D) of a placeholder lie, as `in_buffer` does for a tensor."""
+  batch, heads, n, width = view.shape
+  there, (rows, instead) = rows_there(view, n), as_a_variable(n)
   b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))
   same = UOp.range(group, 4, AxisType.LOOP)
-  if (found := linear_view(t.uop, b, h*group + same if group > 1 else h, s, d, instead=instead)) is None: return None
-  base, bounded = found[0], UOp.range(there, 5, AxisType.LOOP)
-  if (linear := coefficients(found[1].substitute({s: bounded}).simplify(), [b, h, bounded, d, same])) is None: return None
+  element = flat_element(view.substitute(instead).index(b, h*group + same if group > 1 else h, s, d))
+  if element is None: return None
+  (buffer, position), bounded = element.src, UOp.range(there, 5, AxisType.LOOP)
+  if (linear := coefficients(position.substitute({s: bounded}).simplify(), [b, h, bounded, d, same])) is None: return None
   start, (sb, sh, ss, sd, repeated) = linear
   if repeated or (sd != 1 and width > 1) or min(sb, sh, ss) < 0: return None
-  return InBuffer(Strided(base.max_numel(), start, sb, sh, ss), group, there)
+  return InBuffer(Strided(buffer.max_numel(), start, sb, sh, ss), group, there)
 
 def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
   """Describes where the keys and values (B, heads, S, D) lie in their buffers; a head that is repeated in the tensors counts once. Returns None if

@@ -67,15 +67,11 @@ def on_top(u:UOp, base:UOp, other:UOp) -> UOp|None:
   for view in reversed(views): other = view.replace(src=(other, *view.src[1:]))
   return other
 
-def linear_view(u:UOp, *indices:UOp, instead:dict[UOp, UOp]|None=None) -> tuple[UOp, UOp]|None:
-  """Returns the buffer under a view, and the position of an element of the view in that buffer, as an expression of the indices. Returns None if `u`
-  is not a view of a buffer. `instead` maps Variables in the view to UOps that replace them."""
+def view_of_placeholder(u:UOp) -> UOp|None:
+  """Replaces the buffer under a view by a placeholder of the same size, so that equal views of different buffers become the identical UOp. Returns
+  None if `u` is not a view of a buffer."""
   if (base := buffer_under(u)) is None: return None
-  stand_in = UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape)     # the rewrite would take u's own base apart
-  view = on_top(u, base, stand_in)
-  assert view is not None
-  found = flat_element(view.substitute(instead or {}).index(*indices))
-  return None if found is None else (base, found.src[1])
+  return on_top(u, base, UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape))
 
 def flat_element(index:UOp) -> UOp|None:
   """Rewrites an element of a view of a parameter as an element of the flat parameter. The view may permute or reshape, for example. Returns None if
@@ -103,6 +99,9 @@ def remembered(u:UOp) -> UOp:
   return u.rtag(())
 
 # **** the parameters of a kernel ****
+MOST_SINKS = 128     # kernels whose outputs are kept: a walk over an AST takes a millisecond
+
+@functools.lru_cache(MOST_SINKS)
 def output_params(sink:UOp) -> tuple[UOp, ...]:
   """Returns the PARAMs that a kernel's AST stores to, in the order of their slots."""
   found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}

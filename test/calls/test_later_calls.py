@@ -6,8 +6,11 @@ import pytest
 from tinygrad import Variable
 import attn
 from attn.calls import gradient
-from attn.tinygrad_compat import Context, Tensor, ast_of, dtypes
+from attn.calls.views import places_of_view
+from attn.tinygrad_compat import Context, Ops, Tensor, ast_of, dtypes
 from attn.tinygrad_compat.caches import MOST_ASTS
+from attn.tinygrad_compat.functions import path_to_targets
+from attn.tinygrad_compat.uops import output_params
 from api_cases import emulated
 
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half)
@@ -53,6 +56,24 @@ def test_a_later_gradient_makes_no_ast(name:str) -> None:
     with Context(TRAINING=1): CALLS[name](q, k, v).gradient(q, k, v, gradient=half(2, 2, 40, 16))
   with emulated("gfx942"): first, later = made_by(step), made_by(step)
   assert first > 1 and not later
+
+def test_a_gradient_is_not_sought_inside_kernels() -> None:
+  with emulated("gfx942"):
+    q, k, v = (half(2, 2, 40, 16) for _ in range(3))
+    with Context(TRAINING=1): o = attn.attention(q, k, v)
+    path, on_path = path_to_targets(o.uop, {q.uop})
+  assert {u.op for u in path} >= {Ops.CALL, Ops.AFTER} and Ops.SINK not in {u.op for u in on_path}
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_later_call_looks_at_no_kernel_and_at_no_view(name:str) -> None:
+  """A later call asks neither for the outputs of an AST that was looked at before, nor for the places of a view that was looked at before."""
+  def looks() -> int: return output_params.cache_info().misses + places_of_view.cache_info().misses
+  with emulated("gfx942"):
+    seen = []
+    for _ in range(3):
+      CACHED[name](*[half(2, 2, 40, 16) for _ in range(3)])
+      seen.append(looks())
+  assert seen[1] == seen[2]
 
 def test_another_problem_has_another_ast() -> None:
   with emulated("gfx942"):
