@@ -10,6 +10,7 @@ from attn.chips import CHIPS, MODELLED, get_chip
 from attn.isa import source
 from attn.isa.__main__ import main
 from attn.isa.parse import parse
+from attn.isa.timing.addresses import WaveState
 from attn.isa.timing.drawing import svg_of
 from attn.isa.source import Shape
 from attn.isa.timing.kernels import of_spec
@@ -141,6 +142,21 @@ def test_bank_conflicts_from_the_addresses(shift:int, expected:int) -> None:
 def test_an_address_that_is_loaded_is_not_known() -> None:
   found = timing_of(kernel("global_load_dword v50, v0, s[2:3]\ns_waitcnt vmcnt(0)", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
   assert found.loops[0].unknown_addresses == 1
+
+MINUS_4 = "v_sub_u32_e32 v50, 60, v0\nv_mul_i32_i24_e32 v50, 4, v50\n"      # 240 - 4*lane: negative from lane 61 on
+@pytest.mark.parametrize("before, address", [
+  (MINUS_4, lambda lane: 240 - 4*lane), (MINUS_4 + "v_max_i32_e32 v51, 0, v50", lambda lane: max(0, 240 - 4*lane)),
+  (MINUS_4 + "v_min_i32_e32 v51, 8, v50", lambda lane: min(8, 240 - 4*lane)), (MINUS_4 + "v_min_u32_e32 v51, 8, v50", lambda lane: min(8, 240 - 4*lane & 0xffffffff)),
+  ("v_mul_i32_i24_e32 v51, 0xffffff, v0", lambda lane: -lane), ("v_bfrev_b32_e32 v51, v0", lambda lane: int(f"{lane:032b}"[::-1], 2)),
+  ("s_movk_i32 s9, 0x8000\nv_add_u32_e32 v51, s9, v0", lambda lane: lane - 32768),
+  ("v_bfe_i32 v51, v0, 0, 1", None), ("v_min_i16_e32 v51, v0, v0", None), ("v_lshlrev_b64 v[51:52], 2, v[0:1]", None)])
+def test_addresses_keep_the_sign(before:str, address) -> None:
+  """The integer instructions that compute an address keep its sign. The address of an instruction that is not followed is unknown, not wrong."""
+  state = WaveState(CHIPS["gfx942"], 0, False)
+  for x in instructions(before, "gfx942"): state.follow(x)
+  found = state.values.get("v51" if "v51" in before else "v50")
+  assert (found is None) == (address is None)
+  if address is not None: assert [int(v) for v in found] == [address(lane) & 0xffffffff for lane in range(64)]
 
 def test_waves_that_are_a_barrier_behind_are_found() -> None:
   found = timing_of(kernel("v_readfirstlane_b32 s9, v0\ns_cmp_lt_i32 s9, 256\ns_cbranch_scc1 .LBB0_9\ns_barrier\n.LBB0_9:", "s_barrier", threads=512))

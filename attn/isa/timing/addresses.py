@@ -17,14 +17,22 @@ from attn.isa.operands import issued_together, registers, uses, written_operands
 LaneValues = NDArray[Any]
 _WORD = 0xffffffff
 
-def _signed(x:LaneValues) -> LaneValues: return (x & _WORD ^ 0x80000000) - 0x80000000
+def _signed(x:LaneValues, bits:int=32) -> LaneValues:
+  """Returns the low `bits` bits of each number as a signed number."""
+  return (x & ((1 << bits) - 1) ^ 1 << bits - 1) - (1 << bits - 1)
+def _reversed(x:LaneValues) -> LaneValues:
+  """Returns the 32 bits of each number in reverse order."""
+  found = x*0
+  for i in range(32): found = found | (x >> i & 1) << 31 - i
+  return found
 def _field(x:LaneValues, first:LaneValues, width:LaneValues) -> LaneValues: return x >> (first & 31) & ((1 << (width & 31)) - 1)
 def _perm(a:LaneValues, b:LaneValues, select:LaneValues) -> LaneValues:
   both, found = a << 32 | b, np.zeros_like(a + b + select)
   for i in range(4): found = found | (both >> 8*np.minimum(select >> 8*i & 255, 7) & 255) << 8*i
   return found
 
-# integer operations of scalar and vector instructions, by mnemonic without size and encoding
+# integer operations of scalar and vector instructions, by mnemonic without encoding. An operation whose result depends on the sign of its operands
+# stands with its type; of the others, the 32-bit type is left out. Operations on 16 or 64 bits are not known
 INTEGER_OPERATIONS: dict[str, Callable[..., LaneValues]] = {
   "mov": lambda a: a, "add": lambda a, b: a + b, "add_nc": lambda a, b: a + b, "sub": lambda a, b: a - b, "sub_nc": lambda a, b: a - b,
   "subrev": lambda a, b: b - a, "subrev_nc": lambda a, b: b - a, "add_co": lambda a, b: a + b,
@@ -33,10 +41,12 @@ INTEGER_OPERATIONS: dict[str, Callable[..., LaneValues]] = {
   "lshl": lambda a, b: a << (b & 31), "lshr": lambda a, b: a >> (b & 31), "ashr": lambda a, b: _signed(a) >> (b & 31),
   "lshl_add": lambda a, b, c: (a << (b & 31)) + c, "add_lshl": lambda a, b, c: a + b << (c & 31), "lshl_or": lambda a, b, c: a << (b & 31) | c,
   "and_or": lambda a, b, c: a & b | c, "or3": lambda a, b, c: a | b | c, "add3": lambda a, b, c: a + b + c, "xad": lambda a, b, c: (a ^ b) + c,
-  "xor3": lambda a, b, c: a ^ b ^ c, "bfe": _field, "bfi": lambda a, b, c: a & b | ~a & c, "perm": _perm,
-  "mul_u32_u24": lambda a, b: (a & 0xffffff)*(b & 0xffffff), "mul_i32_i24": lambda a, b: (a & 0xffffff)*(b & 0xffffff), "mul_lo": lambda a, b: a*b,
-  "mad_u32_u24": lambda a, b, c: (a & 0xffffff)*(b & 0xffffff) + c, "mul": lambda a, b: a*b, "mulk": lambda a, b: a*b,
-  "min": np.minimum, "max": np.maximum, "andn2": lambda a, b: a & ~b, "and_not1": lambda a, b: a & ~b, "bfrev": lambda a: a*0, "movk": lambda a: a,
+  "xor3": lambda a, b, c: a ^ b ^ c, "bfe_u32": _field, "bfi": lambda a, b, c: a & b | ~a & c, "perm": _perm,
+  "mul_u32_u24": lambda a, b: (a & 0xffffff)*(b & 0xffffff), "mul_i32_i24": lambda a, b: _signed(a, 24)*_signed(b, 24), "mul_lo": lambda a, b: a*b,
+  "mad_u32_u24": lambda a, b, c: (a & 0xffffff)*(b & 0xffffff) + c, "mul": lambda a, b: a*b, "mulk": lambda a, b: a*_signed(b, 16),
+  "min_u32": np.minimum, "min_i32": lambda a, b: np.minimum(_signed(a), _signed(b)),
+  "max_u32": np.maximum, "max_i32": lambda a, b: np.maximum(_signed(a), _signed(b)), "andn2": lambda a, b: a & ~b,
+  "and_not1": lambda a, b: a & ~b, "bfrev": _reversed, "movk": lambda a: _signed(a, 16),
   "lshl1_add": lambda a, b: (a << 1) + b, "lshl2_add": lambda a, b: (a << 2) + b, "lshl3_add": lambda a, b: (a << 3) + b,
 }
 COMPARISONS: dict[str, Callable[[LaneValues, LaneValues], LaneValues]] = {
@@ -46,7 +56,7 @@ _OF_MASKS = ("s_and_b", "s_or_b", "s_andn2_b", "s_and_not1_b", "s_mov_b", "s_xor
 
 def _name(op:str) -> str:
   name = re.sub(r"^[vs]_", "", re.sub(r"_(e32|e64|vi|gfx\w+)$", "", op))
-  return name if name in INTEGER_OPERATIONS else re.sub(r"_(lo_)?[ubi](16|32|64)(_u32)?$", "", name)
+  return name if name in INTEGER_OPERATIONS else re.sub(r"_(lo_)?[ubi]32$", "", name)
 
 @dataclass(frozen=True)
 class _Followed:
