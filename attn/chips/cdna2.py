@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
 from attn.chips.cdna3 import CDNA3_MACHINE
-from attn.chips.family import Card, Chip, Family, Pipes
+from attn.chips.family import Caches, Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
 
@@ -40,4 +40,4 @@ CDNA2 = Family("cdna2", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
 
 CHIPS_OF_CDNA2 = (
   Chip("gfx90a", CDNA2, 65536, (Card("MI250X", 110, 1.7, 1638, 4096), Card("MI250", 104, 1.7, 1638, 4096), Card("MI210", 104, 1.7, 1638, 4096)),
-       machine=0x3f, searched=True),)
+       machine=0x3f, searched=True, caches=Caches(1, 8 << 20)),)

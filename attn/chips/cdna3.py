@@ -1,7 +1,7 @@
 """Data of the family CDNA3, the chips of the MI300 series: figures, tiles and cards."""
 from __future__ import annotations
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
-from attn.chips.family import Card, Chip, Family, Pipes
+from attn.chips.family import Caches, Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
 
@@ -48,6 +48,8 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128), latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA3,
   counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
 
+CACHES_OF_CDNA3 = Caches(8, 4 << 20, 256 << 20, 17200)
+
 CHIPS_OF_CDNA3 = (
-  Chip("gfx942", CDNA3, 65536, (Card("MI300X", 304, 2.1, 5300, 16384), Card("MI308X", 0), Card("MI325X", 304, 2.1, 6000, 16384)),
-       machine=0x4c, searched=True),)
+  Chip("gfx942", CDNA3, 65536, (Card("MI300X", 304, 2.1, 5300, 16384, 708), Card("MI308X", 0), Card("MI325X", 304, 2.1, 6000, 16384, 843)),
+       machine=0x4c, searched=True, caches=CACHES_OF_CDNA3),)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from dataclasses import replace
 from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_OF_256_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
-from attn.chips.cdna3 import CDNA3_MACHINE
+from attn.chips.cdna3 import CACHES_OF_CDNA3, CDNA3_MACHINE
 from attn.chips.family import Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
@@ -41,4 +41,5 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
   counters=COUNTERS_ON_CDNA, machine=CDNA4_MACHINE)
 
 CHIPS_OF_CDNA4 = (
-  Chip("gfx950", CDNA4, 163840, (Card("MI350X", 256, 2.2, 8000, 16384), Card("MI355X", 256, 2.4, 8000, 16384)), machine=0x4f, searched=True),)
+  Chip("gfx950", CDNA4, 163840, (Card("MI350X", 256, 2.2, 8000, 16384, 1473), Card("MI355X", 256, 2.4, 8000, 16384, 1610)),
+       machine=0x4f, searched=True, caches=CACHES_OF_CDNA3),)

@@ -15,6 +15,13 @@ Sources of these data:
   [l2]    AMD CDNA 3 white paper: an XCD's L2 has 16 channels, which give 2 KB a cycle together; MI300X has 8 XCDs. ROCm Compute Profiler,
           docs/conceptual/l2-cache.rst: MI200's L2 has 32 channels, of 128 bytes a cycle each (AMD CDNA 2 white paper). Assumed: CDNA4's L2 is as
           CDNA3's, and RDNA's gives 64 bytes a cycle for each 16 bits of the memory's width, as RDNA's slices do (AMD RDNA white paper).
+  [gemm]  Fastest published 16-bit GEMMs. MI300X and MI325X: AMD, Measuring Max-Achievable FLOPs, part 2, 2025-02-28, bf16, which also has the clocks
+          (1.207 and 1.447 GHz) and the use of the matrix unit (up to 94%). MI350X: FlyDSL (github.com/tingqli/pyhip,
+          docs/gemm_950_optimization.md). MI355X: HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of
+          fp16 and bf16 (github.com/zzc0721/torch-performance-test-data, issues 58, 173 and 165).
+  [cache] L2 of a die, and Infinity Cache: AMD CDNA 2 and CDNA 3 white papers, AMD's product pages of RX 7000 and RX 9000, Chips and Cheese.
+          Assumed: CDNA4's caches are as CDNA3's, and Infinity Cache of the other RDNA chips has RX 7900 XTX's bandwidth for each bit of the
+          memory's width.
   [cuda]  NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory of a block; data sheets:
           multiprocessors.
 """
@@ -94,6 +101,17 @@ class Family:
   machine: Machine|None = None
 
 @dataclass(frozen=True)
+class Caches:
+  """Caches between a chip's compute units and its memory. A die is a part of the chip with an L2 cache of its own, which the other dies cannot use.
+  The hardware gives workgroups to the dies in turn."""
+  dies: int = 1              # dies of the chip; CDNA3 and CDNA4: XCDs
+  l2: int = 0                # bytes of a die's L2; 0: not published
+  shared: int = 0            # bytes of the cache that all dies share (Infinity Cache); 0: there is none
+  shared_gbs: float = 0.0    # its bandwidth, GB/s
+
+GEMM_USE = 0.94     # use of the matrix unit by the fastest published GEMMs
+
+@dataclass(frozen=True)
 class Card:
   """A product (such as a graphics card) that contains a chip."""
   name: str
@@ -101,6 +119,7 @@ class Card:
   ghz: float = 0.0    # peak engine clock; 0: not published, or not needed
   gbs: float = 0.0    # memory bandwidth, GB/s
   l2: int = 0         # bytes a cycle that the L2 caches give; 0: not published
+  gemm: float = 0.0   # TFLOP/s of the fastest 16-bit GEMM that was published for the card; 0: none
 
 @dataclass(frozen=True)
 class Chip:
@@ -116,6 +135,7 @@ class Chip:
   tuned: bool = False     # whether this is a real device, whose tiles may come from its own TUNE=1 (attn/cache/tuned.py)
   serial: bool = False    # whether the device has no workgroups: it executes the parts of a kernel one after another
   llvm: int = LLVM        # release of LLVM in the compiler that compiles for it
+  caches: Caches = Caches()
 
   @property
   def family(self) -> str: return self.unit.name
@@ -152,4 +172,8 @@ class Chip:
   def peak(self, card:Card) -> float:
     """Returns the dense 16-bit TFLOP/s of a card with this chip."""
     return card.cus*self.pipes.flops*card.ghz/1e3
+  def sustained(self, card:Card) -> float:
+    """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if it is not known. It is the clock at which the card's fastest
+    published GEMM uses the matrix units for GEMM_USE of the time, but at most the rated clock."""
+    return min(card.ghz, card.gemm*1e3/(card.cus*self.pipes.flops*GEMM_USE)) if card.cus else 0.0
   def __str__(self) -> str: return self.name if self.products == self.name else f"{self.name} ({self.products})"

@@ -1,7 +1,7 @@
 """Data of the family RDNA4, the chips of RX 9000: figures, tiles and cards."""
 from __future__ import annotations
 from dataclasses import replace
-from attn.chips.family import Card, Chip, Counters, Family, Pipes
+from attn.chips.family import Caches, Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
 from attn.chips.rdna import LATENT_ON_RDNA, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
@@ -44,6 +44,7 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
   counters=Counters("loadcnt", "storecnt", "dscnt", "kmcnt"), machine=RDNA4_MACHINE)
 
 CHIPS_OF_RDNA4 = (
-  Chip("gfx1200", RDNA4, 65536, (Card("RX 9060 XT", 32, 3.13, 320, 512),), registers=1536, granule=24, machine=0x48),
-  Chip("gfx1201", RDNA4, 65536, (Card("RX 9070 XT", 64, 2.97, 645, 1024), Card("RX 9070", 56)), registers=1536, granule=24, machine=0x4e,
-       searched=True),)
+  Chip("gfx1200", RDNA4, 65536, (Card("RX 9060 XT", 32, 3.13, 320, 512, 66.1),), registers=1536, granule=24, machine=0x48,
+       caches=Caches(1, 4 << 20, 32 << 20, 1165)),
+  Chip("gfx1201", RDNA4, 65536, (Card("RX 9070 XT", 64, 2.97, 645, 1024, 133.4), Card("RX 9070", 56)), registers=1536, granule=24, machine=0x4e,
+       searched=True, caches=Caches(1, 8 << 20, 64 << 20, 2330)),)

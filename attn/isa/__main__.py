@@ -166,7 +166,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
 @click.option("--hkv", type=click.IntRange(1), help="Key/value heads. [default: as many]")
 @click.option("--n", "length", type=click.IntRange(1), default=8192, show_default=True, help="Queries and keys; for decode the keys.")
 @click.option("--card", help="Only this card. [default: every card of the chip whose clock is known]")
-@click.option("--ghz", type=click.FloatRange(0.01), help="Its clock. [default: the card's rated one]")
+@click.option("--ghz", type=click.FloatRange(0.01), help="Its clock. [default: the rated one, and the one that GEMMs sustain]")
 @click.option("--top", type=click.IntRange(0), default=12, show_default=True, help="Waits that are listed.")
 @click.option("--lines/--no-lines", default=True, help="The lines of Python behind them, of a kernel of ours.")
 @click.option("--svg", type=NewFile(), help="Draw the picture into this file.")

@@ -7,7 +7,7 @@ from attn.chips import MODELLED
 from attn.compilers.clang import assembly
 from attn.isa import source
 from attn.isa.report import LoopProducts
-from attn.isa.timing.predict import Division, Prediction, blocks_of_grid, predict, walked_in_a_trip
+from attn.isa.timing.predict import Division, Prediction, at_both_clocks, blocks_of_grid, predict, walked_in_a_trip
 from attn.isa.timing.trips import Timing, timing_of
 from attn.problem import Problem
 
@@ -30,13 +30,14 @@ class Predicted:
     ranges = f" in {x.splits} key ranges, without merging them"*(x.splits > 1)
     return f"B={p.B} H={p.H} Hkv={p.Hkv} {length} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) + ranges
   def on_cards(self, card:str|None=None, ghz:float|None=None) -> list[Prediction]:
-    """Predicts the problem's time on one card, or without `card` on each card of the chip whose clock is known. Raises ValueError for a card with
-    another chip."""
+    """Predicts the problem's time on one card, or without `card` on each card of the chip whose clock is known: at the clock `ghz`, or by default at
+    the rated clock and, where it is known, at the sustained clock. Raises ValueError for a card with another chip."""
     known = {c.name: c for c in self.timing.chip.cards}
     if card is not None and card not in known: raise ValueError(f"--card {card}: the cards of {self.timing.chip.name} are {', '.join(known)}")
     if self.problem is None or self.division is None: return []
     chosen = [known[card]] if card is not None else [c for c in known.values() if c.cus and (c.ghz or ghz)]
-    return [predict(self.problem, self.timing, self.division, c, ghz) for c in chosen]
+    if ghz is not None: return [predict(self.problem, self.timing, self.division, c, ghz) for c in chosen]
+    return [x for c in chosen for x in at_both_clocks(self.problem, self.timing, self.division, c) if x is not None]
 
 def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Problem:
   return Problem(shape.b, shape.h, shape.hkv, shape.n, shape.n, d, dv, dtype=dtype, out_dtype=dtype, window=(-1, 0 if causal else -1),

@@ -1,21 +1,19 @@
 """Predicts the time of a problem on a card from the cycles of one loop iteration. The result is a prediction, not a measurement.
 
-A workgroup's time is the time of its loop iterations and of its code before and after the loop. A compute unit gets a new workgroup when it has
-finished one. The compute time is the time of the busiest compute unit, at a given clock. Several workgroups on one compute unit run at the same time:
-the cycles of an iteration are the cycles in which all these workgroups make one iteration. The prediction is the longest of three times: the compute
-time, and two lower bounds from the data that is moved:
+A workgroup's time is the time of its loop iterations and of its code before and after the loop. Workgroups start in the order of the kernel's grid,
+each on the first compute unit of its die that has room (memory.py). Several workgroups on one compute unit run at the same time: the cycles of an
+iteration are the cycles in which all these workgroups make one iteration. The prediction is the longest of four times:
 
-  memory  one transfer of every tensor, at the memory's bandwidth
-  L2      everything that workgroups read (each workgroup reads the rows that it loops over, and its own rows) at the rate of the
-          L2 caches. A workgroup with half as many own rows reads twice the bytes per result
-
-The number of bytes that really come from memory lies between these two numbers of bytes. It is not modelled."""
+  compute         until the last workgroup has ended, at a given clock
+  L2              everything that workgroups read (each workgroup reads the rows that it loops over, and its own rows), at the rate of the L2 caches
+  Infinity Cache  what the L2 caches of the dies fetch, at the bandwidth of the cache that the dies share
+  memory          every tensor once, and rows that no cache still has, at the memory's bandwidth"""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
-from attn.chips import Card
+from attn.chips import Card, Chip
 from attn.isa.report import GRADIENTS, PRODUCTS, LoopProducts
-from attn.isa.roofline import makespan
+from attn.isa.timing.memory import Work, in_order, makespan_in_order, rows_fetched
 from attn.isa.timing.trips import Timing
 from attn.kernels.parts.grid.tensors import all_arguments, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import ceildiv
@@ -30,6 +28,7 @@ class Division:
   products: LoopProducts = PRODUCTS
   heads: int = 1                         # query heads whose rows a workgroup owns: row r is query r//heads
   splits: int = 1                        # workgroups that share the iterations of a block of own rows
+  together: int = 0                      # heads whose blocks alternate in the order of the grid; 0: all heads
 
   def tensors(self, p:Problem) -> Shapes:
     """Tensors that the kernel reads and writes."""
@@ -43,11 +42,12 @@ class Prediction:
   ghz: float
   trips: float              # iterations of a workgroup, in the mean
   compute_seconds: float
-  memory_seconds: float     # 0 if the card's memory bandwidth is not known
-  l2_seconds: float         # 0 if the card's L2 rate is not known
+  bytes: dict[str, float]   # bytes that each level of memory delivers or takes; a level is missing if its size is not known
+  rates: dict[str, float]   # bytes a second of each level whose rate is known
   flops: float              # operations of the products that the kernel has to compute, two for forward
   @property
-  def times(self) -> dict[str, float]: return {"compute": self.compute_seconds, "memory": self.memory_seconds, "L2": self.l2_seconds}
+  def times(self) -> dict[str, float]:
+    return {"compute": self.compute_seconds, **{level: n/self.rates[level] for level, n in self.bytes.items() if level in self.rates}}
   @property
   def seconds(self) -> float: return max(self.times.values())
   @property
@@ -81,13 +81,6 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
     found.append(float(repeated*max(0, ceildiv(end, walked) - begin//walked)))
   return found
 
-def bytes_read(p:Problem, x:Division, trips:list[float], copies:int) -> float:
-  """Returns the number of bytes that all workgroups together read. A workgroup reads rows of two tensors in each loop iteration, and its own rows of
-  two tensors once."""
-  row = (p.D + p.Dv)*p.itemsize
-  own = p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits
-  return sum(trips)*copies*x.walked*row*len(x.products) + p.B*own*row
-
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   """Returns the share of the chip's peak rate for which the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit.
   `row` is the size in bytes of one row of both tensors together. If the share is 1 or more, L2 does not slow the kernel."""
@@ -95,18 +88,41 @@ def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
+def workgroups(p:Problem, x:Division) -> list[Work]:
+  """Lists the workgroups of a problem in the order in which they start."""
+  heads = p.B*(p.Hkv if x.keys else p.H//x.heads)
+  return in_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
+
+def bytes_of_levels(p:Problem, x:Division, work:list[Work], chip:Chip, slots:int) -> dict[str, float]:
+  """Returns the number of bytes that each level of memory delivers or takes, for workgroups of which `slots` run at a time. A level is missing if its
+  size is not known."""
+  caches, row = chip.caches, (p.D + p.Dv)*p.itemsize
+  trip = x.walked*row*len(x.products)
+  own = p.B*(p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits)*row
+  moved = float(sum(math.prod(shape)*BYTES.get(dtype, 4) for shape, dtype in x.tensors(p).values()))   # other tensors are of 32-bit integers
+  found = {"L2": sum(w.trips for w in work)*trip + own}
+  if not caches.l2: return {**found, "memory": moved}
+  once = rows_fetched(work, len(work), 0)
+  fetched = sum(rows_fetched(work[die::caches.dies], slots//caches.dies, caches.l2/trip) for die in range(caches.dies))
+  if caches.shared:
+    found["Infinity Cache"] = fetched*trip + own
+    fetched = rows_fetched(work, slots, caches.shared/trip)
+  return {**found, "memory": moved + (fetched - once)*trip}
+
 def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None) -> Prediction:
   """Predicts the time of a problem on a card, at the clock `ghz` or by default at the card's rated clock. Raises ValueError if the clock is not
   known."""
-  clock = ghz or card.ghz
+  clock, chip = ghz or card.ghz, timing.chip
   if not clock: raise ValueError(f"the clock of {card.name} is not known: give it with --ghz")
-  trips, copies = trips_of_blocks(p, x), p.B*(p.Hkv if x.keys else p.H//x.heads)
-  units = max(1, card.cus//(2 if timing.whole_processor else 1))
-  cycles = [round(ceildiv(round(t), x.splits)*timing.cycles + timing.edges/timing.groups) for t in trips]
-  busiest = makespan(cycles, copies*x.splits, units*timing.groups)
-  pairs = p.flops/(2*(p.D + p.Dv))
-  flops = pairs*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
-  moved = sum(math.prod(shape)*BYTES.get(dtype, 4) for shape, dtype in x.tensors(p).values())    # tensors that are no floats are 32-bit integers
-  memory = moved/(card.gbs*1e9) if card.gbs else 0.0
-  l2 = bytes_read(p, x, trips, copies)/(card.l2*clock*1e9) if card.l2 else 0.0
-  return Prediction(card, clock, sum(trips)/len(trips)/x.splits, busiest/(clock*1e9), memory, l2, flops)
+  work, slots = workgroups(p, x), max(1, card.cus//(2 if timing.whole_processor else 1))*timing.groups
+  cycles = makespan_in_order(work, slots, chip.caches.dies, timing.cycles, timing.edges/timing.groups)
+  rates = {"L2": card.l2*clock*1e9, "Infinity Cache": chip.caches.shared_gbs*1e9, "memory": card.gbs*1e9}
+  flops = p.flops/(2*(p.D + p.Dv))*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
+  return Prediction(card, clock, sum(w.trips for w in work)/len(work), cycles/(clock*1e9), bytes_of_levels(p, x, work, chip, slots),
+                    {level: rate for level, rate in rates.items() if rate}, flops)
+
+def at_both_clocks(p:Problem, timing:Timing, x:Division, card:Card) -> tuple[Prediction, Prediction|None]:
+  """Predicts the time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. The second prediction is
+  None if no GEMM was published for the card."""
+  clock = timing.chip.sustained(card)
+  return predict(p, timing, x, card), predict(p, timing, x, card, clock) if clock else None

@@ -1,0 +1,47 @@
+"""Finds how many bytes each level of memory delivers: from which workgroups run together, and which rows of K and V they share.
+
+The hardware starts workgroups in the order of their numbers, and gives them to the chip's dies in turn. The workgroups that run on a die at the same
+time are a round. Workgroups of a round that loop over the same rows (of a key head, or of the query heads that share it) loop over them together. So
+their die reads each of these rows once: from its own L2, if the previous round read the rows and the L2 has room for all rows of the round, and
+otherwise from the next level. In the same way the rounds of the whole chip read each row once from memory, or from the cache that all dies share.
+That workgroups drift apart is not modelled."""
+from __future__ import annotations
+import heapq, math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Work:
+  """What one workgroup does: which rows it loops over, and in how many iterations."""
+  rows: int         # number of the set of rows that it loops over
+  trips: float      # iterations
+
+def in_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[Work]:
+  """Lists the workgroups of a problem in the order in which they start. `trips` has the iterations of each block of one head, and `sharing` heads in
+  a row loop over the same rows. The order goes over groups of `together` heads, then over the blocks, the longest first, and then over the heads of
+  the group. Each of `splits` key ranges has workgroups of its own."""
+  blocks = sorted(trips, reverse=True)
+  return [Work((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
+          for head in range(together) for split in range(splits)]
+
+def makespan_in_order(work:Sequence[Work], slots:int, dies:int, cycles:float, edges:float) -> float:
+  """Returns the cycles until all workgroups have ended. A die has slots//dies places for workgroups, and starts its next one when a place is free. A
+  workgroup takes `cycles` for each iteration and `edges` before and after them."""
+  ends = []
+  for die in range(dies):
+    free = [0.0]*max(1, slots//dies)
+    for x in work[die::dies]: heapq.heapreplace(free, free[0] + x.trips*cycles + edges)
+    ends.append(max(free))
+  return max(ends)
+
+def rows_fetched(work:Sequence[Work], slots:int, room:float) -> float:
+  """Returns the number of iterations whose rows a cache fetches from the next level, for workgroups that run `slots` at a time. `room` is the number
+  of iterations whose rows the cache can hold."""
+  fetched, before = 0.0, dict[int, float]()
+  for first in range(0, len(work), max(1, slots)):
+    now = dict[int, float]()
+    for x in work[first:first + max(1, slots)]: now[x.rows] = max(now.get(x.rows, 0.0), x.trips)
+    kept = before if sum(now.values()) <= room else {}
+    fetched += sum(max(0.0, trips - kept.get(rows, 0.0)) for rows, trips in now.items())
+    before = now
+  return fetched
