@@ -149,7 +149,8 @@ def test_an_address_that_is_loaded_is_not_known() -> None:
 MINUS_4 = "v_sub_u32_e32 v50, 60, v0\nv_mul_i32_i24_e32 v50, 4, v50\n"      # 240 - 4*lane: negative from lane 61 on
 @pytest.mark.parametrize("before, address", [
   (MINUS_4, lambda lane: 240 - 4*lane), (MINUS_4 + "v_max_i32_e32 v51, 0, v50", lambda lane: max(0, 240 - 4*lane)),
-  (MINUS_4 + "v_min_i32_e32 v51, 8, v50", lambda lane: min(8, 240 - 4*lane)), (MINUS_4 + "v_min_u32_e32 v51, 8, v50", lambda lane: min(8, 240 - 4*lane & 0xffffffff)),
+  (MINUS_4 + "v_min_i32_e32 v51, 8, v50", lambda lane: min(8, 240 - 4*lane)),
+  (MINUS_4 + "v_min_u32_e32 v51, 8, v50", lambda lane: min(8, 240 - 4*lane & 0xffffffff)),
   ("v_mul_i32_i24_e32 v51, 0xffffff, v0", lambda lane: -lane),
   ("v_bfrev_b32_e32 v51, v0", lambda lane: int(f"{lane:032b}"[::-1], 2)),
   ("s_movk_i32 s9, 0x8000\nv_add_u32_e32 v51, s9, v0", lambda lane: lane - 32768),
