@@ -17,7 +17,7 @@ Sources of these data:
           CDNA3's, and RDNA's gives 64 bytes a cycle for each 16 bits of the memory's width, as RDNA's slices do (AMD RDNA white paper).
   [gemm]  Fastest published 16-bit GEMMs. MI300X and MI325X: AMD, Measuring Max-Achievable FLOPs, part 2, 2025-02-28, bf16, which also has the clocks
           (1.207 and 1.447 GHz) and the use of the matrix unit (up to 94%). MI350X: FlyDSL (github.com/tingqli/pyhip,
-          docs/gemm_950_optimization.md). MI355X: HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of
+          gemm_950_optimization.md). MI355X: HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of
           fp16 and bf16 (github.com/zzc0721/torch-performance-test-data, issues 58, 173 and 165).
   [cache] L2 of a die, and Infinity Cache: AMD CDNA 2 and CDNA 3 white papers, AMD's product pages of RX 7000 and RX 9000, Chips and Cheese.
           Assumed: CDNA4's caches are as CDNA3's, and Infinity Cache of the other RDNA chips has RX 7900 XTX's bandwidth for each bit of the

@@ -16,9 +16,9 @@ from attn.isa.timing.drawing import svg_of
 from attn.isa.source import Shape
 from attn.isa.timing.kernels import of_spec
 from attn.chips.machine import ASSUMED, ORIGINS, figures_of
-from attn.isa.timing.memory import Work, in_order, makespan_in_order, rows_fetched
+from attn.isa.timing.memory import GroupWork, starting_order, makespan_in_order, rows_fetched
 from attn.isa.timing.predict import (Division, at_both_clocks, blocks_of_grid, bytes_of_levels, fed_by_l2, predict, trips_of_blocks, walked_in_a_trip,
-                                     workgroups)
+                                     work_of_grid)
 from attn.isa.operands import uses
 from attn.isa.timing.steps import TripStep, trip_steps, unknown
 from attn.isa.timing.trips import timing_of
@@ -220,13 +220,13 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
 def test_workgroups_start_in_the_order_of_the_grid() -> None:
   """Four heads, two of which share their keys, in groups of two: the blocks of the first two heads start before those of the others, and the longest
   block of each group is first. With two key ranges each block is two workgroups, which read different rows."""
-  assert in_order([1, 2], 4, 2, 2) == [Work(0, 2), Work(0, 2), Work(0, 1), Work(0, 1), Work(1, 2), Work(1, 2), Work(1, 1), Work(1, 1)]
-  assert [x.rows for x in in_order([2], 4, 1, 4)] == [0, 1, 2, 3] and in_order([4], 1, 1, 1, 2) == [Work(0, 2), Work(1, 2)]
+  assert starting_order([1, 2], 4, 2, 2) == [GroupWork(0, 2), GroupWork(0, 2), GroupWork(0, 1), GroupWork(0, 1), GroupWork(1, 2), GroupWork(1, 2), GroupWork(1, 1), GroupWork(1, 1)]
+  assert [x.rows for x in starting_order([2], 4, 1, 4)] == [0, 1, 2, 3] and starting_order([4], 1, 1, 1, 2) == [GroupWork(0, 2), GroupWork(1, 2)]
 
 def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
   """Workgroups of 4, 1, 1 and 3 iterations on two places: the second place takes 1, 1 and 3. On two dies with one place each, the first die gets
   every second workgroup: 4 and 1, while the other die gets 1 and 3."""
-  work = [Work(0, n) for n in (4, 1, 1, 3)]
+  work = [GroupWork(0, n) for n in (4, 1, 1, 3)]
   assert makespan_in_order(work, 2, 1, 10, 0) == 50 and makespan_in_order(work, 2, 1, 10, 1) == 53 and makespan_in_order(work, 2, 2, 10, 0) == 50
   assert makespan_in_order(work[::-1], 2, 1, 10, 0) == 60 and makespan_in_order(work, 4, 1, 10, 0) == 40
 
@@ -236,22 +236,22 @@ def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
   ("abab", 2, 7, 16), ("abab", 2, 8, 8),      # the second round finds both sets in the cache if 2 x 4 iterations fit
   ("abab", 4, 0, 8), ("aaaa", 1, 0, 16), ("aaaa", 1, 4, 4)])
 def test_rows_that_workgroups_share_are_fetched_once(order:str, slots:int, room:float, fetched:float) -> None:
-  assert rows_fetched([Work("ab".index(x), 4) for x in order], slots, room) == fetched
+  assert rows_fetched([GroupWork("ab".index(x), 4) for x in order], slots, room) == fetched
 
 def test_the_order_of_heads_decides_what_memory_delivers() -> None:
-  """On RX 9070 XT with two places for workgroups, 4 heads of 2 blocks alternate: each round needs K and V of 2 heads, and each head is fetched in two
-  rounds. If the blocks of one head start before those of the next, each head is fetched once, which is what the tensors hold. On a chip of 8 dies, 8
+  """Heads alternate in the order of the grid, or start one after another. With 4 heads of 2 blocks and two places on RX 9070 XT, each round of
+  alternating heads needs K and V of 2 heads, so each head is fetched in two rounds. If the blocks of one head start before those of the next, each head is fetched once, which is what the tensors hold. On a chip of 8 dies, 8
   alternating heads each stay on one die; one head at a time would be fetched by every die."""
   chip = replace(CHIPS["gfx1201"], caches=Caches(1, 1, 1, 1e3))
   p, x = Problem(1, 4, 4, 128, 256, 64, 64, softmax_scale=0.125), Division(64, 32)
   rows = 4*256*256
-  alternating, in_turn = (bytes_of_levels(p, y, workgroups(p, y), chip, 2) for y in (x, replace(x, together=1)))
+  alternating, in_turn = (bytes_of_levels(p, y, work_of_grid(p, y), chip, 2) for y in (x, replace(x, together=1)))
   moved = math.prod((4, 128, 64))*2*2 + rows
   assert in_turn["memory"] == moved and alternating["memory"] == moved + rows
   assert alternating["Infinity Cache"] - in_turn["Infinity Cache"] == rows
   assert alternating["L2"] == in_turn["L2"] == 2*rows + 4*128*256
   p = replace(p, H=8, Hkv=8, Sq=512)
-  dies = [bytes_of_levels(p, y, workgroups(p, y), CHIPS["gfx942"], 64)["Infinity Cache"] for y in (x, replace(x, together=1))]
+  dies = [bytes_of_levels(p, y, work_of_grid(p, y), CHIPS["gfx942"], 64)["Infinity Cache"] for y in (x, replace(x, together=1))]
   assert dies[1] - dies[0] == 7*8*256*256
 
 def test_both_clocks() -> None:

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 @dataclass(frozen=True)
-class Work:
+class GroupWork:
   """What one workgroup does: which rows it loops over, and in how many iterations."""
   rows: int         # number of the set of rows that it loops over
   trips: float      # iterations
 
-def in_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[Work]:
+def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
   """Lists the workgroups of a problem in the order in which they start. `trips` has the iterations of each block of one head, and `sharing` heads in
   a row loop over the same rows. The order goes over groups of `together` heads, then over the blocks, the longest first, and then over the heads of
   the group. Each of `splits` key ranges has workgroups of its own."""
   blocks = sorted(trips, reverse=True)
-  return [Work((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
+  return [GroupWork((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
           for head in range(together) for split in range(splits)]
 
-def makespan_in_order(work:Sequence[Work], slots:int, dies:int, cycles:float, edges:float) -> float:
+def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:float, edges:float) -> float:
   """Returns the cycles until all workgroups have ended. A die has slots//dies places for workgroups, and starts its next one when a place is free. A
   workgroup takes `cycles` for each iteration and `edges` before and after them."""
   ends = []
@@ -34,7 +34,7 @@ def makespan_in_order(work:Sequence[Work], slots:int, dies:int, cycles:float, ed
     ends.append(max(free))
   return max(ends)
 
-def rows_fetched(work:Sequence[Work], slots:int, room:float) -> float:
+def rows_fetched(work:Sequence[GroupWork], slots:int, room:float) -> float:
   """Returns the number of iterations whose rows a cache fetches from the next level, for workgroups that run `slots` at a time. `room` is the number
   of iterations whose rows the cache can hold."""
   fetched, before = 0.0, dict[int, float]()

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from attn.chips import Card, Chip
 from attn.isa.report import GRADIENTS, PRODUCTS, LoopProducts
-from attn.isa.timing.memory import Work, in_order, makespan_in_order, rows_fetched
+from attn.isa.timing.memory import GroupWork, starting_order, makespan_in_order, rows_fetched
 from attn.isa.timing.trips import Timing
 from attn.kernels.parts.grid.tensors import all_arguments, arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.program.counts import ceildiv
@@ -88,12 +88,12 @@ def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
-def workgroups(p:Problem, x:Division) -> list[Work]:
+def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
   """Lists the workgroups of a problem in the order in which they start."""
   heads = p.B*(p.Hkv if x.keys else p.H//x.heads)
-  return in_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
+  return starting_order(trips_of_blocks(p, x), heads, 1 if x.keys else p.H//p.Hkv//x.heads, x.together or heads, x.splits)
 
-def bytes_of_levels(p:Problem, x:Division, work:list[Work], chip:Chip, slots:int) -> dict[str, float]:
+def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int) -> dict[str, float]:
   """Returns the number of bytes that each level of memory delivers or takes, for workgroups of which `slots` run at a time. A level is missing if its
   size is not known."""
   caches, row = chip.caches, (p.D + p.Dv)*p.itemsize
@@ -114,7 +114,7 @@ def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None
   known."""
   clock, chip = ghz or card.ghz, timing.chip
   if not clock: raise ValueError(f"the clock of {card.name} is not known: give it with --ghz")
-  work, slots = workgroups(p, x), max(1, card.cus//(2 if timing.whole_processor else 1))*timing.groups
+  work, slots = work_of_grid(p, x), max(1, card.cus//(2 if timing.whole_processor else 1))*timing.groups
   cycles = makespan_in_order(work, slots, chip.caches.dies, timing.cycles, timing.edges/timing.groups)
   rates = {"L2": card.l2*clock*1e9, "Infinity Cache": chip.caches.shared_gbs*1e9, "memory": card.gbs*1e9}
   flops = p.flops/(2*(p.D + p.Dv))*sum(2*(a*p.D + b*p.Dv) for a, b in x.products)
