@@ -220,7 +220,7 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
 def test_workgroups_start_in_the_order_of_the_grid() -> None:
   """Four heads, two of which share their keys, in groups of two: the blocks of the first two heads start before those of the others, and the longest
   block of each group is first. With two key ranges each block is two workgroups, which read different rows."""
-  assert starting_order([1, 2], 4, 2, 2) == [GroupWork(0, 2), GroupWork(0, 2), GroupWork(0, 1), GroupWork(0, 1), GroupWork(1, 2), GroupWork(1, 2), GroupWork(1, 1), GroupWork(1, 1)]
+  assert starting_order([1, 2], 4, 2, 2) == [GroupWork(rows, trips) for rows in (0, 1) for trips in (2, 2, 1, 1)]
   assert [x.rows for x in starting_order([2], 4, 1, 4)] == [0, 1, 2, 3] and starting_order([4], 1, 1, 1, 2) == [GroupWork(0, 2), GroupWork(1, 2)]
 
 def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
@@ -240,8 +240,9 @@ def test_rows_that_workgroups_share_are_fetched_once(order:str, slots:int, room:
 
 def test_the_order_of_heads_decides_what_memory_delivers() -> None:
   """Heads alternate in the order of the grid, or start one after another. With 4 heads of 2 blocks and two places on RX 9070 XT, each round of
-  alternating heads needs K and V of 2 heads, so each head is fetched in two rounds. If the blocks of one head start before those of the next, each head is fetched once, which is what the tensors hold. On a chip of 8 dies, 8
-  alternating heads each stay on one die; one head at a time would be fetched by every die."""
+  alternating heads needs K and V of 2 heads, so each head is fetched in two rounds. If the blocks of one head start before those of the next, each
+  head is fetched once, which is what the tensors hold. On a chip of 8 dies, 8 alternating heads each stay on one die; one head at a time would be
+  fetched by every die."""
   chip = replace(CHIPS["gfx1201"], caches=Caches(1, 1, 1, 1e3))
   p, x = Problem(1, 4, 4, 128, 256, 64, 64, softmax_scale=0.125), Division(64, 32)
   rows = 4*256*256
