@@ -17,7 +17,7 @@ from attn.kernels.amd import backward as amd_backward, forward as amd_forward
 from attn.kernels.mma import forward as mma_forward
 from attn.kernels.nvidia import warp_gradients
 from attn.kernels.parts.backward import gradients
-from attn.kernels.parts.backward.gradients import Exponent, scaled_delta
+from attn.kernels.parts.backward.gradients import Normaliser, scaled_delta
 from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.weights.dropout import Kept, kept_scores
@@ -194,7 +194,7 @@ def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> An
 
 def wrong_head(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, [replace(row, head=row.head + 1) for row in rows], tile)
 def wrong_tile(scores:Any, rows:Any, tile:Any) -> Kept: return kept_scores(scores, rows, tile + 1)
-def plain_exponent(p:Problem, *numbers:Any, of:Any=Exponent.of) -> Any: return of(replace(p, dropout_p=0.0), *numbers)
+def plain_normaliser(p:Problem, *numbers:Any, of:Any=Normaliser.of) -> Any: return of(replace(p, dropout_p=0.0), *numbers)
 def whole_delta(delta:Any, p:Problem) -> Any: return scaled_delta(delta, replace(p, dropout_p=0.0))
 def as_it_was(self:Any, x:Any, first:int=0) -> Any: return x
 
@@ -202,11 +202,11 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
   "O without 1/(1 - p)": ("o", Workgroup, "normalised", unscaled), "sums of what is left": ("o", amd_forward.AmdForward, "weigh", summed_after),
   "O by another head's mask": ("o", amd_forward, "kept_scores", wrong_head), "O of all P": ("o", Kept, "packed", as_it_was),
   "dQ by another tile's mask": ("dq", amd_backward, "kept_scores", wrong_tile), "dQ of all dP": ("dq", Kept, "numbers", as_it_was),
-  "dQ without 1/(1 - p)": ("dq", Exponent, "of", staticmethod(plain_exponent)),
+  "dQ without 1/(1 - p)": ("dq", Normaliser, "of", staticmethod(plain_normaliser)),
   "dQ with too much delta": ("dq", amd_backward, "scaled_delta", whole_delta),
   "dK and dV by another head's mask": ("dkdv", amd_backward, "kept_scores", wrong_head), "dV of all P": ("dkdv", Kept, "packed", as_it_was),
   "dK of all dP": ("dkdv", Kept, "numbers", as_it_was),
-  "dK and dV without 1/(1 - p)": ("dkdv", Exponent, "of", staticmethod(plain_exponent)),
+  "dK and dV without 1/(1 - p)": ("dkdv", Normaliser, "of", staticmethod(plain_normaliser)),
   "dK with too much delta": ("dkdv", gradients, "scaled_delta", whole_delta)}
 
 def hold_to_the_law(kernel:str) -> None:

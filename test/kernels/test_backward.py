@@ -24,7 +24,7 @@ from attn.kernels.nvidia import gradient_sums
 from attn.kernels.nvidia.warp_gradients import WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.backward.bias_share import BiasPart
-from attn.kernels.parts.backward.gradients import Exponent, RowNumbers
+from attn.kernels.parts.backward.gradients import Normaliser, QueryValues
 from attn.kernels.parts.grid.tensors import Shapes, all_arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.program.allocator import Allocator
@@ -378,7 +378,7 @@ def diagonal(over:str) -> Callable[[pytest.MonkeyPatch], None]:
   plant.__name__ = f"diagonal_of_{over}"
   return plant
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  m.setattr(Exponent, "of", staticmethod(lambda p, log_sum, *rest: Exponent(ops.mul(log_sum, -LOG2E))))
+  m.setattr(Normaliser, "of", staticmethod(lambda p, log_sum, *rest: Normaliser(ops.mul(log_sum, -LOG2E))))
 def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   def plant(m:pytest.MonkeyPatch) -> None:
     wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, UOp.const(0) if name == wanted else head))
@@ -386,7 +386,7 @@ def of_head_0(wanted:str) -> Callable[[pytest.MonkeyPatch], None]:
   return plant
 def lanes_swapped(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: query indices are in the order of the tile, and not in the order of a lane's elements."""
-  wrong(m, RowNumbers, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
+  wrong(m, QueryValues, "fetch", lambda fetch: lambda self, rows, t: [x.load_number(t*self.block_n, self.block_n, self.thread,
                                                                                    self.thread < self.block_n) for x in rows.each])
 def columns_swapped(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the column indices of a lane are in the reverse order of its fragments."""
@@ -523,7 +523,7 @@ def cap_slope_of_bias(m:pytest.MonkeyPatch) -> None:
 def without_first_trip(m:pytest.MonkeyPatch) -> None:
   wrong(m, BiasPart, "grid_of_trip", lambda grid: lambda self, i: grid(self, i.maximum(1)))
 def of_rows_that_are_not_there(m:pytest.MonkeyPatch) -> None:
-  m.setattr(Exponent, "where", lambda self, there: self)
+  m.setattr(Normaliser, "where", lambda self, there: self)
 
 OF_BIAS: dict[Any, dict[str, Any]] = {
   cap_slope_of_bias: dict(softcap=3.0, extras=dict(bias=floats(1, 1, 40, 65))),

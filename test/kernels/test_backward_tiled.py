@@ -176,9 +176,9 @@ def unguarded(m:pytest.MonkeyPatch) -> None:
 def of_another_head(m:pytest.MonkeyPatch) -> None:
   wrong(m, Workgroup, "numbers", lambda numbers: lambda self, name, head: numbers(self, name, self.first_head))
 def rounded_otherwise(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "exact_weights", without_rounding)
-def without_rounding(scores:Scores, raw:list[UOp], exponents:list[gradients.Exponent], row:Any, tile:UOp, masked:bool) -> gradients.Weights:
+def without_rounding(scores:Scores, raw:list[UOp], normalisers:list[gradients.Normaliser], row:Any, tile:UOp, masked:bool) -> gradients.Weights:
   ops, log2e = plain_backward.ops, 1.4426950408889634
-  return gradients.Weights([ops.exp2(ops.fma(y, scores.unit.base2, ops.mul(e.high, -log2e))) for y, e in zip(raw, exponents)], {}, lambda x: x)
+  return gradients.Weights([ops.exp2(ops.fma(y, scores.unit.base2, ops.mul(e.high, -log2e))) for y, e in zip(raw, normalisers)], {}, lambda x: x)
 def one_step_for_all(m:pytest.MonkeyPatch) -> None:
   m.setattr(Rectangle, "quad_of", lambda self, portion, item, old=Rectangle.quad_of: old(self, replace(portion, column=UOp.const(0)), item))
 

@@ -16,8 +16,9 @@ from attn.chips.matrix import Matrix
 from attn.kernels.amd.gradient_sums import delta_of_row, place_of_tile
 from attn.kernels.amd.products import OwnRows, Products, zeros
 from attn.kernels.amd.staging import StagedTile
-from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, NumbersOfRows, RowNumbers, Weights, dp_start, exponent_of,
-                                                   gradients_of, gradients_of_passes, less_delta, scaled_delta, weights_of, where_known)
+from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Normaliser, QueryValues, QueryValueTensors, Weights, dp_start,
+                                                   gradients_of, gradients_of_passes, less_delta, normaliser_of, scaled_delta, weights_of,
+                                                   where_known)
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest, kv_head_fastest
 from attn.kernels.parts.memory.lanes import Lane, fragment_operands, operands, units_of
@@ -61,7 +62,7 @@ class QueriesState(TripState):
   C fragments, and the stores of an iteration."""
   q: StagedTile
   do: StagedTile
-  numbers: RowNumbers
+  numbers: QueryValues
   acc: UOp
   stores: TripStores
 
@@ -84,7 +85,7 @@ class AmdBackward:
   own: tuple[OwnRows, OwnRows]
   wanted: tuple[str, ...]
   head: UOp
-  known: tuple[Exponent, UOp]|None = None      # exponent and delta of the lane's query, if queries are owned
+  known: tuple[Normaliser, UOp]|None = None      # normaliser and delta of the lane's query, if queries are owned
   outer_trip: UOp|None = None      # number of the outer iteration, if all outer iterations read the same tile of keys
   sharing: DqOfTile|None = None    # what the workgroup needs to add its part of dQ to memory, if it owns keys and does so
 
@@ -100,7 +101,7 @@ class AmdBackward:
     own = own_rows(group, tile, at, statements, tile.own_in_lds)
     dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
     self = AmdBackward(tile, new, statements, KeysState(k, v, dq, TripStores()), group, at, own, ("dq",), group.first_head)
-    return replace(self, known=(exponent_of(group, self.row), self.delta))
+    return replace(self, known=(normaliser_of(group, self.row), self.delta))
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
@@ -109,7 +110,7 @@ class AmdBackward:
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = columns_in_turn(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
-    numbers, statements = RowNumbers.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
+    numbers, statements = QueryValues.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
     group = Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts)
     own = own_rows(group, tile, at, statements, tile.own_in_lds)
     sharing = DqOfTile.of(group, tile, at) if tile.adds_dq else None
@@ -158,7 +159,7 @@ class AmdBackward:
   def trips(self) -> StagedTrips[Any]:
     group, head = self.group, self.head
     loaded: dict[str, Any] = {name: group.operand_rows(name, head) for name in self.walked}
-    if self.tile.keys: loaded["numbers"] = NumbersOfRows(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))
+    if self.tile.keys: loaded["numbers"] = QueryValueTensors(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))
     return StagedTrips(self.tile, self.new, self.statements, self.state, loaded, group.scores.tile)
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
@@ -205,12 +206,12 @@ class AmdTrip:
   def left(self) -> Kept: return kept_scores(self.of.scores, [self.of.row], self.t)
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
-  def numbers(self, s:Any) -> tuple[list[Exponent], list[UOp]]:
-    """Returns two lists for the queries of this lane's C fragments: their exponents, which turn scores into P (computed from lse), and their
-    -delta."""
+  def numbers(self, s:Any) -> tuple[list[Normaliser], list[UOp]]:
+    """Returns two lists for the queries of this lane's C fragments. The first has their normalisers, which are computed from lse and turn scores into
+    P. The second has their -delta."""
     if self.of.known is None: return self.lds(s, "numbers").load(self.of.at)
-    (exponent, delta), n = self.of.known, self.of.tile.matrix.accumulator
-    return [exponent.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
+    (normaliser, delta), n = self.of.known, self.of.tile.matrix.accumulator
+    return [normaliser.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
     """Multiplies the tile's rows by the rows that the workgroup owns, and adds the product to `start`. Returns C fragments. `which` chooses the two
@@ -220,9 +221,9 @@ class AmdTrip:
 
   # ***** the steps *****
   def start(self, s:Any) -> Any: return s
-  def lse(self, s:Any) -> list[Exponent]: return self.numbers(s)[0]
+  def lse(self, s:Any) -> list[Normaliser]: return self.numbers(s)[0]
   def scores(self, s:Any) -> tuple[Any, list[UOp]]: return s, self.product(s, 0, zeros(self.of.tile.matrix, 1, self.count)[0])
-  def weights(self, scores:list[UOp], lse:list[Exponent]) -> Weights:
+  def weights(self, scores:list[UOp], lse:list[Normaliser]) -> Weights:
     return weights_of(self.of.scores, scores, lse, self.of.row, self.t, self.masked)
   def dp(self, s:Any) -> tuple[Any, list[UOp]]:
     minus_delta = self.numbers(s)[1]

@@ -14,7 +14,7 @@ from attn.kernels.amd.backward import AmdBackward, AmdTrip, KeysState, TripStore
 from attn.kernels.amd.products import zeros
 from attn.kernels.amd.staging import StagedTile
 from attn.kernels.parts.backward.bias_share import BiasPart, BiasShare
-from attn.kernels.parts.backward.gradients import exponent_of
+from attn.kernels.parts.backward.gradients import normaliser_of
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups
@@ -34,7 +34,7 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
-  return replace(there, known=(exponent_of(group, there.row).where(there.row.there), group.number("delta", there.row)))
+  return replace(there, known=(normaliser_of(group, there.row).where(there.row.there), group.number("delta", there.row)))
 
 @dataclass(frozen=True)
 class AmdBias:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.nvidia.ring import CopyGroups
-from attn.kernels.nvidia.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
+from attn.kernels.nvidia.warp_gradients import Lse, OwnQueryValues, WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
-from attn.kernels.parts.backward.gradients import WEIGHTED, Exponent, dp_start, gradients_of_passes, kinds_of_exponents, less_delta, shared_numbers
+from attn.kernels.parts.backward.gradients import (WEIGHTED, Normaliser, dp_start, gradients_of_passes, kinds_of_normalisers, less_delta,
+                                                   shared_numbers)
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import SwizzledRows
@@ -55,7 +56,7 @@ class MmaBackward:
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first iteration
-  known: OwnNumbers|None = None      # lse and delta of the own queries; None if keys are owned
+  known: OwnQueryValues|None = None      # lse and delta of the own queries; None if keys are owned
 
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> MmaBackward:
@@ -63,7 +64,7 @@ class MmaBackward:
     warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
     state = MmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
     rows: WarpRows[SwizzledRows] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
-    return MmaBackward(rows, tile, state, OwnNumbers(rows.exponents, rows.deltas))
+    return MmaBackward(rows, tile, state, OwnQueryValues(rows.normalisers, rows.deltas))
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[MmaBackward]:
@@ -142,7 +143,7 @@ class MmaBackward:
 
   @property
   def carried(self) -> list[UOp]:
-    """Numbers of the queries in a tile whose lse and delta this thread copies to shared memory."""
+    """Indices of the queries whose lse and delta this thread copies to shared memory, counted from the first query of a tile."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****
@@ -161,8 +162,8 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads numbers of one `kind` (exponents or deltas: see `shared_numbers`) from shared memory, for the queries that belong to the lane's columns
-    of the scores."""
+    """Loads per-query values of one `kind` from shared memory, for the queries that belong to the lane's columns of the scores. `kind` is a position
+    in the list of `shared_numbers`, which has the normalisers (computed from lse) and the deltas."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
@@ -185,7 +186,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   def start(self, s:MmaBackwardState) -> MmaBackwardState: return s
   def lse(self, s:MmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
-    return self.lse_of_walked([Exponent(*xs) for xs in zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.warp_rows.p)])])
+    return self.lse_of_walked([Normaliser(*xs) for xs in zip(*[self.numbers(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)])])
   def scores(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:
     return s, self.product(s, 0, [[nv.zero(s.done)]*len(self.columns) for _ in self.warp_rows.of_lane])
   def dp(self, s:MmaBackwardState) -> tuple[MmaBackwardState, list[list[UOp]]]:

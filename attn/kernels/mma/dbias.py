@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
 from attn.kernels.mma.backward import MmaBackward, MmaBackwardState, MmaTrip, MmaWork
-from attn.kernels.nvidia.warp_gradients import OwnNumbers, WarpRows
+from attn.kernels.nvidia.warp_gradients import OwnQueryValues, WarpRows
 from attn.kernels.nvidia.warps import Warps, sum_over_quad
 from attn.kernels.parts.backward.bias_share import BiasPart, BiasShare
 from attn.kernels.parts.grid.tensors import Shapes
@@ -32,8 +32,8 @@ def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBack
   """Returns the `MmaBackward` that owns the queries of one loop iteration. `group` is the part of the problem on which the block works in this
   iteration. Sets P to 0 for queries beyond the last query, because dS may be summed over queries."""
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
-  exponents = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.exponents, queries.of_lane)]
-  return MmaBackward(queries, tile, state, OwnNumbers(exponents, [[group.number("delta", row) for row in rows] for rows in queries.of_lane]))
+  normalisers = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.normalisers, queries.of_lane)]
+  return MmaBackward(queries, tile, state, OwnQueryValues(normalisers, [[group.number("delta", row) for row in rows] for rows in queries.of_lane]))
 
 @dataclass(frozen=True)
 class MmaBias:

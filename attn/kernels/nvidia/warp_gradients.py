@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 from attn.chips.matrix import Mma
 from attn.kernels.nvidia.warps import Warps, sum_over_quad
-from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, Exponent, Weights, exponent_of, gradients_of, scaled_delta, weights_of_rows,
-                                                   where_known)
+from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, Normaliser, Weights, gradients_of, normaliser_of, scaled_delta,
+                                                   weights_of_rows, where_known)
 from attn.kernels.parts.memory.lanes import element_sum
 from attn.kernels.parts.memory.layouts import CopiedLayout
 from attn.kernels.parts.memory.rows import Rows
@@ -38,14 +38,14 @@ class WarpsTile(BlockTile, Protocol[L_co]):
   def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]: """Returns the layouts of `rows` rows in shared memory: the layout for q or k, and the
                                                                layout for do or v."""
 
-Exponents = list[list[Exponent]]     # one for each own row of a lane, and each vector of scores of this row
-Lse = list[Exponents]                # one for each tile of own rows
+Normalisers = list[list[Normaliser]]     # for each own row of a lane: one for each vector of scores of this row
+Lse = list[Normalisers]                  # one entry for each tile of own rows
 
 @dataclass(frozen=True)
-class OwnNumbers:
-  """Numbers of the queries that this lane owns: their exponent and their delta. Each is a list with an entry for each tile of rows. The exponent is
-  computed from lse, and turns scores into P."""
-  exponents: list[list[Exponent]]
+class OwnQueryValues:
+  """Values of the queries that this lane owns: the normaliser and the delta of each query, in lists with an entry for each tile of rows. The
+  normaliser is made from the lse, and turns scores into P."""
+  normalisers: list[list[Normaliser]]
   deltas: list[list[UOp]]
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class WarpRows(Generic[L]):
 
   # ***** the numbers of own queries *****
   @property
-  def exponents(self) -> list[list[Exponent]]: return [[exponent_of(self.warps.group, row) for row in own] for own in self.of_lane]
+  def normalisers(self) -> list[list[Normaliser]]: return [[normaliser_of(self.warps.group, row) for row in own] for own in self.of_lane]
   @functools.cached_property
   def deltas(self) -> list[list[UOp]]:
     return [[self.delta(first + self.mat.c_row(self.warps.at.lane, r), row) for r, row in enumerate(own)]
@@ -172,17 +172,17 @@ class WarpTrip(Generic[L]):
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]
 
-  def lse_of_own(self, numbers:OwnNumbers) -> Lse:
-    return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.exponents]
-  def lse_of_walked(self, exponents:list[Exponent]) -> Lse: return [[exponents]*nv.ROWS for _ in self.warp_rows.of_lane]
-  def minus_delta_of_own(self, numbers:OwnNumbers) -> list[list[UOp]]:
+  def lse_of_own(self, numbers:OwnQueryValues) -> Lse:
+    return [[[e.each(lambda x: ops.splat(x, 2))]*len(self.columns) for e in own] for own in numbers.normalisers]
+  def lse_of_walked(self, normalisers:list[Normaliser]) -> Lse: return [[normalisers]*nv.ROWS for _ in self.warp_rows.of_lane]
+  def minus_delta_of_own(self, numbers:OwnQueryValues) -> list[list[UOp]]:
     """Returns -delta (with dropout: `scaled_delta`) of the queries that the lane owns, as C fragments, in a list for each tile of rows."""
     return [[ops.concat(*[ops.splat(scaled_delta(x, self.warp_rows.p), nv.ROWS) for x in own])]*len(self.columns) for own in numbers.deltas]
   def minus_delta_of_walked(self, columns:list[UOp]) -> list[list[UOp]]: return [[ops.concat(x, x) for x in columns] for _ in self.warp_rows.of_lane]
 
   def weights(self, scores:list[list[UOp]], lse:Lse) -> list[Weights]:
     tiles = zip(scores, lse, self.warp_rows.of_lane)
-    return [weights_of_rows(self.score, x, exponents, rows, self.tile_number, self.masked) for x, exponents, rows in tiles]
+    return [weights_of_rows(self.score, x, normalisers, rows, self.tile_number, self.masked) for x, normalisers, rows in tiles]
   def ds(self, weights:list[Weights], dp:list[list[UOp]], derivatives:Collection[str]|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:

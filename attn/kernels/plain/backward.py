@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from attn.chips import Chip
-from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Exponent, Weights, exact_exponent, exact_weights, gradients_of,
+from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Normaliser, Weights, exact_normaliser, exact_weights, gradients_of,
                                                    less_delta, scaled_delta, where_known)
 from attn.kernels.parts.grid.tensors import Shapes, log_sums
 from attn.kernels.parts.grid.workgroup import Workgroup
@@ -32,12 +32,18 @@ Columns = list[list[UOp]]      # a list for each own row: vectors with one numbe
 
 @dataclass(frozen=True)
 class PlainState:
-  """The state between iterations of the loop over tiles. `sums` holds the sums of each gradient. If the workgroup owns queries, `minus_deltas` holds
-  -delta and `exponents` holds the exponents: `high`, and with p.wide_scores also `low`. Accesses to local memory come after `ready` and after the
-  start of the loops around them. Within an iteration, the next product comes after `before`, and `weights` holds P or dS, the weights of the sums.
-  `stores` are the stores of delta to memory."""
+  """The state between iterations of the loop over tiles.
+
+    sums: registers that sum up each gradient
+    normalisers: if the workgroup owns queries, what turns scores into P: registers of the lse, and with p.wide_scores of lse_rest, the part of the
+      lse that rounding to fp32 lost
+    minus_deltas: if the workgroup owns queries, registers of -delta
+    ready: operations after which local memory may be read or written, and the loops around these accesses
+    stores: the stores of delta to memory
+    before: operations of this iteration that the next matrix product has to wait for
+    weights: P and dS, by which the rows that the gradients sum are multiplied"""
   sums: tuple[UOp, ...]
-  exponents: tuple[UOp, ...]
+  normalisers: tuple[UOp, ...]
   minus_deltas: UOp
   ready: tuple[UOp, ...] = ()
   stores: tuple[UOp, ...] = ()
@@ -45,8 +51,8 @@ class PlainState:
   weights: dict[str, Columns] = field(default_factory=dict)
 
   def after(self, *deps:UOp) -> PlainState:
-    sums, exponents = (tuple(x.after(*deps) for x in registers) for registers in (self.sums, self.exponents))
-    return replace(self, sums=sums, exponents=exponents, minus_deltas=self.minus_deltas.after(*deps))
+    sums, normalisers = (tuple(x.after(*deps) for x in registers) for registers in (self.sums, self.normalisers))
+    return replace(self, sums=sums, normalisers=normalisers, minus_deltas=self.minus_deltas.after(*deps))
 
 PlainWork = Callable[[PlainState, "PlainTrip"], PlainState]
 
@@ -78,9 +84,9 @@ class PlainBackward(Rectangle):
     group = replace(group, scores=replace(group.scores, natural=True))
     apart, some, s, dp, high, deltas, *sums = (new.registers(n*quads, ops.f32(QUAD))
                                                for n in (tile.walked, tile.columns, tile.walked, tile.walked, 1, 1, *columns))
-    exponents = (high, new.registers(quads, ops.f32(QUAD))) if p.wide_scores else (high,)
+    normalisers = (high, new.registers(quads, ops.f32(QUAD))) if p.wide_scores else (high,)
     head = group.first_head if tile.keys else None
-    return PlainBackward(tile, new, group, at, memory, apart, some, head, s, dp, PlainState(tuple(sums), exponents, deltas), wanted)
+    return PlainBackward(tile, new, group, at, memory, apart, some, head, s, dp, PlainState(tuple(sums), normalisers, deltas), wanted)
 
   # ***** rows *****
   @property
@@ -133,8 +139,8 @@ class PlainBackward(Rectangle):
 
   # ***** the numbers of own queries *****
   def known(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and the exponents of the queries that the workgroup owns. Returns the stores of both to registers, and the state with the stores
-    of delta to memory."""
+    """Computes delta and the normaliser (its lse in the form in which exp2 takes it) of each query that the workgroup owns. Returns the stores of
+    both to registers, and the state with the stores of delta to memory."""
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
@@ -145,8 +151,8 @@ class PlainBackward(Rectangle):
     totals, ready = self.over_threads([x.load() for x in self.each(s.minus_deltas.after(done))], ops.add, ready, done)
     delta = [ops.extract(totals[i//QUAD], i%QUAD) for i in range(len(self.own_rows))]
     if "dlse" in group.given: delta = [ops.sub(x, group.number("dlse", row)) for x, row in zip(delta, self.own_rows)]
-    exponents = [exact_exponent(p, *[group.number(name, row) for name in log_sums(group.given)]).numbers for row in self.own_rows]
-    numbers = dict(zip(s.exponents, zip(*exponents))) | {s.minus_deltas: tuple(scaled_delta(x, p) for x in delta)}
+    normalisers = [exact_normaliser(p, *[group.number(name, row) for name in log_sums(group.given)]).numbers for row in self.own_rows]
+    numbers = dict(zip(s.normalisers, zip(*normalisers))) | {s.minus_deltas: tuple(scaled_delta(x, p) for x in delta)}
     registers = [to.after(*ready)[j].store(ops.build(*x[j*QUAD:(j + 1)*QUAD])) for to, x in numbers.items() for j in self.quads]
     mine = self.at.h.eq(0) & group.is_first_part
     stores = [flat(group.given["delta"])[place_of_row(p, group.sequence, row)[0].valid(row.there & mine)].store(x)
@@ -216,18 +222,18 @@ class PlainTrip:
 
   # ***** the steps *****
   def start(self, s:PlainState) -> PlainState: return s
-  def lse(self, s:PlainState) -> list[list[Exponent]]:
+  def lse(self, s:PlainState) -> list[list[Normaliser]]:
     own = range(len(self.of.own_rows))
     if not self.of.keys:
-      numbers_of_own = [[self.own(x, i) for x in s.exponents] for i in own]
-      return [[Exponent(low[0] if low else None, high)]*len(self.firsts) for high, *low in numbers_of_own]
+      numbers_of_own = [[self.own(x, i) for x in s.normalisers] for i in own]
+      return [[Normaliser(low[0] if low else None, high)]*len(self.firsts) for high, *low in numbers_of_own]
     numbers = zip(*[self.of_walked(name) for name in numbers_of_queries(self.of.p) if name != "delta"])
-    return [[Exponent.joined([exact_exponent(self.of.p, *x) for x in zip(*quads)], ops.build) for quads in numbers]]*len(own)
+    return [[Normaliser.joined([exact_normaliser(self.of.p, *x) for x in zip(*quads)], ops.build) for quads in numbers]]*len(own)
   def scores(self, s:PlainState) -> tuple[PlainState, Columns]:
     x, scores = self.product(self.of.s, 0, self.ready)
     return replace(s, before=(x,)), scores
-  def weights(self, scores:Columns, lse:list[list[Exponent]]) -> list[Weights]:
-    return [exact_weights(self.of.part_scores, x, exponents, row, self.t, self.of.masked) for x, exponents, row in zip(scores, lse, self.of.own_rows)]
+  def weights(self, scores:Columns, lse:list[list[Normaliser]]) -> list[Weights]:
+    return [exact_weights(self.of.part_scores, x, own, row, self.t, self.of.masked) for x, own, row in zip(scores, lse, self.of.own_rows)]
   def dp(self, s:PlainState) -> tuple[PlainState, Columns]:
     _, dp = self.product(self.of.dp, 1, [*self.ready, self.of.barrier(*s.before)])
     return s, [less_delta(x if left.words else [ops.add(y, d) for y, d in zip(x, delta)], left, delta)

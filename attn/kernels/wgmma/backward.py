@@ -18,9 +18,9 @@ from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.gradient_sums import place_in_sums
 from attn.kernels.nvidia.ring import Arrivals
-from attn.kernels.nvidia.warp_gradients import Lse, OwnNumbers, WarpRows, WarpTrip
+from attn.kernels.nvidia.warp_gradients import Lse, OwnQueryValues, WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
-from attn.kernels.parts.backward.gradients import WEIGHTED, Exponent, gradients_of_passes, kinds_of_exponents, less_delta, scaled_delta
+from attn.kernels.parts.backward.gradients import WEIGHTED, Normaliser, gradients_of_passes, kinds_of_normalisers, less_delta, scaled_delta
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
@@ -76,7 +76,7 @@ class WgmmaBackward:
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first iteration
-  known: OwnNumbers|None = None      # lse and delta of the own queries; None if keys are owned
+  known: OwnQueryValues|None = None      # lse and delta of the own queries; None if keys are owned
   pass_number: int = 0
 
   @staticmethod
@@ -85,7 +85,7 @@ class WgmmaBackward:
     warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
     state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
     rows: WarpRows[SwizzledPanels] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
-    return WgmmaBackward(rows, tile, state, OwnNumbers(rows.exponents, rows.deltas))
+    return WgmmaBackward(rows, tile, state, OwnQueryValues(rows.normalisers, rows.deltas))
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
@@ -226,8 +226,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def lse(self, s:WgmmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
-    numbers = zip(*[self.numbers(s, kind) for kind in kinds_of_exponents(self.warp_rows.p)])
-    return self.lse_of_walked([Exponent.joined([Exponent.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build)
+    numbers = zip(*[self.numbers(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)])
+    return self.lse_of_walked([Normaliser.joined([Normaliser.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build)
                                for xs in numbers])
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:

@@ -1,4 +1,4 @@
-"""Steps from scores and dP to P and dS. They need three numbers of each query: its lse, its delta, and with wide scores (scores that may be as large
+"""Steps from scores and dP to P and dS. They need these values of each query: its lse, its delta, and with wide scores (scores that may be as large
 as fp32 allows) also lse_rest, the part of the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math
@@ -30,9 +30,9 @@ def gradients_of_passes(passes:int, adds_dq:bool=False) -> tuple[tuple[str, ...]
   return (("dv", "dk", "dq"),) if adds_dq else PASSES[passes]
 
 @dataclass(frozen=True)
-class Exponent:
-  """The numbers of a query that turn its scores into P: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a
-  `high`. The numbers are scalars, or vectors of the same length as the scores. With dropout P is the weight times 1/(1 - dropout_p), like the P of a
+class Normaliser:
+  """The lse of a query in the form in which P is computed: P = exp2(scores*to_log2 + low), or P = exp2((scores - high)*to_log2 + low) if there is a
+  `high`. Both values are scalars, or vectors of the same length as the scores. With dropout P is the weight times 1/(1 - dropout_p), like the P of a
   kept score in forward.
 
   For scores in natural logarithm `high` is the lse. It is subtracted first, because the difference is exact where score and lse are close. If scores
@@ -41,27 +41,27 @@ class Exponent:
   high: UOp|None = None
 
   @staticmethod
-  def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Exponent:
-    """Makes the exponent from an lse, and with wide scores also from `rest`, the part of the lse that was lost by rounding. A query that sees no key
-    gets P = 0."""
+  def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Normaliser:
+    """Makes the normaliser from an lse, and with wide scores also from `rest`, the part of the lse that was lost by rounding. A query that sees no
+    key gets P = 0."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
-    if rest is not None: return Exponent(low(ops.mul(rest, -LOG2E)), reference(log_sum))
-    return Exponent(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
+    if rest is not None: return Normaliser(low(ops.mul(rest, -LOG2E)), reference(log_sum))
+    return Normaliser(log_sum.eq(NEG_INF).where(NEG_INF, low(ops.mul(log_sum, -LOG2E))))
   @staticmethod
-  def joined(parts:Sequence[Exponent], join:Callable[..., UOp]) -> Exponent:
-    """Joins the exponents of several queries into one. `join` makes one value, for example a vector, of all their `low` numbers, and one of all their
-    `high` numbers."""
-    return Exponent(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
+  def joined(parts:Sequence[Normaliser], join:Callable[..., UOp]) -> Normaliser:
+    """Joins the normalisers of several queries into one. `join` makes one value, for example a vector, of all their `low` values, and one of all
+    their `high` values."""
+    return Normaliser(*[None if xs[0] is None else join(*xs) for xs in ([x.low for x in parts], [x.high for x in parts])])
   @property
   def numbers(self) -> list[UOp]:
-    """Lists `high` and `low`, without a number that is None."""
+    """Lists `high` and `low`. Leaves out the one that is None."""
     return [x for x in (self.high, self.low) if x is not None]
-  def each(self, change:Callable[[UOp], UOp]) -> Exponent:
-    """Returns a new exponent: the function `change` applied to `low` and to `high`."""
-    return Exponent.joined([self], change)
-  def where(self, there:UOp) -> Exponent:
-    """Returns the exponent, changed so that P is 0 for a query that does not exist (`there` is false)."""
+  def each(self, change:Callable[[UOp], UOp]) -> Normaliser:
+    """Returns a new normaliser: the function `change` applied to `low` and to `high`."""
+    return Normaliser.joined([self], change)
+  def where(self, there:UOp) -> Normaliser:
+    """Returns the normaliser, changed so that P is 0 for a query that does not exist (`there` is false)."""
     assert self.low is not None
     return replace(self, low=there.where(self.low, NEG_INF))
   def weight(self, x:UOp, to_log2:float) -> UOp:
@@ -70,14 +70,14 @@ class Exponent:
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_numbers(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists the numbers of a query that a kernel keeps in shared memory if its workgroups own keys. These are `low` of the query's exponent, then
-  `scaled_delta`, then `high` of the exponent unless it is None."""
-  exponent = Exponent.of(p, log_sum, *rest)
-  return [x for x in (exponent.low, scaled_delta(delta, p), exponent.high) if x is not None]
+  """Lists the values of a query that a kernel keeps in shared memory if its workgroups own keys: `low` of the query's normaliser (its lse in the form
+  in which exp2 takes it), then `scaled_delta`, then `high` of the normaliser unless it is None."""
+  normaliser = Normaliser.of(p, log_sum, *rest)
+  return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
 
-def kinds_of_exponents(p:Problem) -> range:
-  """Returns the positions, in the list of `shared_numbers`, of the numbers that belong to the exponent: all positions but the second, which is
-  delta's."""
+def kinds_of_normalisers(p:Problem) -> range:
+  """Returns the positions, in the list of `shared_numbers`, of the values that belong to the normaliser: all positions but the second, which holds
+  delta."""
   return range(0, len(numbers_of_queries(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
@@ -92,30 +92,30 @@ def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
 
 @dataclass(frozen=True)
 class Weights:
-  """The weights P of a lane's scores, with the derivatives of the terms at these scores. P and dS are multiplied by rows of tensors, which may hold
-  inf or NaN. P and dS must therefore be exactly 0 where a query does not see a key. The function `visible` sets the elements of a vector to 0
-  there."""
+  """The weights P of a lane's scores, and the derivatives of the score terms (softcap, ALiBi, bias, score_mod) at these scores. P and dS are
+  multiplied by rows of tensors, which may hold inf or NaN. P and dS must therefore be exactly 0 where a query does not see a key. The function
+  `visible` sets the elements of a vector to 0 there."""
   p: list[UOp]
   derivatives: dict[str, list[UOp]]                 # derivatives of the terms at each score, by the terms' names, in the terms' order
   visible: Callable[[list[UOp]], list[UOp]]
 
-def weights_of(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
+def weights_of(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
   """Computes P from the raw scores (Q K^T) of one row."""
-  return weights_of_rows(scores, raw, [exponents], [row], tile, masked)
+  return weights_of_rows(scores, raw, [normalisers], [row], tile, masked)
 
-def weights_of_rows(scores:Scores, raw:list[UOp], exponents:list[list[Exponent]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Computes P from the raw scores (Q K^T) of several rows. Each vector of `raw` holds elements of all these rows, one row after another. `exponents`
-  has one list for each row."""
+def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normaliser]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
+  """Computes P from the raw scores (Q K^T) of several rows. Each vector of `raw` holds elements of all these rows, one row after another.
+  `normalisers` has one list for each row."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)
     return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]
   def joined(parts:list[list[UOp]]) -> list[UOp]: return [functools.reduce(ops.concat, xs) for xs in zip(*parts)]
   def visible(x:list[UOp]) -> list[UOp]:
     return joined([scores.clear(part, row, tile) for part, row in zip(by_row(x), rows)]) if masked else x
-  def of_row(part:list[UOp], row:Row, own:list[Exponent]) -> tuple[list[UOp], dict[str, list[UOp]]]:
+  def of_row(part:list[UOp], row:Row, own:list[Normaliser]) -> tuple[list[UOp], dict[str, list[UOp]]]:
     steps = scores.steps(part, row, tile)
     return [e.weight(y, scores.to_log2) for y, e in zip(scores.left(steps), own)], scores.derivatives(steps, row, tile)
-  found = [of_row(*of) for of in zip(by_row(raw), rows, exponents)]
+  found = [of_row(*of) for of in zip(by_row(raw), rows, normalisers)]
   derivatives = {name: joined([x[name] for _, x in found]) for name in found[0][1]}
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
 
@@ -124,29 +124,30 @@ def reference(log_sum:UOp) -> UOp:
   the number is inf, so P is 0."""
   return log_sum.eq(NEG_INF).where(math.inf, log_sum)
 
-def exponent_of(group:Workgroup, row:Row) -> Exponent:
-  """Loads a query's lse, and its lse_rest if the problem has this tensor. Returns the `Exponent` made of them, which turns the query's scores into
-  P."""
-  return Exponent.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
+def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
+  """Loads a query's lse, and its lse_rest (the part of the lse that rounding lost) if the problem has this tensor. Returns the `Normaliser` made of
+  them, which turns the query's scores into P."""
+  return Normaliser.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
-def exact_exponent(p:Problem, log_sum:UOp, *rest:UOp) -> Exponent:
-  """Makes the number that turns a query's scores into P, from the query's lse. The scores are natural logarithms. `rest`, if given, is the part of
-  the lse that rounding lost."""
-  return Exponent.of(p, log_sum, *rest) if rest else Exponent(None, reference(log_sum))
+def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
+  """Makes the `Normaliser` of a query, which turns its scores into P, from its lse. The scores are natural logarithms. `rest`, if given, is the part
+  of the lse that rounding lost."""
+  return Normaliser.of(p, log_sum, *rest) if rest else Normaliser(None, reference(log_sum))
 
-def exact_weights(scores:Scores, raw:list[UOp], exponents:list[Exponent], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P from raw scores (Q K^T) for float32 inputs. First turns the scores into natural logarithms, with the same roundings as forward. Their
-  differences from the lse then have the same roundings, too. If one key dominates a row, its difference is exactly 0.
+def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
+  """Computes P from raw scores (Q K^T) for float32 inputs. First turns the scores into natural logarithms, with the same roundings as forward. So the
+  difference of score and lse has the same roundings, too. If one key dominates a row, its difference is exactly 0.
 
-  The maximum with LOWEST changes no value. It stops compilers from joining the multiplication and the subtraction into a multiply-add, which would
-  leave out a rounding. Wide scores (scores that may be as large as fp32 allows) do not need it, because their last step is the addition of a bias."""
+  Between the multiplication that makes a score and the subtraction of the lse, the kernel takes max(score, LOWEST). This changes no score. It stops
+  compilers from joining the two operations into a multiply-add, which would leave out a rounding. Wide scores (scores that may be as large as fp32
+  allows) do not need it, because their last step is the addition of a bias."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
-  def weight(y:UOp, e:Exponent) -> UOp:
+  def weight(y:UOp, e:Normaliser) -> UOp:
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))
     p = e.weight(y, scores.to_log2)
     return ops.mul(p, 1/scores.p.kept) if scores.p.dropout_p and e.low is None else p
   steps = scores.steps(raw, row, tile)
-  return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), exponents)]), scores.derivatives(steps, row, tile), visible)
+  return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), normalisers)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
   """Returns dP - delta. The accumulators of `dp` began with `dp_start`. With dropout, first sets the elements of dP to 0 whose weights are dropped,
@@ -154,8 +155,10 @@ def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
-  """Computes dS = P * (dP - delta), the gradient of the raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. If
-  `derivatives` names terms, multiplies only by the derivatives of these terms: the result is then the gradient of a value inside a term."""
+  """Computes dS = P * (dP - delta), the gradient of the raw scores without the factor softmax_scale. The argument `dp` is already dP - delta. By
+  default the result is multiplied by the derivatives of all score terms (softcap, ALiBi, bias, score_mod). If `derivatives` is given, it is
+  multiplied only by the derivatives of the terms that `derivatives` names. The result is then the gradient of a bias, or of a tensor's element that
+  score_mod reads."""
   ds = [ops.mul(y, d) for y, d in zip(weights.p, dp)]
   for name, derivative in weights.derivatives.items():
     if derivatives is None or name in derivatives: ds = [ops.mul(y, slope) for y, slope in zip(ds, derivative)]
@@ -168,16 +171,16 @@ def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
   return ops.build(*[known.where(ops.mul(ops.extract(x, i), factor), 0.0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
-class NumbersOfRows:
+class QueryValueTensors:
   """Tensors in global memory with one number for each query, such as lse and delta. `numbers_of_queries` gives their names."""
   each: tuple[GlobalRows, ...]
   in_units = True
-  def after(self, *deps:UOp) -> NumbersOfRows: return NumbersOfRows(tuple(x.after(*deps) for x in self.each))
+  def after(self, *deps:UOp) -> QueryValueTensors: return QueryValueTensors(tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
-class RowNumbers(InLds):
-  """LDS buffer with the numbers of each query of a tile: exponent and delta (`shared_numbers`). The queries are stored in the order in which lanes
-  hold their scores in C, so the numbers for one lane lie side by side."""
+class QueryValues(InLds):
+  """LDS buffer with the values of each query of a tile: its normaliser (its lse in the form in which exp2 takes it) and its delta (`shared_numbers`).
+  The queries are stored in the order in which lanes hold their scores in C, so the values for one lane lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
@@ -186,18 +189,18 @@ class RowNumbers(InLds):
   base: UOp|int = 0
 
   @staticmethod
-  def of(p:Problem, mat:Matrix, block_n:int, new:Allocator, buffers:int, thread:UOp) -> RowNumbers:
-    return RowNumbers(p, mat, block_n, new.lds(buffers*units_of_numbers(p, block_n)), thread)
-  def after(self, *deps:UOp) -> RowNumbers: return replace(self, buffer=self.buffer.after(*deps))
-  def nth(self, i:UOp) -> RowNumbers: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
+  def of(p:Problem, mat:Matrix, block_n:int, new:Allocator, buffers:int, thread:UOp) -> QueryValues:
+    return QueryValues(p, mat, block_n, new.lds(buffers*units_of_numbers(p, block_n)), thread)
+  def after(self, *deps:UOp) -> QueryValues: return replace(self, buffer=self.buffer.after(*deps))
+  def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
   @property
-  def single(self) -> list[RowNumbers]:
+  def single(self) -> list[QueryValues]:
     """Returns a list with only this object. A `StagedTile` has a method of the same name, which makes one smaller tile for each 16-byte item that a
-    thread copies. Here each thread copies the numbers of only one query."""
+    thread copies. Here each thread copies the values of only one query."""
     return [self]
 
-  def fetch(self, rows:NumbersOfRows, t:UOp) -> list[UOp]:
-    """Loads from global memory the numbers of the query that this thread copies to LDS."""
+  def fetch(self, rows:QueryValueTensors, t:UOp) -> list[UOp]:
+    """Loads from global memory the values (lse, delta) of the query that this thread copies to LDS."""
     mat, thread, gate = self.matrix, self.thread, self.thread < self.block_n
     row = thread//mat.M*mat.M + mat.c_row(thread%mat.M//mat.accumulator, thread%mat.accumulator)
     return [x.load_number(t*self.block_n, self.block_n, row, gate) for x in rows.each]
@@ -207,8 +210,9 @@ class RowNumbers(InLds):
     return [to[(self.base*4 + i*self.block_n + self.thread).valid(self.thread < self.block_n)].store(x)
             for i, x in enumerate(shared_numbers(self.p, *parts))]
 
-  def load(self, at:Lane) -> tuple[list[Exponent], list[UOp]]:
-    """Loads from LDS the exponents and `scaled_delta` of the queries in a lane's column of C fragments."""
+  def load(self, at:Lane) -> tuple[list[Normaliser], list[UOp]]:
+    """Loads from LDS the normalisers and `scaled_delta` of the queries in a lane's column of C fragments. A normaliser is the lse of a query in the
+    form in which exp2 takes it."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units
@@ -216,4 +220,4 @@ class RowNumbers(InLds):
       while len(parts) > 1: parts = [ops.concat(a, b) for a, b in zip(parts[0::2], parts[1::2])]
       return parts[0]
     low, deltas, *high = ([fragment(kind, kt) for kt in range(self.block_n//mat.M)] for kind in range(len(numbers_of_queries(self.p))))
-    return [Exponent(*xs) for xs in zip(low, *high)], deltas
+    return [Normaliser(*xs) for xs in zip(low, *high)], deltas
