@@ -18,7 +18,7 @@ def list_launches(x:ListedBlocks) -> list[tuple[KernelFunction, Shapes]]:
   """Returns the kernels that make the lists of tiles that `x` describes, each with the (shape, dtype) of its tensors by name. Equal arguments return
   identical objects, because tinygrad's schedule cache compares by identity."""
   def checked(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
-    return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1])
+    return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1], small=True)
   return [(checked(program, tuple(shapes)), shapes) for program, shapes in list_kernels(x)]
 
 def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:

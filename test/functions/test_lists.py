@@ -182,3 +182,19 @@ def test_lists_follow_the_numbers_of_a_tensor() -> None:
       extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
       o = array(step(Tensor(d, device="EMU").realize()))
       assert (verdict := judge(o, expected(problem(Sq=200, extras=extras), x, extras)[0])).ok, f"{seed}: {verdict}"
+
+@pytest.mark.parametrize("name", ["documents", "neighbourhood"])
+def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  """A first call with lists starts no worker processes. tinygrad starts them to compile two kernels at once, which takes longer than compiling the
+  kernels of the lists."""
+  def pool() -> Any: raise AssertionError("worker processes are started")
+  monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
+  case = CASES[name]
+  p = posed(case, Sq=132)
+  x, d = normal(p), documents(p)
+  given = {"mod_tensors": (Tensor(d, device="EMU").realize(),)} if case.documents else {}
+  with lists(True), emulated("gfx942"):
+    q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
+    extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
+    o = array(attn.attention(q, k, v, mask_mod=case.mask, **given).realize())
+  assert (verdict := judge(o, expected(problem(Sq=132, extras=extras), x, extras)[0])).ok, verdict
