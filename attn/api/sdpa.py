@@ -12,8 +12,24 @@ from attn.api.slices import SdpaCall, call_of_any_length, dtypes_of, is_symbolic
 from attn.api.written_out import WrittenOut
 from attn.calls.views import is_causal_mask
 from attn.problem import check_dropout_p, check_softmax_scale
-from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, dtypes, levels_to_caller, method_of_tinygrad
+from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, UOp, dtypes, levels_to_caller, method_of_tinygrad
 from attn.values import static_shape
+
+def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Tensor:
+  """Returns a mask of the scores with four dimensions, after checking its device and its shape. The argument `name` is the mask."""
+  if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
+    raise ValueError(f"{name} is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
+  shape, whole = static_shape(name, mask.shape), (*leading.sizes, int(q.shape[-2]), int(k.shape[-2]))
+  if len(shape) > len(whole) or any(n not in (1, full) for n, full in zip(shape[::-1], whole[::-1])):
+    raise ValueError(f"{name} has shape {values.shown_shape(shape)}: must broadcast to {whole}")
+  return leading.of_scores(mask)
+
+def _shown_by(seen:Tensor, offset:int) -> dict[str, Any]:
+  """Returns the options of `attention` for a bool mask (B or 1, H or 1, Sq or 1, Sk or 1) that selects scores. `offset` is Sk - Sq."""
+  wide = tuple(int(n) > 1 for n in seen.shape)
+  def mask_mod(b:UOp, h:UOp, i:UOp, j:UOp, mask:UOp) -> UOp:
+    return mask[tuple(place if full else 0 for place, full in zip((b, h, i - offset, j), wide))]
+  return {"mask_mod": mask_mod, "mod_tensors": (seen,)}
 
 def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], Leading]:
   """Translates the arguments of `scaled_dot_product_attention` into those of `attention`. Returns (q, k, v) with four dimensions, the options of
@@ -42,13 +58,9 @@ def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], Leading]
     mask = values.tensor("attn_mask", mask)
     seen = mask.dtype == dtypes.bool
     if not seen: values.dtype_name("attn_mask", mask.dtype, values.FLOATS)
-    if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
-      raise ValueError(f"attn_mask is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
-    shape, whole = static_shape("attn_mask", mask.shape), (*leading.sizes, int(q.shape[-2]), int(k.shape[-2]))
-    if len(shape) > len(whole) or any(n not in (1, full) for n, full in zip(shape[::-1], whole[::-1])):
-      raise ValueError(f"attn_mask has shape {values.shown_shape(shape)}: must broadcast to {whole}")
-    if seen: mask = mask.where(0.0, -math.inf).cast(dtypes.float)
-    options["bias"] = leading.of_scores(mask)
+    mask = _broadcast("attn_mask", mask, q, k, leading)
+    options["bias"] = mask.where(0.0, -math.inf).cast(dtypes.float) if seen else mask
+  if x.seen is not None: options |= _shown_by(_broadcast("mask", x.seen, q, k, leading), int(k.shape[-2]) - int(q.shape[-2]))
   if sinks is not None: options["sinks"] = leading.of_heads(sinks)
   return (leading.of_queries(q), leading.of_keys("key", k), leading.of_keys("value", v)), options, leading
 
@@ -129,8 +141,8 @@ def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None
   with contextlib.nullcontext() if installation.written_out is None else installation.written_out.paused():
     return installation.before(self, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
 
-def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, scale:float, sinks:Tensor|None) -> Tensor|None:
-  return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale, sinks))
+def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, seen:Tensor|None, scale:float, sinks:Tensor|None) -> Tensor|None:
+  return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale, sinks, seen))
 
 def install() -> deque[Decision]:
   """Makes `Tensor.scaled_dot_product_attention` run attn's kernels. A call that no kernel can compute goes to the function that was there before, and
@@ -143,8 +155,8 @@ def install() -> deque[Decision]:
   lengths from the second length on, except where TRAINING is set.
   Other names of tinygrad's method, such as the one that extra/models/unet.py binds when it is imported, reach these kernels as well.
   Attention that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions, counts as a call, also
-  with sinks as tinygrad's examples/mlperf/models/gpt_oss.py computes them. A mask by `where` is left to tinygrad: it hides a NaN of a key, and a mask
-  that is added does not. The latent attention (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
+  with sinks as tinygrad's examples/mlperf/models/gpt_oss.py computes them, and with seen.where(scores, -inf) or masked_fill. Such a mask hides a NaN
+  of a key, while a mask that is added does not. The latent attention (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
   A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
     if (own := method_of_tinygrad(NAME)) is not None:

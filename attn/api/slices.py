@@ -27,8 +27,9 @@ class SdpaCall:
   is_causal: bool
   enable_gqa: bool
   scale: float|None
-  sinks: Tensor|None = None      # (..., 1, 1): logits of attention sinks, which broadcast to the scores. No argument of the user's; only
-                                 # attention that a model writes out has sinks.
+  # no arguments of the user's: only attention that a model writes out has them. They broadcast to the scores
+  sinks: Tensor|None = None      # (..., 1, 1): logits of attention sinks
+  seen: Tensor|None = None       # bool: a score is -inf where this is False, whatever the key is. attn_mask is added to the scores before
   @property
   def dropped(self) -> float:
     """Probability that dropout makes an attention weight 0. It is 0 unless tinygrad's TRAINING is set."""
@@ -83,6 +84,12 @@ def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
     raise ValueError(f"attn_mask has shape {values.shown_shape(mask.shape)}: must broadcast to {values.shown_shape((*queries, 1))}")
   return mask
 
+def _sinks(sinks:Tensor, heads:int) -> Tensor:
+  """Returns sinks (..., 1, 1) as float32 (H). Raises NotImplementedError if a batch has sinks of its own."""
+  if sinks.ndim > 3 and any(n != 1 for n in sinks.shape[:-3]):
+    raise NotImplementedError(f"attention sinks of shape {sinks.shape} with a symbolic length: must be one number for each head, (H, 1, 1)")
+  return sinks.reshape(-1).expand(heads).cast(dtypes.float)
+
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
   """Translates attn_mask and is_causal into (window, top_left), the fields of `Problem` for the same mask. Raises NotImplementedError if attn_mask is
   not the causal mask."""
@@ -114,9 +121,10 @@ def sliced_call(x:SdpaCall) -> SlicedCall:
   if (Bk, Dk, Bv) != (B, D, B) or not same_size(n_k, v.shape[2]):
     raise ValueError(f"query, key and value have shapes {', '.join(values.shown_shape(t.shape) for t in (q, k, v))}: must be (B, H, Sq, D), "
                      "(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv)")
-  if x.sinks is not None: raise NotImplementedError("attention sinks with a symbolic length: only lengths that are ints are supported")
+  if x.seen is not None: raise NotImplementedError("scores masked by `where` with a symbolic length: only lengths that are ints are supported")
   if x.dropped: raise NotImplementedError(f"dropout_p={x.dropped} with a symbolic shape: attention over a cache has no dropout; must be 0")
   _heads(H, of_k, of_v, enable_gqa)
+  sinks = {} if x.sinks is None else {"sinks": _sinks(x.sinks, H)}
   if x.attn_mask is not None and is_causal: raise RuntimeError("attn_mask with is_causal=True: must be None, or is_causal False")
   mask = values.tensor_or_none("attn_mask", x.attn_mask)
   column = None if mask is None or mask.shape[-1:] != (1,) or same_size(n_k, 1) else _column(mask, (B, H, n_q), device)
@@ -135,11 +143,11 @@ def sliced_call(x:SdpaCall) -> SlicedCall:
   p = Problem(B, H, of_k//in_k.group, Sq, Sk, D, Dv, dtype, out_dtype, "bshd", window, 0 if top_left else Sk - Sq,
               D**-.5 if x.scale is None else check_softmax_scale("scale", x.scale), top_left=top_left, sk_variable=keys[0],
               sq_variable=None if isinstance(n_q, int) else queries[0], k_view=in_k.places, v_view=None if v_in_k else in_v.places,
-              v_in_k=v_in_k, num_splits=0)
+              v_in_k=v_in_k, sinks=bool(sinks), num_splits=0)
   rows = q.transpose(1, 2)
   if not isinstance(n_q, int): rows = rows.pad_to((B, Sq, H, D))
   variables = tuple({u.src[0].expr: u for u in (*keys[1], *queries[1])}.values())
-  tensors = {"q": rows, "k": k} | ({} if v_in_k else {"v": v})
+  tensors = {"q": rows, "k": k} | ({} if v_in_k else {"v": v}) | sinks
   return SlicedCall(CheckedCall(p, tensors, arch_of(device), Placement(device), None, variables), n_q, column)
 
 # ***** a cache that grows by an int *****

@@ -1,7 +1,7 @@
-"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v. tinygrad's models with latent attention
-(MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py do so."""
+"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v, also with a mask by `where`. tinygrad's
+models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py do so."""
 from __future__ import annotations
-import contextlib
+import contextlib, functools, math
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,19 +21,25 @@ def stored_in_its_dtype(t:Tensor) -> Tensor:
   return t if view is None else Tensor(view)
 
 class WrittenScores(NamedTuple):
-  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`."""
+  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`, and -inf where one of
+  `seen` is False."""
   q: UOp
   keys: UOp
   scale: float = 1.0
   masks: tuple[UOp, ...] = ()
+  seen: tuple[UOp, ...] = ()
 
 class WrittenWeights(NamedTuple):
   """Weights that a model computes from `scores` by a softmax. If there is a `sink`, exp(sink) is added to the sum of the softmax."""
   scores: UOp
   sink: UOp|None = None
 
-# takes q, k, v, mask, scale and sinks (..., 1, 1), and returns None if no kernel computes this
-AttendWritten = Callable[[Tensor, Tensor, Tensor, Tensor|None, float, Tensor|None], Tensor|None]
+# takes q, k, v, a mask that is added to the scores, a bool mask that selects scores, scale and sinks (..., 1, 1), and returns None if no kernel
+# computes this
+AttendWritten = Callable[[Tensor, Tensor, Tensor, Tensor|None, Tensor|None, float, Tensor|None], Tensor|None]
+
+def joined(operation:Callable[[Tensor, Tensor], Tensor], parts:tuple[UOp, ...]) -> Tensor|None:
+  return functools.reduce(operation, map(Tensor, parts)) if parts else None
 
 def uncast(u:UOp) -> UOp:
   """Removes casts between floating-point dtypes and assignments such as scores += bias from a UOp. Returns the UOp below them."""
@@ -43,9 +49,10 @@ def uncast(u:UOp) -> UOp:
     else: return u
 
 def exponents(u:UOp) -> tuple[UOp, ...]:
-  """Returns the two terms of (x + y).exp(), which tinygrad writes as exp2((x + y)*log2(e)), or () if `u` is something else."""
-  if u.op is not Ops.EXP2 or u.src[0].op is not Ops.MUL or u.src[0].src[0].op is not Ops.ADD: return ()
-  return u.src[0].src[0].src
+  """Returns the two terms of (x + y).exp(), which tinygrad writes as exp2((x + y)*log2(e)), in float32 if x and y have 16 bits. Returns () if `u` is
+  something else."""
+  if (power := uncast(u)).op is not Ops.EXP2 or power.src[0].op is not Ops.MUL: return ()
+  return total.src if (total := uncast(power.src[0].src[0])).op is Ops.ADD else ()
 
 def weights_with_sink(u:UOp) -> WrittenWeights|None:
   """Returns the scores and the sink (..., 1, 1) of weights e/(e.sum(-1, keepdim=True) + (sink - m).exp()), with e = (scores - m).exp(). Any tensor m
@@ -91,14 +98,21 @@ class WrittenOut:
 
   def scores(self, u:UOp) -> WrittenScores|None:
     """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` does not come from a matrix product that was
-    watched, or if its mask is a `where`: that hides a NaN of a key, but a mask that is added to the scores does not."""
+    watched, or if something else happens to the scores after a `where`."""
     if (u := uncast(u)) in self.products: return self.products[u]
+    if u.op is Ops.WHERE: return self.selected(*map(Tensor, u.src))
     if u.op not in (Ops.ADD, Ops.MUL): return None
     for of, other in (u.src, u.src[::-1]):
-      if (found := self.scores(of)) is None: continue
+      if (found := self.scores(of)) is None or found.seen: continue
       if u.op is Ops.ADD: return found._replace(masks=(*found.masks, other))
       factor = 1/filled if other.op is Ops.RECIPROCAL and (filled := filled_with(other.src[0])) else filled_with(other)
       return None if factor is None or found.masks else found._replace(scale=found.scale*factor)
+    return None
+
+  def selected(self, condition:Tensor, x:Tensor, y:Tensor) -> WrittenScores|None:
+    """Returns the scores condition.where(x, y) if one of x and y is scores and the other is -inf."""
+    for seen, of, other in ((condition, x, y), (condition.logical_not(), y, x)):
+      if filled_with(other.uop) == -math.inf and (found := self.scores(of.uop)) is not None: return found._replace(seen=(*found.seen, seen.uop))
     return None
 
   def weights_of(self, u:UOp) -> WrittenWeights|None:
@@ -116,9 +130,9 @@ class WrittenOut:
       return own(x, w, dtype)
     w = stored_in_its_dtype(w)
     if dtype is None and (weights := self.weights_of(uncast(x.uop))) is not None and (found := self.scores(weights.scores)) is not None:
-      mask = sum(map(Tensor, found.masks[1:]), Tensor(found.masks[0])) if found.masks else None
+      mask, seen = joined(Tensor.add, found.masks), joined(Tensor.bitwise_and, found.seen)
       sinks = None if weights.sink is None else Tensor(weights.sink)
-      o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, mask, found.scale, sinks)
+      o = self.attend(Tensor(found.q), Tensor(found.keys).transpose(-1, -2), w, mask, seen, found.scale, sinks)
       if o is not None: return o.cast(own(x, w).dtype)
     product = own(x, w, dtype)
     self.products[uncast(product.uop)] = WrittenScores(x.uop, w.uop)

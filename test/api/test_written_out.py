@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 import numpy as np
 import pytest
+from tinygrad import Variable
 import attn
 from attn.api.written_out import stored_in_its_dtype
 from attn.tinygrad_compat import Context, Ops, Tensor, UOp, dtypes
@@ -22,6 +23,7 @@ def in_place(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return scores.softmax() @ v
 
 def shown() -> Tensor: return mask() > -0.5
+def per_head() -> Tensor: return draw(2, 4, 1, KEYS, dtype="float32", seed=6)
 def hiding(seen:Tensor) -> Tensor: return seen.where(0.0, -math.inf)
 def sinks() -> Tensor: return draw(4, dtype="float32", seed=5)
 
@@ -44,7 +46,7 @@ def in_bands(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   """Attention with sinks, in which a band of three queries sees six keys."""
   q, seen = q.reshape(2, 4, 2, 3, D), shown()[0, 0, :, :6].reshape(2, 3, 6)
   k, v = (x[:, :, :6].stack(x[:, :, 3:], dim=2) for x in (k, v))
-  scores, sink = (q.float() @ k.float().transpose(-1, -2))*0.3 + hiding(seen), sinks().reshape(1, 4, 1, 1, 1)
+  scores, sink = seen.where((q.float() @ k.float().transpose(-1, -2))*0.3, -math.inf), sinks().reshape(1, 4, 1, 1, 1)
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v).reshape(2, 4, ROWS, D)
 
 FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -57,6 +59,10 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "float32": lambda q, k, v: (q @ k.transpose(-1, -2)*0.3 + mask().half()).float().softmax(-1).cast(dtypes.half) @ v,
   "in place": in_place,
   "a mask that hides": lambda q, k, v: (q @ k.transpose(-1, -2) + hiding(shown() & (mask() < 1))).softmax(-1) @ v,
+  "where": lambda q, k, v: shown().where(q @ k.transpose(-1, -2)*0.3, -math.inf).softmax(-1) @ v,
+  "where, one row for all": lambda q, k, v: shown()[:, :, :1].where((q @ k.transpose(-1, -2)).float(), -math.inf).softmax(-1).half() @ v,
+  "masked_fill twice": lambda q, k, v: (q @ k.transpose(-1, -2) + mask()).masked_fill(~shown(), -math.inf).masked_fill(per_head() > 1, -math.inf)
+    .softmax(-1) @ v,
   "groups without sinks": lambda q, k, v: ((q.reshape(2, 2, 2, ROWS, D) @ k[:, :2].unsqueeze(2).transpose(-1, -2)).softmax(-1)
                                            @ v[:, :2].unsqueeze(2)).reshape(2, 4, ROWS, D),
   "sinks": with_sinks, "sinks and groups": with_groups, "sinks and bands": in_bands,
@@ -92,9 +98,11 @@ NOT_ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
   "weights changed": lambda q, k, v: ((q @ k.transpose(-1, -2)).softmax(-1)*2) @ v,
   "squares": other_scores,
   "no product": lambda q, k, v: mask().expand(2, 4, ROWS, KEYS).softmax(-1) @ v,
-  "where": lambda q, k, v: shown().where(q @ k.transpose(-1, -2), -math.inf).softmax(-1) @ v,
-  "masked_fill": lambda q, k, v: (q @ k.transpose(-1, -2) + mask()).masked_fill(shown(), -math.inf).softmax(-1) @ v,
   "another number where nothing is seen": lambda q, k, v: shown().where(q @ k.transpose(-1, -2), -4.0).softmax(-1) @ v,
+  "a mask in place of hidden scores": lambda q, k, v: shown().where(q @ k.transpose(-1, -2), hiding(mask() < 1)).softmax(-1) @ v,
+  "a mask after where": lambda q, k, v: (shown().where(q @ k.transpose(-1, -2), -math.inf) + mask()).softmax(-1) @ v,
+  "a scale after where": lambda q, k, v: (shown().where(q @ k.transpose(-1, -2), -math.inf)*0.3).softmax(-1) @ v,
+  "scores on both sides of where": lambda q, k, v: shown().where(q @ k.transpose(-1, -2), (q @ k.transpose(-1, -2))*2).softmax(-1) @ v,
   "a sink for each row": lambda q, k, v: with_sinks_at(q, k, v, mask()[:, :, :, :1]),
   "a sink with another shift": lambda q, k, v: with_sinks_at(q, k, v, sinks().reshape(4, 1, 1), 0.5),
   "another sum": lambda q, k, v: with_sinks_at(q, k, v, sinks().reshape(4, 1, 1), square=True),
@@ -117,11 +125,11 @@ def test_sinks_are_recognised_as_the_others_are_not() -> None:
     with_sinks_at(*(draw(2, 4, n, D) for n in (ROWS, KEYS, KEYS)), sinks().reshape(4, 1, 1))
     assert [d.kernel is not None for d in decisions] == [True]
 
-@pytest.mark.thorough
-def test_gradients_go_through() -> None:
+@pytest.mark.parametrize("form", ("where", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("scale", "masked_fill twice"))))
+def test_gradients_go_through(form:str) -> None:
   with emulated("gfx942"), Context(TRAINING=1):
-    x = draw(1, 2, ROWS, D), draw(1, 2, KEYS, D, seed=1), draw(1, 2, KEYS, D, seed=2)
-    def gradients(*x:Tensor) -> list[np.ndarray]: return [array(g) for g in FORMS["scale"](*x).float().square().sum().gradient(*x)]
+    x = draw(2, 4, ROWS, D), draw(2, 4, KEYS, D, seed=1), draw(2, 4, KEYS, D, seed=2)
+    def gradients(*x:Tensor) -> list[np.ndarray]: return [array(g) for g in FORMS[form](*x).float().square().sum().gradient(*x)]
     exact = gradients(*(t.float() for t in x))
     with attn.installed() as decisions:
       decisions.clear()
@@ -146,14 +154,44 @@ def test_rows_are_cast_to_the_dtype_of_their_cache() -> None:
     assert [d.kernel is not None for d in decisions] == [True] and not uneven(ours)
     np.testing.assert_allclose(array(ours), array(own), atol=2**-9)
 
-def test_a_key_hidden_by_where_may_be_nan() -> None:
-  """A mask by `where` hides a key whose row is NaN, also within `attn.installed()`."""
-  with emulated("gfx942"), attn.installed():
-    seen = Tensor(np.arange(KEYS) != 4, device="EMU").realize()
+@pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
+def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
+  """Scores that a `where` hides have no effect if their key is NaN or infinite, with and without sinks."""
+  def hidden(k:Tensor) -> list[Tensor]:
+    scores = seen.where(q @ k.transpose(-1, -2), -math.inf)
+    return [scores.softmax(-1) @ v, over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v]
+  with emulated(arch), attn.installed() as decisions:
+    decisions.clear()
+    number = Tensor(np.arange(KEYS), device="EMU").realize()
+    seen, sink = (number != 4) & (number != 7), draw(2, 1, 1, seed=5)
     q, k, v = draw(1, 2, ROWS, D), draw(1, 2, KEYS, D, seed=1), draw(1, 2, KEYS, D, seed=2)
-    bad = seen.reshape(KEYS, 1).where(k, math.nan).realize()
-    ours, right = (array(seen.where(q @ x.transpose(-1, -2), -math.inf).softmax(-1) @ v) for x in (bad, k))
-    np.testing.assert_array_equal(ours, right)
+    row = number.reshape(KEYS, 1)
+    bad = (row == 4).where(math.nan, (row == 7).where(math.inf, k)).realize()
+    for ours, right in zip(hidden(bad), hidden(k)): np.testing.assert_array_equal(array(ours), array(right))
+    assert [d.kernel is not None for d in decisions] == [True]*4
+
+def test_sinks_beside_a_length_that_is_a_variable() -> None:
+  """One kernel reads a cache in place for all numbers of keys, with sinks as with ints for lengths. A mask by `where` beside such a length, and sinks
+  for each batch, go to tinygrad's own attention."""
+  cache, n = [(2, 12, 4, D, seed) for seed in (1, 2)], Variable("n", 1, 12)
+  def attended(q:Tensor, k:Tensor, v:Tensor, rows:int|UOp, sink:Tensor, mask:Tensor|None=None) -> Tensor:
+    k, v = (x[:, :rows].transpose(1, 2) for x in (k, v))
+    scores = q @ k.transpose(-1, -2)*0.3
+    if mask is not None: scores = mask[:, :, :, :rows].where(scores, -math.inf)
+    return over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)) @ v
+  with emulated("gfx942"):
+    k, v = (draw(*shape, seed=seed) for *shape, seed in cache)
+    q, sink = draw(2, 4, 1, D), draw(4, 1, 1, seed=5)
+    with attn.installed() as decisions:
+      for rows in (3, 12):
+        decisions.clear()
+        ours, right = (array(attended(q, k, v, x, sink)) for x in (n.bind(rows), rows))
+        np.testing.assert_allclose(ours, right, atol=2**-9)
+        assert [d.kernel is not None for d in decisions] == [True]*2
+      for given, told in (((sink, draw(2, 4, 1, 12, seed=6) > 0), "masked by `where`"), ((draw(2, 4, 1, 1, seed=7),), "one number for each head")):
+        decisions.clear()
+        with pytest.warns(UserWarning, match=told): attended(q, k, v, n.bind(3), *given)
+        assert [d.kernel for d in decisions] == [None]
 
 def test_a_kernels_output_keeps_its_tag_as_keys() -> None:
   """Keys that a kernel of attn wrote, which a model uses in attention that it writes out, stay the same UOp. Its tag says that no later write may
