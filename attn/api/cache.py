@@ -1,7 +1,9 @@
 """The key/value cache for decoding: buffers of a fixed capacity, in which each batch has filled some rows. `append_kv` writes new rows in place.
-`attention_with_kv_cache` appends new rows and then attends over all filled rows. Rows beyond the filled length have no effect, even if they are
+`attention_with_kv_cache` appends new rows and then attends over all filled rows. GivenRows beyond the filled length have no effect, even if they are
 NaN."""
 from __future__ import annotations
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from attn import values
@@ -11,14 +13,15 @@ from attn.api.launch import check_devices
 from attn.calls.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, whole_buffer
 from attn.calls.gradient import no_gradient
 from attn.calls.options import AttentionOptions, check_lengths, check_out_dtype, options_of
+from attn.calls.quantized import Quantized, QuantizedRows, GivenRows, check_pair, check_quantized, check_scale_dtype, eight_bits
 from attn.api.pages import check_pages, placement_in_pages
 from attn.calls.placement import AXES, Placement, device_names, local_shape, place, placement_of
 from attn.calls.plain import bhsd
 from attn.calls.views import in_buffer, overlapping, whole_places
-from attn.kernels.append import Append, append
+from attn.kernels.append import Append, Scales, append
 from attn.problem import LAYOUTS, Pages, Strided
-from attn.tinygrad_compat import Context, DType, Ops, Tensor, UOp, ast_of, buffer_under, device_of, dtypes, written_to
-from attn.values import cache_of_kernels, static_shape
+from attn.tinygrad_compat import Context, DType, Device, Ops, Tensor, UOp, ast_of, buffer_under, device_of, dtypes, written_to
+from attn.values import FLOATS, cache_of_kernels, static_shape
 
 OVERLAP = "k_cache and v_cache overlap: they must be two buffers, or disjoint parts of one"
 CACHE_LAYOUTS = ("bhsd", "bshd", "nsd")
@@ -29,68 +32,83 @@ Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Varia
 
 def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names if len(names) > 1 else names[0]
 
-def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, layout:str="bhsd",
-                   device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
+def cache_maker(dtype:Any, scale_dtype:Any, device:Any, axis:int|None=None) -> Callable[..., Any]:
+  """Checks the dtype, the dtype of scales and the devices of a new cache. Returns a function of a shape, which makes a cache of zeros: a Tensor, or
+  QuantizedRows if the dtype is a format of 8 bits. Several devices share the axis `axis`, or each gets a copy."""
+  on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
+  format, of_scales = eight_bits("dtype", dtype, on), check_scale_dtype("scale_dtype", scale_dtype)
+  try: of_rows = check_out_dtype("dtype", dtype) if format is None else format.dtype
+  except (ValueError, NotImplementedError) as e: raise type(e)(f"{e}; or int8 or fp8e4m3, for rows of 8 bits") from None
+  def zeros(*shape:int, dtype:DType=of_rows) -> Tensor:
+    if axis is None or isinstance(on, str): return Tensor.zeros(*shape, dtype=dtype, device=on).contiguous().realize()
+    return Tensor.zeros(*shape, dtype=dtype, device=on[0]).contiguous().shard(on, axis).realize()
+  return zeros if format is None else lambda *shape: QuantizedRows(zeros(*shape), zeros(*shape[:-1], dtype=of_scales))
+
+def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, scale_dtype:DType|str=dtypes.float,
+                   layout:str="bhsd", device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
   """Allocates a key/value cache. Returns (k_cache, v_cache), filled with zeros: `capacity` rows of `width` elements for each batch and key/value
   head.
 
     k_cache, v_cache = attn.empty_kv_cache(batch, heads, capacity, width)
 
   `layout` is "bhsd" for the shape (batch, heads, capacity, width), or "bshd" for (batch, capacity, heads, width). `heads` counts key/value heads.
-  With several devices each device gets a copy. Raises ValueError for a size that is not a positive whole number."""
+  With several devices each device gets a copy. Raises ValueError for a size that is not a positive whole number.
+
+  `dtype` is float16, bfloat16 or float32, for Tensors; or "int8" or "fp8e4m3", for `QuantizedRows`, which hold 1.9 times as many tokens as float16 in
+  the same memory. "fp8e4m3" is the chip's own format: OCP's, or e4m3fnuz on gfx942. `scale_dtype` is the dtype of the scales, one for each row:
+  float32 or float16, which rows of 64 elements need for that factor."""
   layout = values.word("layout", layout, ("bhsd", "bshd"))
   batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
-  dtype = check_out_dtype("dtype", dtype)
-  if device is not None: device = one_or_several(device_names("device", device))
+  made = cache_maker(dtype, scale_dtype, device)
   shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
-  k, v = (Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize() for _ in range(2))
-  return k, v
+  return made(*shape), made(*shape)
 
 def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=None, *, dtype:DType|str=dtypes.half,
-                      device:str|tuple[str, ...]|None=None) -> tuple[Tensor, Tensor]:
+                      scale_dtype:DType|str=dtypes.float, device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
   """Allocates a key/value cache in pages. Returns (k_pages, v_pages), filled with zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size,
   Hkv, Dv). Dv is D by default. An allocator decides which pages a sequence gets and which pages are free: examples/serve.py has one. On several
   devices each page is sharded along its heads. Raises ValueError for a size that is not a positive whole number, or if the devices cannot share the
-  heads evenly."""
+  heads evenly. `dtype` and `scale_dtype` are as in `empty_kv_cache`. The scales of pages of 8 bits are (num_pages, page_size, Hkv)."""
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
-  dtype = check_out_dtype("dtype", dtype)
   if device is not None: device = one_or_several(device_names("device", device))
   if isinstance(device, tuple) and Hkv % len(device):
     raise ValueError(f"Hkv={Hkv} on device={device}: must be a multiple of the {len(device)} devices, each of which takes a part of the heads")
-  def zeros(width:int) -> Tensor:
-    if not isinstance(device, tuple): return Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device).contiguous().realize()
-    return Tensor.zeros(*sizes[:3], width, dtype=dtype, device=device[0]).contiguous().shard(device, AXES["bshd"].index("heads")).realize()
-  return zeros(sizes[3]), zeros(sizes[4])
+  made = cache_maker(dtype, scale_dtype, device, AXES["bshd"].index("heads"))
+  return made(*sizes[:4]), made(*sizes[:3], sizes[4])
 
-def _check(name:str, new:Tensor, cache:Tensor, layout:str) -> tuple[int, int]:
-  """Checks that the new rows `new` have the shape, dtype and device of `cache`, apart from the number of rows. Returns (number of new rows, capacity
-  of the cache). Raises ValueError if `new` doesn't fit."""
-  rows = AXES[layout].index("rows")
+def _check(x:OfCache, layout:str) -> tuple[int, int]:
+  """Checks that new rows have the shape, dtype and device of their cache, apart from the number of rows. Returns (number of new rows, capacity of the
+  cache). Raises ValueError if the new rows don't fit."""
+  rows, name, new, cache = AXES[layout].index("rows"), x.name, x.new, x.cache
   got, want = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
   if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
   if len(got) != len(want) or got[:rows] + got[rows+1:] != want[:rows] + want[rows+1:]:
     raise ValueError(f"{name}_new has shape {got}: must be that of {name}_cache, {want}, but for the number of rows, axis {rows}")
-  dtype = values.dtype_name(f"{name}_cache", cache.dtype, values.FLOATS)
-  if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {values.dtype_text(new.dtype)}: must be that of {name}_cache, {dtype}")
+  if x.quantized is not None: values.dtype_name(f"{name}_new", new.dtype, FLOATS)
+  else:
+    dtype = values.dtype_name(f"{name}_cache", cache.dtype, FLOATS)
+    if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {values.dtype_text(new.dtype)}: must be that of {name}_cache, {dtype}")
   if new.device != cache.device or new.uop.axis != cache.uop.axis:
     raise ValueError(f"{name}_new is on {new.device}, sharded along axis {new.uop.axis}: must be as {name}_cache, on {cache.device}, along axis "
                      f"{cache.uop.axis}")
   if got[rows] > want[rows]: raise ValueError(f"{name}_new has {got[rows]} rows: {name}_cache holds {want[rows]}")
   return got[rows], want[rows]
 
-def check_caches(q:Tensor, k_cache:Tensor, v_cache:Tensor, layout:str) -> None:
+def check_caches(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, layout:str) -> None:
   """Raises ValueError if the shapes, dtypes or devices of q, k_cache and v_cache don't fit together."""
   shapes = []
-  for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-    values.dtype_name(name, values.tensor(name, t).dtype, values.FLOATS)
+  for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+    t = x.values if isinstance(x, QuantizedRows) else x
+    if t is x: values.dtype_name(name, values.tensor(name, x).dtype, FLOATS)
     if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
       raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
     if 0 in shape: raise ValueError(f"{name} has shape {shape}: every dimension must be at least 1")
     if t.device != q.device:
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
-    if t.dtype != q.dtype: raise ValueError(f"{name} has dtype {values.dtype_text(t.dtype)}: must be that of q, {values.dtype_text(q.dtype)}")
+    if t is x and t.dtype != q.dtype:
+      raise ValueError(f"{name} has dtype {values.dtype_text(t.dtype)}: must be that of q, {values.dtype_text(q.dtype)}")
     shapes.append(dict(zip(AXES[layout], shape)))
   of_q, of_k, of_v = shapes
   for name, axis, got, want, of in (("k_cache", "batch", of_k, of_q, "q"), ("k_cache", "width", of_k, of_q, "q"),
@@ -101,43 +119,34 @@ def has_threads(device:str|tuple[str, ...]|None) -> bool:
   """Returns whether a workgroup has several threads on the device. On a CPU core it has one."""
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
-def overlap(parts:list[OfCache], places:list[Strided|None], sizes:dict[str, int]) -> bool:
-  """Returns whether the caches of k and v share memory. `places` says where the rows of each cache lie in a buffer, or has None for a cache where
-  that is not known. `sizes` are the lengths of a cache's axes."""
-  if len(parts) == 1: return False
-  x, y = (part.cache for part in parts)
-  if places[0] is not None and places[1] is not None:
-    counts = (sizes.get("batch", 1), sizes["heads"], sizes["rows"], sizes["width"])
-    return buffer_of(x.uop) is buffer_of(y.uop) and overlapping(places[0], places[1], counts)
-  a, b = region(x.uop), region(y.uop)
-  return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
-
 def buffer_of(u:UOp) -> UOp:
   """Returns the buffer that the view `u` reads, even if writes to this buffer are pending."""
   while u.op is not Ops.BUFFER and u.src: u = u.src[0]
   return u
 
 @cache_of_kernels
-def _kernel(name:str, a:Append) -> KernelFunction:
+def _kernel(names:tuple[str, ...], a:Append) -> KernelFunction:
   program = append(a)
-  refuse = no_gradient(f"{name}: appending to a cache has no gradient; train with attn.attention of whole k and v")
-  return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), (name,), gradient=refuse)
+  refuse = no_gradient(f"{names[0]}: appending to a cache has no gradient; train with attn.attention of whole k and v")
+  return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names, gradient=refuse)
 
 @dataclass(frozen=True)
 class NewRows:
-  """Checked new rows, ready to be written into caches. `launches` has one entry for each cache (k and v, or only k): the cache, its new rows, and the
-  kernel that writes these rows."""
-  launches: tuple[tuple[Tensor, Tensor, KernelFunction], ...]
+  """Checked new rows, ready to be written into caches. `launches` has one entry for each cache (k and v, or only k): the cache and, if it has rows of
+  8 bits, their scales; its new rows; and the kernel that writes these rows."""
+  launches: tuple[tuple[list[Tensor], Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
   table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
   def append(self) -> None:
     """Launches the kernels that write the new rows into the caches. Every tensor that shares a buffer with a cache then contains these rows."""
-    for cache, rows, fxn in self.launches:
-      tensors = rows.contiguous(), self.start, *(t.contiguous() for t in self.table)
-      if (buffer := buffer_under(cache.uop)) is None or not isinstance(cache.device, str):
-        cache.replace(Tensor.custom_kernel(cache, *tensors, fxn=fxn)[0])
-      else: written_to(buffer, Tensor.custom_kernel(Tensor(buffer), *tensors, fxn=fxn)[0].uop.src[1])
+    for outputs, rows, fxn in self.launches:
+      buffers = [buffer_under(t.uop) if isinstance(t.device, str) else None for t in outputs]
+      given = [t if buffer is None else Tensor(buffer) for t, buffer in zip(outputs, buffers)]
+      written = Tensor.custom_kernel(*given, rows.contiguous(), self.start, *(t.contiguous() for t in self.table), fxn=fxn)
+      for t, buffer, after in zip(outputs, buffers, written):
+        if buffer is None: t.replace(after)
+        else: written_to(buffer, after.uop.src[1])
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
   """Returns where the rows of a cache lie in the buffer that the cache is a view of: the steps between rows, heads and batches. Returns None if the
@@ -158,11 +167,41 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
   return places
 
 @dataclass(frozen=True)
+class Output:
+  """A tensor that an append writes: a cache, or the scales of its rows."""
+  name: str
+  tensor: Tensor
+  layout: str
+  @property
+  def rows(self) -> Tensor:
+    """The tensor with all axes of the layout: a scale is a row of one element."""
+    return self.tensor if self.tensor.ndim == len(AXES[self.layout]) else self.tensor.unsqueeze(-1)
+  @functools.cached_property
+  def view(self) -> Strided|None:
+    """Where the rows lie in a larger buffer, as `rows_in` returns it."""
+    return rows_in(self.name, self.rows, self.layout)
+  @property
+  def places(self) -> Strided: return self.view or whole_places(local_shape(self.rows), self.layout)
+  def overlaps(self, other:Output) -> bool:
+    """Returns whether both outputs share memory."""
+    if self.view is not None and other.view is not None:
+      sizes = dict(zip(AXES[self.layout], local_shape(self.rows)))
+      counts = (sizes.get("batch", 1), sizes["heads"], sizes["rows"], sizes["width"])
+      return buffer_of(self.tensor.uop) is buffer_of(other.tensor.uop) and overlapping(self.view, other.view, counts)
+    a, b = region(self.tensor.uop), region(other.tensor.uop)
+    return a is not None and b is not None and a[0] is b[0] and max(a[1], b[1]) < min(a[1] + a[2], b[1] + b[2])
+
+@dataclass(frozen=True)
 class OfCache:
-  """New rows of k or of v, and the cache to which they are appended."""
+  """New rows of k or of v, and the cache to which they are appended. If the cache has rows of 8 bits, `cache` has their stored numbers."""
   name: str
   new: Tensor
   cache: Tensor
+  quantized: Quantized|None = None
+  def outputs(self, layout:str) -> list[Output]:
+    """Returns what an append to this cache writes: the cache, and its scales if it has rows of 8 bits. `layout` is that of the cache."""
+    of_rows = [] if self.quantized is None else [Output(f"{self.name}_cache.scales", self.quantized.scales, layout)]
+    return [Output(f"{self.name}_cache", self.cache, layout), *of_rows]
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
   """Checks the arguments of `append_kv` for caches that are pages, and prepares the write. Returns the new rows, ready to be written."""
@@ -179,7 +218,8 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
     if (len(new.shape), of_heads, size["width"]) != (len(AXES[layout]), heads, cache.shape[3]) or size["rows"] != sizes[0]["rows"]:
       raise ValueError(f"{name}_new has shape {values.shown_shape(new.shape)}: must be {LAYOUTS[layout]} of {B} sequences with {heads} heads of "
                        f"{cache.shape[3]} elements, and as many rows as k_new, {sizes[0]['rows']}")
-    if new.dtype != cache.dtype or new.device != cache.device:
+    if x.quantized is not None: values.dtype_name(f"{name}_new", new.dtype, FLOATS)
+    if (x.quantized is None and new.dtype != cache.dtype) or new.device != cache.device:
       raise ValueError(f"{name}_new is {values.dtype_text(new.dtype)} on {new.device}: must be as {name}_cache, "
                        f"{values.dtype_text(cache.dtype)} on {cache.device}")
     if new.uop.axis != k_new.uop.axis:
@@ -195,33 +235,36 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
   """Prepares the kernel launches that append the new rows to each cache, and returns them. `sizes` are, for one device, the number of batches, of new
   rows per batch, and of rows that a cache can hold per batch."""
   B, new, capacity = sizes
-  places = [rows_in(f"{x.name}_cache", x.cache, layout_of_cache) for x in parts]
-  if overlap(parts, places, dict(zip(AXES[layout_of_cache], local_shape(parts[0].cache)))): raise ValueError(OVERLAP)
+  outputs = [x.outputs(layout_of_cache) for x in parts]
+  if len(outputs) > 1 and any([x.overlaps(y) for x, y in zip(*outputs)]): raise ValueError(OVERLAP)
   start = lengths(cache_seqlens, B, capacity, at, "cache_seqlens")
   device = at.device if isinstance(at.device, str) else at.device[0]
-  def launch(x:OfCache, lies:Strided|None) -> tuple[Tensor, Tensor, KernelFunction]:
-    shape = local_shape(x.cache)
-    size = dict(zip(AXES[layout_of_cache], shape))
-    a = Append(B, size["heads"], new, capacity, size["width"], layout, lies or whole_places(shape, layout_of_cache), pages,
-               threads=has_threads(device), checked=device.split(":")[0] in MATRIX_DEVICES)
-    return x.cache, x.new, _kernel(f"{x.name}_cache", a)
-  return NewRows(tuple(map(launch, parts, places)), start, filled(start, new, capacity), table)
+  def launch(x:OfCache, to:Output, *scales:Output) -> tuple[list[Tensor], Tensor, KernelFunction]:
+    size = dict(zip(AXES[layout_of_cache], local_shape(x.cache)))
+    of_scales = None if x.quantized is None else Scales(x.quantized.format.name, values.dtype_text(x.quantized.scales.dtype), scales[0].places)
+    a = Append(B, size["heads"], new, capacity, size["width"], layout, to.places, pages, of_scales, threads=has_threads(device),
+               checked=device.split(":")[0] in MATRIX_DEVICES)
+    return [output.tensor for output in (to, *scales)], x.new, _kernel(tuple(output.name for output in (to, *scales)), a)
+  return NewRows(tuple(launch(x, *to) for x, to in zip(parts, outputs)), start, filled(start, new, capacity), table)
 
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
-def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None) -> list[OfCache]:
+def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None) -> list[OfCache]:
   """Pairs the new rows of k and v with their caches. If V is part of K, returns only the pair of k. Raises ValueError if only one of v_new and
   v_cache is given, or if a tensor of new rows is empty."""
-  for one, other, x, y in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
-    if x is None and y is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
-  given = [("k", k_new, k_cache), ("v", v_new, v_cache)][:1 if v_new is None else 2]
-  found = [OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache)) for name, new, cache in given]
-  for part in found:
-    if 0 in static_shape(f"{part.name}_new", part.new.shape):
-      raise ValueError(f"{part.name}_new has shape {values.shown_shape(part.new.shape)}: every dimension must be at least 1")
+  for one, other, a, b in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
+    if a is None and b is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
+  check_pair(("k_cache", "v_cache"), k_cache, v_cache)
+  def part(name:str, new:Any, cache:Any) -> OfCache:
+    x = check_quantized(f"{name}_cache", cache) if isinstance(cache, QuantizedRows) else None
+    return OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache) if x is None else x.stored, x)
+  found = [part("k", k_new, k_cache), *([] if v_new is None else [part("v", v_new, v_cache)])]
+  for x in found:
+    if 0 in static_shape(f"{x.name}_new", x.new.shape):
+      raise ValueError(f"{x.name}_new has shape {values.shown_shape(x.new.shape)}: every dimension must be at least 1")
   return found
 
-def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, layout:str,
+def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, layout:str,
           block_table:Tensor|None=None) -> NewRows:
   """Checks the arguments of `append_kv` and prepares the write. Returns the new rows, ready to be written."""
   layout, parts = check_cache_layout("layout", layout), _parts(k_new, v_new, k_cache, v_cache)
@@ -229,17 +272,18 @@ def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, 
   if values.tensor_or_none("block_table", block_table) is not None:
     assert block_table is not None
     return _into_pages(parts, cache_seqlens, layout, block_table)
-  (new, capacity), *of_v = [_check(x.name, x.new, x.cache, layout) for x in parts]
+  (new, capacity), *of_v = [_check(x, layout) for x in parts]
   for new_v, capacity_v in of_v:
     if (new, capacity) != (new_v, capacity_v):
       raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
   if (n := known(cache_seqlens)) is not None and n + new > capacity:
     raise ValueError(f"cache_seqlens={n}: with {new} new rows that is more than the {capacity} that the cache holds")
-  at, size = placement_of(k_cache, k_cache, parts[-1].cache, layout), dict(zip(AXES[layout], local_shape(k_cache)))
+  of_k = parts[0].cache
+  at, size = placement_of(of_k, of_k, parts[-1].cache, layout), dict(zip(AXES[layout], local_shape(of_k)))
   if at.shared == "rows": raise ValueError("k_cache is sharded along its rows: must be sharded along batch or heads, or whole")
   return _launches(parts, at, cache_seqlens, (size.get("batch", 1), new, size["rows"]), layout, layout)
 
-def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *, layout:str="bhsd",
+def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, *, layout:str="bhsd",
               block_table:Tensor|None=None) -> Tensor:
   """Writes new rows of every batch into the caches, in place, from row cache_seqlens on. Returns the new lengths, int32 (B).
 
@@ -247,7 +291,8 @@ def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|No
 
     k_new, v_new      (B, Hkv, new, D). v_new and v_cache are None if V is part of K, as in multi-head latent attention (MLA).
     k_cache, v_cache  (B, Hkv, capacity, D), in memory that does not overlap. Both may be views of larger buffers with constant strides, such as
-    slices of one tensor for K and V and all layers. Other views of that tensor then show the new rows, too.
+    slices of one tensor for K and V and all layers. Other views of that tensor then show the new rows, too. They may be QuantizedRows: new rows, of
+    any float dtype, are then rounded to 8 bits, and each gets a scale of its own.
     cache_seqlens     number of rows already filled: an int or a Variable for all batches, or int32 (B)
     layout            "bhsd", "bshd" or "nsd" (B*Hkv, rows, D): the axes of new rows and caches
     block_table       int32 (B, max_blocks). With it the caches are pages (pages, page_size, Hkv, D) in every layout, as in `attention`, and new rows
@@ -259,7 +304,7 @@ def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|No
   rows.append()
   return rows.filled
 
-def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:Tensor, v_cache:Tensor|None, cache_seqlens:Length, *,
+def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, *,
                             causal:bool|str=True, layout:str="bhsd", **options:Any) -> Any:
   """Appends k_new and v_new to the caches in place, as `append_kv` does, and then attends over all cache_seqlens + new rows of each batch.
 

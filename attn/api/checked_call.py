@@ -8,6 +8,7 @@ from attn.api.pages import check_pages, in_pages, placement_in_pages
 from attn.calls.checked_kernel import arch_of, check_output, dtype_of, numbers_at_hand
 from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
+from attn.calls.quantized import QuantizedRows, GivenRows
 from attn.calls.views import places_in_cache
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, choose
@@ -75,7 +76,7 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
     raise ValueError(f"{name}={values.shown(ends.tolist())}: must not decrease, and must lie in 0..{rows}, where {rows} is the number of rows")
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
-def part_of_k(v:Tensor|None, v_dim:int|None) -> bool:
+def part_of_k(v:GivenRows|None, v_dim:int|None) -> bool:
   """Returns whether V is part of K: then the caller gives v_dim instead of v. Raises ValueError if the caller gives neither or both."""
   if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
   if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: v_dim says that V is k[..., :v_dim], so v must be None")
@@ -106,9 +107,10 @@ class PlacedInputs:
     axes = AXES[self.layout_of_keys]
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
-def placed(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
+def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
   """Checks q, k and v, and finds where they lie: on one device, sharded over several devices, in a cache, or in pages."""
   layout = options.layout
+  if isinstance(k, QuantizedRows) or isinstance(v, QuantizedRows): raise NotImplementedError("k or v is QuantizedRows: no kernel reads these yet")
   tensors = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
   types = [dtype_of(name, tensors.get(name, k)) for name in ("q", "k", "v")]
   rows_of_v = tensors.get("v", k)
@@ -191,7 +193,7 @@ def tensor_kind(name:str, t:Tensor) -> TensorKind:
   """Checks one tensor of mod_tensors (the tensors that a user's own score function reads). Returns its shape and its dtype name."""
   return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
 
-def prepare(q:Tensor, k:Tensor, v:Tensor|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
+def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
   """Checks the arguments of a call of `attention` and returns the checked call. `lengths_name` is what error messages call kv_lengths: a caller may
   have another name for it. With `in_place`, kernels read a k and v that are views of a buffer where they lie, without a copy."""
   if options.batch_invariant and options.num_splits > 1:

@@ -52,4 +52,4 @@ CACHES_OF_CDNA3 = Caches(8, 4 << 20, 256 << 20, 17200)
 
 CHIPS_OF_CDNA3 = (
   Chip("gfx942", CDNA3, 65536, (Card("MI300X", 304, 2.1, 5300, 16384, 708), Card("MI308X", 0), Card("MI325X", 304, 2.1, 6000, 16384, 843)),
-       machine=0x4c, searched=True, caches=CACHES_OF_CDNA3),)
+       machine=0x4c, searched=True, fp8="fp8e4m3fnuz", caches=CACHES_OF_CDNA3),)

@@ -42,4 +42,4 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
 
 CHIPS_OF_CDNA4 = (
   Chip("gfx950", CDNA4, 163840, (Card("MI350X", 256, 2.2, 8000, 16384, 1473), Card("MI355X", 256, 2.4, 8000, 16384, 1610)),
-       machine=0x4f, searched=True, caches=CACHES_OF_CDNA3),)
+       machine=0x4f, searched=True, fp8="fp8e4m3", caches=CACHES_OF_CDNA3),)

@@ -11,9 +11,9 @@ NVIDIA = Family("nvidia", wave=32, vgprs=255, busy_waves=8, bf16_pack=True, mma=
 CHIPS_OF_NVIDIA = (
   Chip("sm_80", NVIDIA, 166912, (Card("A100", 108), Card("A30", 56))),
   Chip("sm_86", NVIDIA, 101376, (Card("RTX 30", 84), Card("A10", 72), Card("A40", 84))),
-  Chip("sm_89", NVIDIA, 101376, (Card("RTX 40", 128), Card("L4", 58), Card("L40S", 142))),
-  Chip("sm_90", NVIDIA, 232448, (Card("H100", 132), Card("H200", 132), Card("GH200", 132)), wgmma=True),
-  Chip("sm_120", NVIDIA, 101376, (Card("RTX 50", 170),)),
+  Chip("sm_89", NVIDIA, 101376, (Card("RTX 40", 128), Card("L4", 58), Card("L40S", 142)), fp8="fp8e4m3"),
+  Chip("sm_90", NVIDIA, 232448, (Card("H100", 132), Card("H200", 132), Card("GH200", 132)), wgmma=True, fp8="fp8e4m3"),
+  Chip("sm_120", NVIDIA, 101376, (Card("RTX 50", 170),), fp8="fp8e4m3"),
 )
 
 # ***** forward *****

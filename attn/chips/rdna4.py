@@ -45,6 +45,6 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
 
 CHIPS_OF_RDNA4 = (
   Chip("gfx1200", RDNA4, 65536, (Card("RX 9060 XT", 32, 3.13, 320, 512, 66.1),), registers=1536, granule=24, machine=0x48,
-       caches=Caches(1, 4 << 20, 32 << 20, 1165)),
+       fp8="fp8e4m3", caches=Caches(1, 4 << 20, 32 << 20, 1165)),
   Chip("gfx1201", RDNA4, 65536, (Card("RX 9070 XT", 64, 2.97, 645, 1024, 133.4), Card("RX 9070", 56)), registers=1536, granule=24, machine=0x4e,
-       searched=True, caches=Caches(1, 8 << 20, 64 << 20, 2330)),)
+       searched=True, fp8="fp8e4m3", caches=Caches(1, 8 << 20, 64 << 20, 2330)),)

@@ -1,24 +1,35 @@
 """Appends rows to the key/value cache in place: new row i of batch b becomes row lengths[b] + i of the cache. A row that would lie outside the cache
-is not stored."""
+is not stored. A cache of 8 bits gets the row's numbers of 8 bits, and its scale, which follows from the largest element."""
 from __future__ import annotations
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Callable
 from attn.kernels.parts.memory.rows import Table, strides
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
+from attn.kernels.parts.program.statements import workgroup_barrier
 from attn.ops import common as ops
 from attn.ops.common import flat
+from attn.ops.formats import FORMATS, sizes_of
 from attn.problem import Pages, Strided
-from attn.tinygrad_compat import AxisType, KernelInfo, UOp
-from attn.values import cache_of_kernels
+from attn.tinygrad_compat import AxisType, KernelInfo, Ops, UOp, dtypes
+from attn.values import FLOATS, cache_of_kernels
 
 THREADS = 64
+
+@dataclass(frozen=True)
+class Scales:
+  """The scales of a cache of 8 bits: the format of its rows (attn/ops/formats.py), the dtype of the scales, and where the scales lie in their
+  buffer."""
+  format: str
+  dtype: str
+  places: Strided
 
 @dataclass(frozen=True)
 class Append:
   """The shapes of an append: `new` rows of `width` elements, in `layout`, for each of H heads of each of B batches. The cache has `capacity` rows for
   each head. `places` holds where the cache begins in its buffer, and the strides between its batches, heads and rows. With `pages`, the cache
-  consists of pages, and the stride between batches is the stride between pages."""
+  consists of pages, and the stride between batches is the stride between pages. With `scales`, the cache has rows of 8 bits."""
   B: int
   H: int
   new: int
@@ -27,36 +38,80 @@ class Append:
   layout: str
   places: Strided
   pages: Pages|None = None
-  threads: bool = True   # False on a device without threads: one loop does everything
+  scales: Scales|None = None
+  threads: bool = True   # False on a device without threads: loops do everything
   checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't print this operation
+  @property
+  def columns(self) -> int:
+    """Number of threads that copy a row."""
+    return THREADS if self.threads else 1
+
+@dataclass(frozen=True)
+class NewRow:
+  """A new row, as one of the threads that copy it sees it. `place` is the row of the cache at which it is stored, if `inside` is true. `batch` is the
+  number of its batch, or of its page."""
+  a: Append
+  numbers: Allocator
+  rows: UOp
+  first: UOp       # index of the row's first element in `rows`
+  thread: UOp
+  batch: UOp
+  head: UOp
+  place: UOp
+  inside: UOp
+
+  def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
+    """Returns an element of the row that this thread copies: its column, whether the row has this column, and the element."""
+    column = part*self.a.columns + self.thread
+    there = column < self.a.width
+    return column, there, self.rows[(self.first + column).valid(there)].load()
+  def part(self, kind:AxisType) -> UOp: return self.numbers.range(ceildiv(self.a.width, self.a.columns), kind)
+  def index(self, at:Strided) -> UOp:
+    """Returns the index of the row's first element in a buffer, or of its scale."""
+    return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
+  def largest(self) -> UOp:
+    """Returns the largest absolute value of the row: each thread finds that of its elements, and all exchange what they found."""
+    mine = sizes_of(self.element(part := self.part(AxisType.REDUCE))[2].cast(dtypes.float)).reduce(part, arg=Ops.MAX)
+    if not self.a.threads: return mine
+    found = self.numbers.lds(THREADS, dtypes.float)
+    met = found.after(workgroup_barrier(found[self.thread].store(mine)))
+    return functools.reduce(UOp.maximum, [met[i].load() for i in range(THREADS)])
 
 @cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
-  """Returns the kernel, a function of the placeholders (cache, rows, lengths, [block_table]). `cache` is the buffer that holds the cache. `rows` (B,
-  H, new, width) has the layout `a.layout` and the dtype of the cache. `lengths` is int32 (B), `block_table` int32 (B, a.pages.most)."""
-  def kernel(cache:UOp, rows:UOp, lengths:UOp, *table:UOp) -> UOp:
+  """Returns the kernel, a function of the placeholders (cache, [scales], rows, lengths, [block_table]). `cache` is the buffer that holds the cache,
+  `scales` the one that holds its scales. `rows` (B, H, new, width) has the layout `a.layout`, and the dtype of a cache without scales. `lengths` is
+  int32 (B), `block_table` int32 (B, a.pages.most)."""
+  def kernel(*placeholders:UOp) -> UOp:
+    cache, *scales = map(flat, placeholders[:1 + (a.scales is not None)])
+    rows, lengths, *table = map(flat, placeholders[1 + len(scales):])
     numbers = Allocator()
     row = numbers.range(a.B*a.H*a.new, AxisType.GLOBAL if a.threads else AxisType.LOOP)
-    thread = numbers.range(THREADS, AxisType.LOCAL if a.threads else AxisType.LOOP)
-    part = numbers.range(ceildiv(a.width, THREADS), AxisType.LOOP)
-    batch, head, i, column = row//(a.H*a.new), row//a.new%a.H, row%a.new, part*THREADS + thread
-    sb, sh, ss = strides(a.layout, a.H, a.new, a.width)
-    value = flat(rows)[(batch*sb + head*sh + i*ss + column).valid(column < a.width)].load()
-    to = bounded(flat(lengths)[batch].load(), -a.new, a.capacity) + i
-    inside = (to >= 0) & (to < a.capacity)
-    place = place_of(a, batch, head, to, inside, thread.eq(0) & part.eq(0), [flat(x) for x in table])
-    gate = left_alone(inside)     # otherwise tinygrad takes it for granted, and reads the table for rows outside of the cache, too
-    store = flat(cache)[(place + column).valid(gate & (column < a.width))].store(value)
-    return store.end(part, row, thread).sink(arg=KernelInfo(f"attn_append_{a.new}_{a.capacity}_{a.width}", opts_to_apply=()))
+    threads = [numbers.range(THREADS, AxisType.LOCAL)] if a.threads else []
+    thread = threads[0] if threads else UOp.const(0)
+    new = new_row(a, numbers, row, thread, rows, lengths, table)
+    part, stores = new.part(AxisType.LOOP), []
+    column, there, value = new.element(part)
+    gate = left_alone(new.inside)     # otherwise tinygrad takes it for granted, and reads the table for rows outside of the cache, too
+    if a.scales is not None:
+      format, largest = FORMATS[a.scales.format], new.largest()
+      scale = format.scale_of(largest, dtype := FLOATS[a.scales.dtype])
+      value = format.stored(value.cast(dtypes.float), scale)
+      stores.append(scales[0][new.index(a.scales.places).valid(gate & thread.eq(0))].store(scale.cast(dtype)))
+    stores.append(cache[(new.index(a.places) + column).valid(gate & there)].store(value).end(part))
+    return UOp.group(*stores).end(row, *threads).sink(arg=KernelInfo(f"attn_append_{a.new}_{a.capacity}_{a.width}", opts_to_apply=()))
   return kernel
 
-def place_of(a:Append, batch:UOp, head:UOp, to:UOp, inside:UOp, once:UOp, table:list[UOp]) -> UOp:
-  """Returns the index of the first element of row `to` in the cache's buffer, for one head of one batch. `inside` is true if the cache has this row.
-  The condition `once` is true in only one of the threads that copy the row."""
-  at = a.places
-  if a.pages is None: return at.start + batch*at.batch + head*at.head + to*at.row
+def new_row(a:Append, numbers:Allocator, row:UOp, thread:UOp, rows:UOp, lengths:UOp, table:list[UOp]) -> NewRow:
+  """Finds where the new row number `row`, counted over all batches and heads, comes from and goes to."""
+  batch, head, i = row//(a.H*a.new), row//a.new%a.H, row%a.new
+  sb, sh, ss = strides(a.layout, a.H, a.new, a.width)
+  to = bounded(lengths[batch].load(), -a.new, a.capacity) + i
+  inside = (to >= 0) & (to < a.capacity)
+  new = NewRow(a, numbers, rows, batch*sb + head*sh + i*ss, thread, batch, head, to, inside)
+  if a.pages is None: return new
   in_page = to%a.pages.size
-  page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, at.batch, False, a.checked).page(to, inside)
+  page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, a.places.batch, False, a.checked).page(to, inside)
   if a.checked:   # the emulator stops if two rows go to one slot: a sequence must not append to a page that it shares
-    page = bounded(ops.alone(page, (page*a.pages.size + in_page)*a.H + head, inside & once), 0, a.pages.count - 1)
-  return at.start + page*at.batch + head*at.head + in_page*at.row
+    page = bounded(ops.alone(page, (page*a.pages.size + in_page)*a.H + head, inside & thread.eq(0)), 0, a.pages.count - 1)
+  return replace(new, batch=page, place=in_page)

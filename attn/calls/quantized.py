@@ -1,0 +1,125 @@
+"""GivenRows of keys and values that are stored in 8 bits: what they are, checks of them, and their conversion in tensor operations."""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from attn import values
+from attn.calls.checked_kernel import arch_of
+from attn.calls.options import check_out_dtype
+from attn.chips import CHIPS
+from attn.ops.formats import FORMATS, SCALES, Format, sizes_of
+from attn.tinygrad_compat import DType, Tensor, dtypes
+from attn.values import FLOATS, static_shape
+
+class QuantizedRows(NamedTuple):
+  """Keys or values that are stored in 8 bits: a row is `values` times its scale. A cache of such rows holds almost twice as many tokens as one of 16
+  bits. It takes the place of k_cache and v_cache, and of k and v of `attention` where they are a cache (with kv_lengths or a block_table).
+
+    values   int8, or the bytes of fp8 (uint8): the format e4m3 of the chip. The shape is that of a cache, or of pages, of 16 bits.
+    scales   float32 or float16, one for each row: the shape of values without the last axis. Scales that rows share, one for each head or for the
+             whole tensor, are given in a shape that broadcasts to this one.
+
+  A row with a scale of NaN is a row of NaN. Both tensors may be views of larger buffers. TinyJit takes QuantizedRows as it takes a Tensor."""
+  values: Tensor
+  scales: Tensor
+
+GivenRows = Tensor|QuantizedRows     # what may be a cache
+
+# ***** formats *****
+
+def own_fp8(name:str, device:str|tuple[str, ...]) -> Format:
+  """Returns the format of 8-bit floats that the chip of a device converts by instructions. Raises NotImplementedError if the chip converts none."""
+  chip = arch_of(device if isinstance(device, str) else device[0])
+  if chip is not None and chip.fp8: return FORMATS[chip.fp8]
+  able = ", ".join(x for x, known in CHIPS.items() if known.fp8)
+  raise NotImplementedError(f"{name}: {device if chip is None else chip.name} has no instructions that convert 8-bit floats, without which a "
+                            f"cache of them is slower than one of 16 bits; int8 is supported everywhere, fp8 on {able}")
+
+def eight_bits(name:str, x:Any, device:str|tuple[str, ...]) -> Format|None:
+  """Returns the format of 8 bits that the dtype `x` names, or None if it names none. "fp8e4m3" stands for the format e4m3 of the chip: OCP's, or
+  fp8e4m3fnuz on gfx942. Raises NotImplementedError for a format that the chip does not have."""
+  called = values.dtype_text(x) if isinstance(x, DType) else x
+  if not isinstance(called, str) or called not in FORMATS: return None
+  if not FORMATS[called].bias: return FORMATS[called]
+  own = own_fp8(f"{name}={called!r}", device)
+  if called in ("fp8e4m3", own.name): return own
+  raise NotImplementedError(f"{name}={called!r}: must be {own.name!r}, the 8-bit floats of {device}, or 'int8'")
+
+def check_format(name:str, x:Any, device:str|tuple[str, ...]) -> Format:
+  if (found := eight_bits(name, x, device)) is not None: return found
+  raise values.wrong(name, x, "'int8', or 'fp8e4m3' for the 8-bit floats of the chip")
+
+def check_scale_dtype(name:str, x:Any) -> DType:
+  if (dtype := check_out_dtype(name, x)) in SCALES: return dtype
+  raise NotImplementedError(f"{name}={values.dtype_text(dtype)}: must be one of {', '.join(map(values.dtype_text, SCALES))}")
+
+# ***** checks *****
+
+@dataclass(frozen=True)
+class Quantized:
+  """Checked rows of 8 bits. `scales` has the shape of `stored` without its last axis; scales that rows share are expanded."""
+  stored: Tensor
+  scales: Tensor
+  format: Format
+  @property
+  def kind(self) -> str: return f"{self.format.name} with {values.dtype_text(self.scales.dtype)} scales"
+
+def check_quantized(name:str, x:QuantizedRows) -> Quantized:
+  """Checks the shapes, dtypes and devices of rows of 8 bits. Raises ValueError or NotImplementedError, which call the rows `name`."""
+  stored, scales = values.tensor(f"{name}.values", x.values), values.tensor(f"{name}.scales", x.scales)
+  of_bytes = {format.dtype for format in FORMATS.values()}
+  if stored.dtype not in of_bytes:
+    raise NotImplementedError(f"{name}.values has dtype {values.dtype_text(stored.dtype)}: must be int8, or uint8 for the bytes of fp8")
+  if stored.device is None: raise ValueError(f"{name}.values is a constant without a device: call .contiguous() on a device first")
+  format = FORMATS["int8"] if stored.dtype == dtypes.char else own_fp8(f"{name}.values has dtype uint8, the bytes of fp8", stored.device)
+  values.dtype_name(f"{name}.scales", scales.dtype, map(values.dtype_text, SCALES))
+  shape, given = (static_shape(f"{name}.{part}", t.shape) for part, t in (("values", stored), ("scales", scales)))
+  if len(given) >= len(shape) or any(n not in (1, full) for n, full in zip(given[::-1], shape[-2::-1])):
+    raise ValueError(f"{name}.scales has shape {given}: must be {shape[:-1]}, one for each row of values, or broadcast to that")
+  if scales.device != stored.device:
+    raise ValueError(f"{name}.scales is on {scales.device} but values on {stored.device}: both must be on the same device, or the same devices")
+  if given == shape[:-1]:
+    if scales.uop.axis != stored.uop.axis:
+      raise ValueError(f"{name}.scales is sharded along axis {scales.uop.axis}: must be as values, along axis {stored.uop.axis}")
+    return Quantized(stored, scales, format)
+  if not isinstance(stored.device, str):
+    raise NotImplementedError(f"{name}.scales has shape {given} on several devices: must be {shape[:-1]} there, one for each row of values")
+  return Quantized(stored, scales.reshape(*[1]*(len(shape) - 1 - len(given)), *given).expand(*shape[:-1]), format)
+
+def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
+  """Raises ValueError if only one of two caches has rows of 8 bits, or if they have different formats."""
+  if v is None:
+    if isinstance(k, QuantizedRows):
+      raise NotImplementedError(f"{names[0]} is QuantizedRows and {names[1]} None: latent attention (MLA) reads a cache of 16 bits only")
+    return
+  kinds = [check_quantized(name, x).kind if isinstance(x, QuantizedRows) else values.dtype_text(values.tensor(name, x).dtype)
+           for name, x in zip(names, (k, v))]
+  if isinstance(k, QuantizedRows) | isinstance(v, QuantizedRows) and kinds[0] != kinds[1]:
+    raise ValueError(f"{names[0]} is {kinds[0]} and {names[1]} {kinds[1]}: both must be QuantizedRows of the same format, with scales of one dtype")
+
+# ***** whole tensors *****
+
+def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtypes.float) -> QuantizedRows:
+  """Converts keys or values to 8 bits, by tensor operations. Each row (the elements along the last axis) gets a scale of its own.
+
+    k = attn.quantize_kv(k)                    # x is k.values*k.scales.unsqueeze(-1), but for the rounding
+
+    x            a tensor of float16, bfloat16 or float32, of any shape (..., D)
+    dtype        "int8", or "fp8e4m3": the 8-bit floats of the device's chip, OCP's e4m3, or e4m3fnuz on gfx942
+    scale_dtype  dtype of the scales: float32, or float16, which takes half the memory
+
+  The scale of a row is its largest absolute value divided by that of the format (127, 448, or 240 for e4m3fnuz). A stored number is the element
+  divided by the scale, rounded to the nearest number of the format, ties to even. A row of zeros has the scale 0. A row with NaN or infinity has the
+  scale NaN, and so has a row whose scale float16 cannot hold. float16 holds scales below 6.1e-5 inexactly."""
+  values.dtype_name("x", values.tensor("x", x).dtype, FLOATS)
+  if not x.ndim: raise ValueError("x has shape (): must have at least one axis, the elements of a row")
+  if x.device is None: raise ValueError("x is a constant without a device: call .contiguous() on a device first")
+  format, x = check_format("dtype", dtype, x.device), x.cast(dtypes.float)
+  scales = format.scale_of(sizes_of(x).max(-1, keepdim=True), of_scales := check_scale_dtype("scale_dtype", scale_dtype))
+  return QuantizedRows(format.stored(x, scales), scales.squeeze(-1).cast(of_scales))
+
+def dequantize_kv(rows:QuantizedRows, dtype:DType|str=dtypes.half) -> Tensor:
+  """Converts rows of 8 bits back to a tensor of `dtype` (float16, bfloat16 or float32), by tensor operations: each stored number times the scale of
+  its row. For tests and for moving a cache: kernels read such rows without this conversion."""
+  if not isinstance(rows, QuantizedRows): raise values.wrong("rows", rows, "QuantizedRows")
+  x, dtype = check_quantized("rows", rows), check_out_dtype("dtype", dtype)
+  return (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)

@@ -1,0 +1,85 @@
+"""Formats of 8 bits in which a cache stores keys and values, and the conversion of fp32 numbers to them and back.
+
+A row is stored as numbers of 8 bits and a scale. An element of the row is its stored number times the scale, which makes the largest element the
+largest number of the format. The functions of this module are written once, for Tensors and for the UOps of a kernel."""
+from __future__ import annotations
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+from attn.tinygrad_compat import DType, Tensor, UOp, dtypes
+from attn.values import FP32_LEAST, FP32_MOST
+
+Floats = TypeVar("Floats", Tensor, UOp)
+
+SCALES = {dtypes.float: FP32_MOST, dtypes.half: 65504.0}     # dtypes of scales, and their largest numbers
+
+def pattern(x:float) -> int:
+  """Returns the bits of a power of two in fp32."""
+  return (127 + int(math.log2(x))) << 23
+
+@dataclass(frozen=True)
+class Format:
+  """A format of 8 bits: whole numbers, or floats e4m3 with a sign, four bits of exponent and three bits of mantissa. tinygrad stores whole numbers as
+  int8, and floats as bytes."""
+  name: str
+  most: float        # the largest number
+  bias: int = 0      # bias of the exponent of a float; 0: whole numbers
+  nans: tuple[int, ...] = ()     # bytes that stand for NaN
+  @property
+  def dtype(self) -> DType: return dtypes.uchar if self.bias else dtypes.char
+  @property
+  def normal(self) -> float:
+    """The smallest normal number of a float. Numbers below it are multiples of normal/8."""
+    return 2.0**(1 - self.bias)
+
+  def encode(self, x:Floats) -> Floats:
+    """Rounds fp32 numbers, which are no NaN, to the nearest number of the format, ties to even. Numbers beyond the largest one become that one."""
+    x = x.maximum(-self.most).minimum(self.most)
+    if not self.bias: return whole_units(x, 1.0).bitcast(dtypes.int).cast(dtypes.char)
+    sign, size = (x.bitcast(dtypes.uint) >> 24) & 0x80, x.maximum(-x)
+    bits = size.bitcast(dtypes.uint)
+    normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - ((127 - self.bias) << 3)
+    number = (size < self.normal).where(whole_units(size, self.normal/8), normal)
+    return number.eq(0).where(number, number | sign).cast(dtypes.uchar)      # no -0, which is the NaN of fp8e4m3fnuz
+
+  def decode(self, stored:Floats) -> Floats:
+    """Converts numbers of the format to fp32."""
+    if not self.bias: return stored.cast(dtypes.float)
+    bits = stored.cast(dtypes.uint)
+    size, sign = bits & 0x7f, (bits >> 7).cast(dtypes.float)*-2 + 1
+    normal = ((size << 20) + ((127 - self.bias) << 23)).bitcast(dtypes.float)
+    number = (size < 8).where(size.cast(dtypes.float)*(self.normal/8), normal)*sign
+    for nan in self.nans: number = bits.eq(nan).where(math.nan, number)
+    return number
+
+  def scale_of(self, largest:Floats, dtype:DType) -> Floats:
+    """Returns the scale of a row whose largest absolute value is `largest`, in fp32, as a number that `dtype` holds. The scale is NaN if `largest` is
+    infinite, or if the scale is beyond the range of `dtype`. It is 0 for a row of zeros, or of numbers so small that the scale would be a denormal of
+    fp32."""
+    scale = (largest < self.most*FP32_LEAST).where(0.0, largest*(1/self.most))
+    if dtype == dtypes.half: scale = as_fp16(scale)
+    return (scale > SCALES[dtype]).where(math.nan, scale)
+
+  def stored(self, x:Floats, scale:Floats) -> Floats:
+    """Returns the stored numbers of elements x, fp32, of a row with this scale. They are 0 if the scale is 0 or NaN."""
+    there = scale > 0
+    return self.encode(there.where(x*there.where(scale, 1.0).reciprocal(), 0.0))
+
+def whole_units(x:Floats, unit:float) -> Floats:
+  """Returns x/unit rounded to the nearest whole number, ties to even, as uint32; a negative number as its two's complement. Adding 1.5 * 2^23 units
+  makes fp32 round there, and the whole number then lies in the low bits of the sum."""
+  return (x + 1.5*2.0**23*unit).bitcast(dtypes.uint) - (pattern(2.0**23*unit) + (1 << 22))
+
+def as_fp16(x:Floats) -> Floats:
+  """Rounds a positive number of fp32 to 11 bits, or to a multiple of 2^-24, as fp16 has them, ties to even. (tinygrad 0.14.0 takes a cast to fp16 and
+  back for no operation.)"""
+  bits = x.bitcast(dtypes.uint)
+  normal = ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)
+  return (x < 2.0**-14).where(whole_units(x, 2.0**-24).cast(dtypes.float)*2.0**-24, normal)
+
+FORMATS = {x.name: x for x in (Format("int8", 127.0), Format("fp8e4m3", 448.0, 7, (0x7f, 0xff)), Format("fp8e4m3fnuz", 240.0, 8, (0x80,)))}
+
+def sizes_of(x:Floats) -> Floats:
+  """Returns the absolute values of fp32 numbers, but infinity for NaN. So the largest one tells whether all numbers are finite."""
+  size = x.maximum(-x)
+  return (size < math.inf).where(size, math.inf)

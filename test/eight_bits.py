@@ -1,0 +1,34 @@
+"""Formats of 8 bits, written once more: the number that each byte stands for, and rows that are rounded to a format."""
+from __future__ import annotations
+import math
+import numpy as np
+
+MOST = {"int8": 127.0, "fp8e4m3": 448.0, "fp8e4m3fnuz": 240.0}     # largest numbers of the formats
+
+def numbers_of(name:str) -> np.ndarray:
+  """Returns the number that each of the 256 bytes stands for, from the definition of the format."""
+  byte = np.arange(256)
+  if name == "int8": return byte.astype(np.uint8).view(np.int8).astype(np.float64)
+  bias, exponent, mantissa = {"fp8e4m3": 7, "fp8e4m3fnuz": 8}[name], byte >> 3 & 15, byte & 7
+  size = np.where(exponent == 0, mantissa/8*2.0**(1 - bias), (1 + mantissa/8)*2.0**(exponent - bias))
+  found = np.where(byte < 128, size, -size)
+  found[[0x7f, 0xff] if name == "fp8e4m3" else [0x80]] = math.nan
+  return found
+
+def nearest(name:str, x:np.ndarray) -> np.ndarray:
+  """Returns the number of the format that is nearest to each x, the one with an even byte if two are equally near."""
+  numbers = numbers_of(name)
+  there = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) <= MOST[name]) & ((np.arange(256) != 0x80) | (name == "int8")))
+  distance = np.abs(np.clip(x.astype(np.float64), -1e4, 1e4)[:, None] - numbers[there])
+  best = distance == distance.min(1, keepdims=True)
+  return numbers[there[np.argmax(best*(1 + (there % 2 == 0)), 1)]]
+
+def scales_of(name:str, x:np.ndarray, dtype:str="float32") -> np.ndarray:
+  """Returns the scales of rows, the last axis of x."""
+  largest = np.abs(x.astype(np.float64)).max(-1)
+  return np.where(np.isfinite(largest), largest/MOST[name], math.nan).astype(dtype)
+
+def rounded_rows(name:str, x:np.ndarray, scales:np.ndarray) -> np.ndarray:
+  """Rounds rows with these scales to numbers of the format."""
+  with np.errstate(invalid="ignore", divide="ignore"): ratio = np.where(scales[..., None] > 0, x/scales.astype(np.float64)[..., None], 0)
+  return nearest(name, ratio.ravel()).reshape(x.shape)
