@@ -153,8 +153,8 @@ def to_array(t:Tensor) -> np.ndarray:
 # ***** one problem *****
 
 def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Checks the outputs (o, or o and lse) by the accuracy law. All arrays have the shape (B, H, ...). Returns the worst verdict, and the share of the
-  rows that was checked."""
+  """Compares the outputs (o, or o and lse) with float64: the error of each element has a limit (docs/contract.md). All arrays have the shape (B, H,
+  ...). Returns the result for the part of the output with the largest error/limit, and the share of the rows that was checked."""
   (q, k, v), rows = inputs, max(1, min(p.Sq, SAMPLE//4//p.Sk))
   parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
   step = 1 if everything else math.ceil(len(parts)/max(1, SAMPLE//(rows*p.Sk)))
@@ -259,8 +259,8 @@ def bench_backward(s:Settings) -> dict[str, Any]:
   return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
 
 def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Checks dq, dk and dv by the accuracy law, one key head after another. All arrays have the shape (B, H, ...). Returns the worst verdict, and the
-  share of the heads that was checked."""
+  """Compares dq, dk and dv with float64, one key/value head after another: the error of each element has a limit (docs/contract.md). All arrays have
+  the shape (B, H, ...). Returns the result for the head and gradient with the largest error/limit, and the share of the heads that was checked."""
   group = p.H//p.Hkv
   heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
   step = 1 if everything else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/SAMPLE))

@@ -389,7 +389,7 @@ class Problem:
     """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Counts for each query the keys before the position `further` after the query's diagonal, and adds up these counts."""
+      """Adds up, over all queries, the number of keys with an index below d + `further`. d is the index of the key on the query's diagonal."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)

@@ -65,7 +65,8 @@ def mean_square(fxn:Callable[..., UOp]) -> float:
   return float(((run(fxn, q, k, v) - exact(q, k, v, SCALE)[0])**2).mean())
 
 def verdict(fxn:Callable[..., UOp]) -> Verdict:
-  """Compares a kernel with the accuracy law, on normally distributed inputs."""
+  """Runs a kernel on normally distributed inputs and compares its output with float64. The result says whether an element's error is above its limit
+  (docs/contract.md)."""
   q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, N, D)).astype(np.float16)
   return judge(run(fxn, q, k, v), law_of(q, k, v, SCALE, dtype="float16", out_dtype="float32")[0])
 

@@ -47,7 +47,8 @@ def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int,
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
-  """Returns the accuracy laws of dq, dk and dv, and of dbias if the problem has a bias. Rows that belong to no sequence have gradient 0."""
+  """Returns the expected dq, dk and dv, and dbias if the problem has a bias: for each the exact values and the limit of each element's error. Rows
+  that belong to no sequence have gradient 0."""
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
 # shapes of CDNA's kernel that computes dq, dk and dv at once, by head dimension, wherever dispatch chooses it

@@ -47,8 +47,8 @@ every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
   """Parametrizes a test over all pairs (case, chip). By default case i runs on one chip of `on`, case i + 1 on the next chip, and so on; all other
-  pairs get the mark `thorough`. `among` sets how many pairs share one default run (0: the length of `on`), and `turn` says which of them runs. Every
-  case also runs on the chips in `always`. Cases in `besides` also run on the last chip of `on`."""
+  pairs get the mark `thorough`. One of `among` pairs runs by default (0: one of as many as there are chips in `on`), and `turn` selects which one.
+  Every case also runs on the chips in `always`. Cases in `besides` also run on the last chip of `on`."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
@@ -226,7 +226,8 @@ def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
 def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, Law]:
-  """Returns the accuracy laws of o and lse. Packed sequences are computed one at a time. Rows of no sequence have o 0 and lse -inf."""
+  """Returns the expected o and lse: for each the exact values and the limit of each element's error. Packed sequences are computed one at a time.
+  Rows of no sequence have o 0 and lse -inf."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
@@ -247,9 +248,9 @@ def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slic
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
-  """Returns the accuracy laws of the gradients of q, k and v, and of bias, sinks and slopes if the problem has them. `do` and `dlse` are the
-  gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed sequences are computed one at a time;
-  rows of no sequence get gradient 0."""
+  """Returns the expected gradients of q, k and v, and of bias, sinks and slopes if the problem has them: for each the exact values and the limit of
+  each element's error. `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences.
+  Packed sequences are computed one at a time; rows of no sequence get gradient 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)

@@ -54,8 +54,8 @@ class Case:
   def arch(self) -> str: return TILED_ON if self.unit == "tiled" else self.unit
   @property
   def kernel(self) -> str:
-    """Returns the value of ATTN_KERNEL for this case. It is empty for a case with splits, because wgmma supports only more queries. On sm_90 it names
-    no backward kernel if dO is float32, which the wgmma backward kernels do not support; dispatch then chooses one."""
+    """Returns the value of ATTN_KERNEL for this case. It is empty for a case with splits: such a case has fewer queries than the wgmma kernel
+    supports. On sm_90 it names no backward kernel if dO is float32, which the wgmma backward kernels do not support; dispatch then chooses one."""
     if "splits" in self.shape: return ""
     backward = BACKWARD.get(self.unit, "") if self.gradients and (self.unit != "sm_90" or self.out_dtype == self.dtype) else ""
     return ",".join(filter(None, (KERNELS.get(self.unit, ""), backward)))
@@ -93,9 +93,10 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 
 @dataclass(frozen=True)
 class Line:
-  """A line of docs/contract.csv: the result for one output over a number of draws. `limit` is the largest error divided by the accuracy law's limit,
-  and must be at most 1. `sigmas` is the largest error/sigma, and `rms` the root mean square of error/sigma. Both count only elements whose slack is
-  small beside sigma, and are 0 if there are too few of them. `resolved` is the percentage of such elements. `device` computed the output."""
+  """A line of docs/contract.csv: the errors of one output over a number of draws. The contract limits the error of each element to 6 sigma + slack.
+  Sigma is the standard deviation of the rounding errors that the dtypes force; slack is for all other errors. `limit` is the largest error divided by
+  this limit, and must be at most 1. `sigmas` is the largest error/sigma, and `rms` the root mean square of error/sigma. Both count only elements with
+  slack < sigma/4, and are 0 if there are too few of them. `resolved` is the percentage of such elements. `device` computed the output."""
   output: str
   draws: int
   limit: float

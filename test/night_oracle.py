@@ -74,7 +74,7 @@ def part(x:Arrays, s:Sequence) -> tuple[np.ndarray, ...]:
   return x["q"][one, :, s.rows], x["k"][one, :, s.keys], x["v"][one, :, s.keys]
 
 def forward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns the accuracy laws of o and lse. Rows of no sequence have o 0 and lse -inf."""
+  """Returns the expected o and lse: for each the exact values and the limit of each element's error. Rows of no sequence have o 0 and lse -inf."""
   shape = x["q"].shape[:3]
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
@@ -84,7 +84,8 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   return total
 
 def backward(x:Arrays, f:Facts) -> dict[str, Law]:
-  """Returns the accuracy laws of the wanted gradients of sum(o*do) + sum(lse*dlse), where the second sum is over rows that see a key."""
+  """Returns the expected gradients of sum(o*do) + sum(lse*dlse), where the second sum is over rows that see a key: for each wanted gradient the exact
+  values and the limit of each element's error."""
   total = {name: without_error(x[name].shape) for name in f.wanted}
   for s in sequences(x):
     at, rows = slice(s.batch, s.batch + 1), (slice(s.batch, s.batch + 1), slice(None), s.rows)

@@ -179,8 +179,9 @@ def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> Non
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
 def test_what_a_unit_that_flushes_makes_of_the_inputs_may_lose_a_weight() -> None:
-  """dS is slightly more than 2^-14 in size, and 2^-17 of it come from an element of V that the unit treats as 0. Then dS as a whole becomes 0, and dq
-  is 0."""
+  """The accuracy contract allows dq = 0 on a unit that treats subnormal inputs as 0, where dS is only slightly above the smallest normal number
+  2^-14. Such a unit loses an element of V that contributes 2^-17 to dS, so that dS falls below 2^-14 and is flushed, too. A dq of the wrong sign is
+  not allowed."""
   q, k, do = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, 2, 16), np.float32), np.ones((1, 1, 1, 16), np.float32)
   k[0, 0, :, 0], v = (1, -1), np.zeros((1, 1, 2, 16), np.float32)
   v[0, 0, 0, :2] = 4*(2.0**-14 + 2.0**-18 - 2.0**-17), 4*2.0**-17
@@ -216,7 +217,8 @@ def arrays(Sq:int, Sk:int, dtype:str, heads:int=1, near:float=0.0) -> tuple[np.n
 
 def forward(x:tuple[np.ndarray, ...], dtype:str, out:str="", *, wrong:tuple[np.ndarray, ...]=(), scale:float=SCALE, offset:int=0,
             window:tuple[int, int]=(-1, -1)) -> Found:
-  """Computes o and lse with wrong inputs, a wrong scale or a wrong diagonal. Pairs them with the laws of the right problem."""
+  """Computes o and lse with wrong inputs, a wrong scale or a wrong diagonal. Returns each with the expected values of the right problem and the
+  limits of their errors."""
   how = dict(dtype=dtype, out_dtype=out or dtype)
   laws = law_of(*x, SCALE, window, **how)
   got = same(*(wrong or x), scale, window, offset, **how)

@@ -33,7 +33,7 @@ def test_the_main_commands_are_there() -> None:
   assert len(COMMANDS) > 10
 
 def test_the_gate_runs_the_test_command() -> None:
-  """.ci/run reads the test command from README.md with this expression."""
+  """.ci/run takes the test command from README.md with a sed expression. This expression finds the right command, and .ci/run executes it."""
   script = (ROOT/".ci/run").read_text()
   expression = re.search(r"sed -n '([^']*)' README.md", script)
   assert expression is not None

@@ -14,8 +14,8 @@ from attn.ops.operation import Body, emit, integer, statement
 from attn.tinygrad_compat import UOp, dtypes
 
 def nothing(lanes:Any, *_:Any, **static:Any) -> Array:
-  """Returns 0 for each thread. An operation that is executed only for its effect, a statement, has this value. For the emulator this function is the
-  whole meaning of a statement that only tells a compiler something."""
+  """Returns 0 for each thread. This is the emulator's version of an operation that only gives the compiler a hint, such as a scheduling barrier, and
+  so changes no value."""
   return np.zeros(lanes.active.shape, np.float32)
 
 # ***** vectors and bits *****
@@ -223,10 +223,11 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Computes acc + A B by one matrix instruction. a and b are the packed operands as the registers hold them.
+  """Computes acc + A B by one matrix instruction. a and b are the packed operands as the registers hold them. The type of each operand is a vector,
+  which has the shape.
 
-  This operation stands in for tinygrad's SHAPED_WMMA (`UOp.wmma` in 0.14.0). Here the shape is in the value's type; in tinygrad it is the UOp's
-  shape. An `Ops.WMMA` needs operands of one dimension. The devectorizer (do_stack_wmma) splits operands of n numbers into single numbers. Operands of
-  one element, a vector, work, but the RESHAPE, STACK and INDEX around each operand make lowering 25 to 60 % slower (gfx942, D=64: 0.39 to 0.54 s).
-  And HIPRenderer's `#define` names builtins that do not exist for the 32x32 shapes."""
+  tinygrad's own operation for this is not used. Its `Ops.WMMA` needs UOps with one dimension as operands. tinygrad's lowering (do_stack_wmma) splits
+  an operand of n numbers into n single numbers. An operand of a single element, which is a vector, would stay whole. But then tinygrad puts a
+  RESHAPE, a STACK and an INDEX around each operand, and lowering takes 25 to 60 % longer (gfx942, D=64: 0.54 s instead of 0.39 s). Besides,
+  HIPRenderer's `#define` names compiler builtins that do not exist for the 32x32 matrix shapes."""
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

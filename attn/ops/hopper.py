@@ -51,7 +51,8 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Reads `rows` rows of K*steps columns from shared memory, for a product that sums over the columns. Returns (warpgroups, rows, K*steps)."""
+  """Reads `rows` rows of 16*steps columns from shared memory, for a product that sums over the columns. Returns an array (warpgroups, rows,
+  16*steps)."""
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 

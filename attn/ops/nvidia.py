@@ -128,8 +128,8 @@ def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
 instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)
 
 def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
-  """Loads four 8x8 matrices of 16-bit elements. Lane l's `row` is an INDEX. `step` units of 16 bytes after this INDEX lies row l%8 of matrix l//8.
-  Lane l gets two neighbouring elements of each matrix. With `transposed`, each matrix is transposed first."""
+  """Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l//8: its INDEX `row`, plus `step` times 16 bytes. Lane
+  l gets two neighbouring elements of each matrix. With `transposed`, each matrix is transposed first."""
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
 def stmatrix(row:UOp, words:UOp) -> UOp:
   """Stores four 8x8 matrices of 16-bit elements. sm_90 and later chips have this instruction. Lane l's `row` is an INDEX that points to row l%8 of

@@ -93,7 +93,7 @@ class Lanes(Protocol):
   def check_alignment(self, pointer:Any, nbytes:int) -> None:
     """Raises an error if the distance of `pointer` from the start of its buffer is not a multiple of `nbytes` bytes."""
   def probe(self, name:str, x:Array) -> Array:
-    """Shows or collects x of the active threads, under the name `name`. Returns x."""
+    """Prints the values x of the active threads under the name `name`, or collects them if the caller is inside `probes()`. Returns x."""
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
     """Computes c + a . b. Each dword of a and b holds two numbers of `dtype`, and their dot product is computed like AMD's v_dot2_f32_f16 or
     v_dot2_f32_bf16."""

@@ -180,12 +180,18 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
   """Computes P of one loop iteration again, if the reference of a row must be raised. The reference is the number that the softmax subtracts from the
-  scores. The correction is one statement, because tinygrad has no branch around stores to registers.
+  scores. The wave does this if a sum of P in one of its lanes exceeds 2^above, or is inf or NaN. With `above` = 0 it does this if the score of a row
+  exceeds the row's reference. In both cases the largest score of a row so far becomes its reference. The correction is one statement, because
+  tinygrad has no branch around stores to registers.
 
-  All operands are placeholders of registers with the same number of elements for each tile of queries: `reference` and `addend` of the rows, `l` the
-  running sums, `acc` the accumulators of O, `p` the iteration's P, packed to `dtype`, `scores` the iteration's scores, and `part` the sums of this P,
-  one kind of `sums` after another. In each tile, `count` vectors of scores from `first` on are used. With above = 0 the scores are compared with the
-  reference, and the reference is raised to every larger maximum."""
+  All operands are placeholders of registers. Each has the same number of elements for each tile of queries.
+
+    reference, addend: of each row
+    l: the running sums
+    acc: the accumulators of O
+    p: P of this iteration, packed to `dtype`
+    scores: the scores of this iteration. `count` vectors of each tile, from `first` on, are used
+    part: the sums of this P, one kind of `sums` after another"""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   operands = [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]

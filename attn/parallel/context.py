@@ -120,7 +120,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   return at, shared, lengths or rows
 
 def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
-  """Tells whether the rows of a term's tensor are divided among devices like the rows of q, with padding."""
+  """Tells whether the rows of an optional tensor of the scores (such as a bias) are divided among devices like the rows of q, with padding."""
   axes = TERM_TENSORS[name].axes
   if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
   if isinstance(at.device, str): return int(t.shape[axis]) == rows
@@ -131,8 +131,9 @@ def with_rows(shape:tuple[int, ...], layout:str, rows:int) -> tuple[int, ...]:
   return tuple(rows if axis == "rows" else n for axis, n in zip(AXES[layout], shape))
 
 def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> tuple[int, ...]:
-  """Returns the shape of an optional tensor as the whole problem needs it. It is the tensor's shape on one device. If the tensor's rows are divided
-  like those of q, it has all rows of the sequence, without the padding."""
+  """Returns the shape that an optional tensor (such as a bias or sinks) has for the whole problem. A tensor whose rows are divided among devices like
+  those of q has all rows of the sequence, without the padding. Every other tensor is complete on each device: its shape is the one that it has
+  there."""
   shape = local_shape(t)
   if shards is None or name not in shards.as_q or (axis := rows_dimension(name)) is None: return shape
   if shape[axis] != shards.queries:

@@ -123,7 +123,7 @@ def owners(device:int, count:int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class SequenceShards:
   """Division of a problem's rows among `count` devices. Each device holds `keys` rows of k and v, and `queries` rows of q (None: all of q). `as_q`
-  has the names of the terms' tensors whose rows are divided like those of q."""
+  has the names of the other tensors, such as a bias, whose rows are divided like those of q."""
   count: int
   order: str
   keys: int
@@ -202,9 +202,9 @@ LONG_COPIES = 1 << 27 # with at least so many bytes of k and v, a device has two
 
 def head_chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
   """Divides the key/value heads among the launches of a device that gathers keys. Returns (first, count) for each launch, counted over all batches.
-  All launches have the same number of heads, because one kernel then serves all launches. This number is the largest that AT_ONCE and LONG_COPIES
-  allow. The heads of q, o and lse of each launch begin at a multiple of UNIT_BYTES in their buffers. While a launch runs, the keys for the next
-  launch are copied."""
+  All launches have the same number of heads, because one kernel then serves all launches. This number is as large as possible with at most AT_ONCE
+  bytes of k and v in a launch. If all heads have LONG_COPIES bytes or more, there are at least two launches: while one runs, the keys for the next
+  one are copied. The heads of q, o and lse of each launch begin at a multiple of 16 bytes in their buffers."""
   heads, of_head = p.B*p.Hkv, shards.count*shards.keys*(p.D + p.Dv)*BYTES[p.dtype]
   most = min(AT_ONCE//of_head, heads//2 if heads*of_head >= LONG_COPIES else heads)
   rows = p.H//p.Hkv*(shards.queries or 0)

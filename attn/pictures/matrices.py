@@ -28,8 +28,8 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of thi
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Maps an index of the dimension over which the product sums to (instruction, element): the place in which lane group h holds this index. Covers
-  one 16-byte unit of every lane group, and all instructions to which these units give operands."""
+  """Returns where lane group h holds each index of the dimension that a product sums over: {index: (instruction, element of its operand)}. Only the
+  first 16-byte unit of every lane group is shown, and all instructions to which these units give operands."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 

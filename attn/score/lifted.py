@@ -107,8 +107,8 @@ class Lifted:
     """Returns the column of element `i` of a vector, as a distance from the first column of which the lane holds scores."""
     return self.at.columns[0][i] + vector*self.at.apart - self.at.columns[0][0]
   def step(self, u:UOp) -> int|None:
-    """Returns by how much a UOp grows from column to column if it is a whole number, converted to fp32, that grows evenly and that fp32 holds
-    exactly."""
+    """Returns by how much a UOp grows from one column to the next. Returns None unless the UOp is an integer expression that is converted to fp32,
+    grows by the same amount in each column, and is exact in fp32."""
     if u.op is not Ops.CAST or u.dtype != dtypes.float or not dtypes.is_int(u.src[0].dtype): return None
     return step if (step := linear_in(u.src[0], self.walked)) and self.is_exact(u.src[0], step) else None
   def numbers_from(self, first:UOp, step:int) -> list[UOp]:
@@ -121,8 +121,8 @@ class Lifted:
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
-    """Returns k times a UOp as numbers on a line, or None unless the UOp is a product of such numbers and of factors that are equal for all
-    columns. Elements of tensors are assumed to be moderate, as in `may_be_huge`."""
+    """Returns k times a UOp as a `Line`: numbers that grow by the same amount from column to column. The UOp must be such a number, or a product of
+    one and of factors that are equal for all columns. Any other UOp gives None. Elements of tensors are assumed to be at most MODERATE."""
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
     if u.op is not Ops.MUL: return None
@@ -132,10 +132,11 @@ class Lifted:
         return line._replace(weight=ops.mul(as_fp32(same), line.weight))
     return None
   def plus_line(self, x:UOp, line:Line, k:float) -> list[UOp]:
-    """Returns k times a UOp of a float dtype, plus numbers on a line. Each element takes an operation for its column and an operation for the
-    others, which the factor k of a score shares."""
+    """Returns k*x + line for a fragment: for a UOp x of a float dtype and for numbers `line` that grow evenly from column to column. An element takes
+    two operations: one adds the line's value at the first column of its vector, and one adds the growth from there to the element's column. If x is
+    the score, the first operation also multiplies by k."""
     def at(n:int) -> UOp:
-      """Returns the number on the line at the first column of a vector."""
+      """Returns the value of `line` at the first column of vector n."""
       start = ops.add(line.start, UOp.const(float(line.step*n*self.at.apart), dtypes.float)) if max(self.lengths) > 2 else line.start
       return ops.mul(start, line.weight)
     firsts = [ops.splat(at(n), size) for n, size in enumerate(self.lengths)]

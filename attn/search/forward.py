@@ -52,8 +52,8 @@ RESERVE = 16    # registers for addresses, operands that are being read, and the
 Each = Callable[..., Iterable[Any]]   # map, or the map of a pool of processes
 
 class Bound(NamedTuple):
-  """Figures by which tiles are ranked, the most important one first. Greater is better. The uses of the matrix unit are rounded to half percents,
-  because smaller differences are accidents of the compiler's output."""
+  """Figures by which tiles are ranked, the most important one first. Greater is better. Shares of the matrix unit's dense rate are rounded to half
+  percents, because smaller differences are accidents of the compiler's output."""
   predicted: int  # predicted share of the dense rate in the hot loop, limited by what L2 feeds
   enough: int     # waves per SIMD, but no more than ENOUGH
   ahead: int      # 1 if a tile is being loaded during a good part of the matrix work, else 0: no other figure covers waiting for memory

@@ -106,8 +106,8 @@ def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
 
 @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_rows_on_devices_under_installed(axis:int|None) -> None:
-  """attn's kernels compute tinygrad's method inside a function, if k and v, or q, k and v are sharded along rows. A call with an option that needs
-  whole rows goes to tinygrad's own method, with a warning."""
+  """Inside a tinygrad `function` and under `attn.installed()`, attn's kernels compute Tensor.scaled_dot_product_attention if k and v, or q, k and v,
+  are sharded along rows. The output is right. A call with dropout needs whole rows: it goes to tinygrad's own implementation, with a warning."""
   q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, a).realize() for i, a in enumerate((axis, 2, 2)))
   def layer(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, is_causal=True),)
   def dropping(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, dropout_p=0.5),)

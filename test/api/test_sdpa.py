@@ -15,8 +15,8 @@ from cases import EVERY_ARCH, array, in_turn, tensor
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
 def law(q, k, v, mask=None, is_causal=False, scale=None, dtype=""):
-  """Returns the accuracy law of the output, by PyTorch's definition of scaled_dot_product_attention. Axes before the last two may be broadcast. A row
-  that sees no key gives 0."""
+  """Returns the exact values of PyTorch's scaled_dot_product_attention, and the limit of each element's error. Axes before the last two may be
+  broadcast. A row that sees no key gives 0."""
   if q.ndim > 2 and k.shape[-3] not in (1, q.shape[-3]): k, v = (np.repeat(x, q.shape[-3]//x.shape[-3], -3) for x in (k, v))
   lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], () if mask is None else mask.shape[:-2])
   flat = lambda x, *last: np.broadcast_to(x, (*lead, *(last or x.shape[-2:]))).reshape(-1, 1, *(last or x.shape[-2:]))

@@ -85,7 +85,8 @@ def other_scores(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return (scores*scores).softmax(-1) @ v
 
 def with_sinks_at(q:Tensor, k:Tensor, v:Tensor, sink:Tensor, shift:float=0.0, square:bool=False) -> Tensor:
-  """Computes attention with sinks, or something else if any argument is changed."""
+  """Writes out attention with sinks in tensor operations. With a `shift` that is not 0 or with `square`, the result is something similar that is not
+  attention."""
   scores = (q @ k.transpose(-1, -2)).float()
   m = scores.max(-1, keepdim=True)
   e = (scores - m).exp()
@@ -119,7 +120,8 @@ def test_other_products_are_left_alone(form:str) -> None:
       assert not decisions
 
 def test_sinks_are_recognised_as_the_others_are_not() -> None:
-  """The function that makes attention with wrong sinks makes attention if nothing is changed."""
+  """Attention with sinks that `with_sinks_at` writes out in tensor operations runs as a kernel under `attn.installed()`, if its options have their
+  defaults."""
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     with_sinks_at(*(draw(2, 4, n, D) for n in (ROWS, KEYS, KEYS)), sinks().reshape(4, 1, 1))
@@ -194,8 +196,8 @@ def test_sinks_beside_a_length_that_is_a_variable() -> None:
         assert [d.kernel for d in decisions] == [None]
 
 def test_a_kernels_output_keeps_its_tag_as_keys() -> None:
-  """Keys that a kernel of attn wrote, which a model uses in attention that it writes out, stay the same UOp. Its tag says that no later write may
-  take its place."""
+  """`stored_in_its_dtype` returns the output of an attn kernel unchanged, also transposed, where a model uses it as keys. A copy would lose the UOp's
+  tag, which says that no later write may take this UOp's place."""
   with emulated("gfx942"), attn.installed():
     q = draw(1, 2, ROWS, D)
     k = attn.attention(q, q, q)

@@ -135,7 +135,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 # ***** ways to call *****
 
 def laws_of_three(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
-  """Returns the accuracy laws of dq, dk and dv, for the loss sum(o)."""
+  """Returns the expected dq, dk and dv of the loss sum(o): for each the exact values and the limit of each element's error."""
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
 

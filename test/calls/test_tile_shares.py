@@ -79,8 +79,10 @@ def seen(p:Problem, sees:Callable[..., Any], tensors:list[Array], rows:int) -> A
   return np.broadcast_to(sees(b, h, i, j, *tensors), (p.B, p.H, rows, p.Sk))
 
 def expected(p:Problem, mask:Mask, d:Array, tile:BlockTile, width:int, over:str, listed:bool, always:bool) -> Array:
-  """Returns what becomes of each tile: (B, H, blocks, tiles). Without lists, blocks count rows beyond the last query, as kernels do, and every tile
-  inside the interval of a query is masked if the mask is more than an interval. `always`: masks are computed in every tile that is visited."""
+  """Returns for each tile of scores whether a kernel skips it, computes it without the mask, or computes it with the mask: an array (B, H, blocks,
+  tiles). `listed`: the kernel has a list of the tiles that a block sees. If it has none and the mask has a `hull` (an interval that contains all
+  visible keys of a query), the kernel computes every tile inside this interval with the mask. Without lists, a block also counts rows beyond the last
+  query, as kernels do. `always`: the mask is computed in every tile that is visited."""
   heads = heads_of(p, tile) if over == "keys" else 1
   own = p.Sq*heads if over == "keys" else p.Sk
   blocks, exact = -(-own//tile.block_m), listed or mask.hull is None
@@ -218,7 +220,8 @@ def test_explain_says_what_is_not_known(capsys:pytest.CaptureFixture[str]) -> No
     assert lines_of(capsys) == ["key tiles: not counted: kv_lengths has no numbers yet"]
 
 def test_explain_says_why_there_is_no_list(capsys:pytest.CaptureFixture[str]) -> None:
-  """A mask that needs lists, in calls that have none: each time explain names the reason. A mask of intervals needs none."""
+  """`attn.explain` says why a kernel has no list of visible tiles: there are few tiles, kv_lengths are given, sequences are packed, or too few heads
+  share a list. It says nothing for a mask that is an interval of keys, and nothing if there is a list."""
   def told(*sizes:int, mask:Callable[..., Any]|None=None, **options:Any) -> list[str]:
     q = Tensor.empty(*sizes, dtype="half", device="EMU")
     attn.explain(q, q, q, mask_mod=mask or mods.sinks_and_window(4, 64), **options)

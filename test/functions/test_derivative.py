@@ -195,7 +195,9 @@ def test_a_function_that_adds_to_the_score() -> None:
                 SCORE + SCORE.bitcast(dtypes.int).bitcast(dtypes.float)): assert not is_additive(value), value
 
 def test_a_hidden_score_that_returns_counts() -> None:
-  """A WHERE that gives -inf hides a score only if additions and other WHEREs alone lead from it to the result of the function."""
+  """A caller's function hides a score by a WHERE that gives -inf. The derivative of a hidden score is 0 if only additions and other WHEREs use this
+  -inf on the way to the function's result. If exp makes 0 of the -inf and adds the score again, the score is not hidden, and its derivative
+  counts."""
   hidden = (KEY < 3).where(SCORE, -math.inf)
   value = (QUERY < 5).where(hidden, hidden.exp() + SCORE)
   found = computed(derivative(value, SCORE), {QUERY: [7, 7, 3], KEY: [5, 1, 1], SCORE: 0.5}, np.float64)

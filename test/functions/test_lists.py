@@ -90,7 +90,8 @@ class TensorCase:
 def ids(n:int, least:int=-4, most:int=5, seed:int=3) -> np.ndarray: return np.random.default_rng(seed).integers(least, most, n).astype(np.int32)
 def with_nan(n:int) -> np.ndarray: return np.where(np.arange(n) % 70 == 69, np.nan, np.arange(n)//64).astype(np.float32)
 def by_rows(mask:Callable[..., Any], rows:int, keys:int) -> Callable[..., Any]:
-  """Returns a mask that gets the number of a query's row in place of its place."""
+  """Returns a mask that is called with a query's index among the rows of q, and calls `mask` with the query's position, which counts from the first
+  key."""
   return lambda b, h, i, j, *t: mask(b, h, i + (rows - keys), j, *t)
 
 TENSOR_CASES = {

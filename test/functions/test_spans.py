@@ -53,7 +53,8 @@ def limits_on(mask:UOp, tensors:list[Array], i:Array, j:Array) -> tuple[bool, bo
 BLOCKS = list(itertools.product(range(0, LENGTH, BLOCK), repeat=2))
 
 def known(function:Mask, *names:str) -> list[tuple[bool, bool]]:
-  """Returns for each block of pairs what spans say about a mask, and checks that it is true."""
+  """Returns for each block of (query, key) pairs what `limits_on` derives from the limits of the block's indices: whether the mask is true for all
+  pairs, and whether it may be true for any. Asserts that both agree with the mask's values."""
   tensors, found = [TENSORS[name] for name in names], []
   traced = functions_of(None, function, tuple((x.shape, x.dtype.name) for x in tensors)).get("mask_mod")
   if traced is None: return []

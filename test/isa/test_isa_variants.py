@@ -103,7 +103,7 @@ def wrong_in_forward(report:Report, tile:Tile) -> list[str]:
   return [what for what in right if not right[what]]
 
 def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) -> None:
-  """A memory fence in place of the barrier's own wait would make each memory cluster wait for the loads that it has just issued. The check finds
+  """A memory fence in place of the barrier's own wait instruction makes the kernel wait for loads that it has just issued. `wrong_waits` reports
   this."""
   spec = Spec("gfx950", 128)
   kernel = kernel_source(spec)

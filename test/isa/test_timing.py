@@ -173,9 +173,10 @@ TWO_LOOPS = "\n".join([
   "s_branch .LBB0_3", ".LBB0_2:", "{vector}", "s_barrier", "{matrix}", "s_barrier", "s_cbranch_scc1 .LBB0_2", ".LBB0_3:", "s_endpgm"])
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
-  """The two halves of a workgroup run different loops, which overlap. Of eight waves, two on each SIMD, one wave of a SIMD multiplies while the other
-  wave adds: 8 MFMAs of 32 cycles beside 60 additions of 4, twice in an iteration. Each half needs 60*4 + 8*4 = 272 cycles of vector issue and a
-  barrier, and an iteration needs one branch of 32. If all waves ran the first loop, an iteration would need 2*256 and 2*240 cycles."""
+  """The predicted time of an iteration is right if the two halves of a workgroup run different loops, which overlap. On each SIMD there are two
+  waves, one of each half: one multiplies (8 MFMAs of 32 cycles) while the other adds (60 additions of 4 cycles), and then they change places. Each of
+  the two phases takes 60*4 + 8*4 = 272 cycles of vector issue and a barrier, and the iteration takes a branch of 32 cycles. If all waves ran the
+  first loop, an iteration would take 2*256 + 2*240 cycles."""
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")

@@ -43,7 +43,8 @@ def test_at_once_on_cdna(case:str) -> None:
 
 @pytest.mark.parametrize("D, shape", ((128, BackwardShape(4, 64, fenced=8)), (64, BackwardShape(2, 32, fenced=2, prefetch=2))))
 def test_tiles_at_once(D:int, shape:BackwardShape) -> None:
-  """A wave computes two matrix tiles of a tile's dQ, or a workgroup has as many waves as dQ has columns of tiles."""
+  """The kernel that computes dq, dk and dv at once gives right gradients for two unusual shapes: a wave computes two matrix tiles of dQ in an
+  iteration, and a workgroup has just as many waves as dQ has columns of matrix tiles."""
   check_backward_kernels("gfx950", H=1, Sq=100, Sk=150, D=D, causal=True, only="all",
                          tiles=lambda t: replace(t, **vars(shape)) if t.adds_dq else t)
 
@@ -79,7 +80,7 @@ def scale_of_dq(m:pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Bare:
-  """A tile in LDS that waits for nothing."""
+  """Planted fault: a tile in LDS whose reads are not ordered after the stores and barriers before them."""
   lds: LdsTile
   def after(self, *deps:UOp) -> LdsTile: return self.lds
 

@@ -193,8 +193,8 @@ ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (Fal
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
-  """Tiles with options that save registers give right gradients. With these options an iteration loads one 16-byte item of a thread after another,
-  reads rows in pieces, and reads operands of columns before their fences."""
+  """Tiles with all options that save registers give right gradients. With these options the own rows stay in LDS, a thread loads one 16-byte item
+  after another, rows are read in pieces, and the operands of `read_ahead` matrix tiles are read ahead of the compiler fences."""
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
@@ -202,8 +202,8 @@ def in_turn(arch:str, row:UpTo[BackwardShape]) -> Any: return () if arch == "gfx
 
 @pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
 def test_tiles_of_plain_problems(arch:str, row:UpTo[BackwardShape], keys:bool) -> None:
-  """Each row of the tables for plain problems gives right results, also with a last tile that is not full. Dispatch would not choose these tiles for
-  grids small enough to emulate."""
+  """Each tile that the tables have for problems without options gives right results, also with a last tile that is not full. Dispatch would not
+  choose these tiles for grids small enough to emulate."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)
   tile = backward_tile(p, chip, row, keys)
   check_backward_kernels(arch, H=1, Sq=150, Sk=200, D=row.up_to, causal=not keys, tiles=lambda t: tile if t.keys == keys else t,

@@ -131,7 +131,7 @@ def wrong_split(unit:str, monkeypatch) -> Found:
   return against(p, x := replace(x, v=rounded(v, p.dtype)), forward(unit, p, x, False, num_splits=2), "o")
 
 def backward(unit:str, p:Problem, x:Inputs, loss:Loss, right:Loss, *names:str) -> Found:
-  """Computes the gradients of a faulty loss, and pairs them with the laws for the right loss."""
+  """Computes the gradients of a faulty loss. Returns them with the expected gradients of the right loss (exact values and limits of the errors)."""
   got, laws = run_backward(p, x, loss, arch_of(unit), {}), expected_gradients(p, x, right, {})
   return {name: (got[name], laws[name]) for name in names}
 

@@ -144,7 +144,7 @@ def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
   np.testing.assert_allclose(found, right, rtol=0, atol=NOISE[dtype])
 
 def names_of(t:Tensor) -> list[str]:
-  """Returns the names of the kernels that compute a tensor, which has no values after this."""
+  """Returns the names of the kernels that would compute a tensor. They do not run, and the tensor cannot be computed afterwards."""
   return [getattr(call.src[0].arg, "name", "") for call in t.schedule_linear().src]
 
 def scheduled(attend:Attend, sliding:bool) -> list[tuple[str, list[int]]]:
@@ -176,8 +176,9 @@ def test_no_copies_of_the_inputs(program:str) -> None:
   pytest.param(dtype, on, marks=() if (dtype, on) in (("float16", "EMU::gfx942"), ("bfloat16", "EMU::sm_80")) else pytest.mark.thorough)
   for dtype in NOISE for on in ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU")])
 def test_inference_of_gpt_oss(dtype:str, on:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """One kernel computes the attention of a layer with gpt-oss's heads and sinks, with and without its sliding window: by the function of attn, and as
-  the model itself writes it out. Its error against float32 is at most twice that of tinygrad's own expressions."""
+  """One kernel computes the attention of a layer with gpt-oss's heads, sinks and sliding window if it calls attn. Without the window, one kernel also
+  computes it if the layer writes attention out in tensor operations, as tinygrad's model does. The error against float32 is at most twice that of
+  tinygrad's own kernels."""
   for name, n in {"HEADS": 64, "KV_HEADS": 8, "D": 64, "S": 48, "WINDOW": 16}.items(): monkeypatch.setitem(globals(), name, n)
   rng, kind = np.random.default_rng(5), on.split(":")[0]
   angles = np.outer(np.arange(S), 150000.0**(-np.arange(0, D, 2)/D)).reshape(1, S, 1, D//2, 1)

@@ -171,7 +171,8 @@ def test_a_map_shows_what_queries_see(kernel:str, tmp_path:Path) -> None:
   for fill, words in tile_map.FILLS_OF_MAP.values(): assert f"{words}: {100*found[fill]/len(cells):.1f} %" in picture
 
 def test_a_map_of_lists(tmp_path:Path) -> None:
-  """Lists that kernels make of a tensor's numbers: 8 documents of 128 places, of which each block of 128 queries sees one."""
+  """The picture of visible tiles is right for a mask that reads a tensor of document numbers: with 8 documents of 128 positions, each block of 128
+  queries sees only the tile of its own document."""
   np.save(tmp_path/"numbers.npy", np.arange(1024, dtype=np.int32)//128)
   cells = cells_of(drawn_map(tmp_path, "own.py:numbers_equal", "--tensors", str(tmp_path/"numbers.npy")))
   for (x, y, _, h), fill in cells.items():

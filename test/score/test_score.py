@@ -72,7 +72,8 @@ def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:Unit) ->
 SIZE, SCALE = (1, 2, 8, 16), 0.25
 
 def replaced(m:pytest.MonkeyPatch, **changes:Any) -> None:
-  """Replaces softcap by a changed row. Each test needs its own softcap value, because attn caches its choices for a problem."""
+  """Sets fields of softcap's row in the table of terms (`TERMS`) to other values, for one test. Each test needs its own softcap value, because attn
+  caches its choices for a problem."""
   m.setattr(terms, "TERMS", tuple(replace(term, **changes) if term.name == "softcap" else term for term in TERMS))
 
 def loss_of(device:Any, **options:Any) -> tuple[list[Tensor], Tensor]:

@@ -116,7 +116,8 @@ def test_a_second_buffer_is_tried_on_the_leading_tiles(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize(("ahead", "behind", "chosen"), [(True, True, 1), (False, True, 0), (False, False, 1)])
 def test_no_prefetch_where_nothing_else_has_two_waves(monkeypatch:pytest.MonkeyPatch, ahead:bool, behind:bool, chosen:int) -> None:
-  """The search prefers tiles of two waves with prefetch, then tiles of two waves without prefetch, then tiles of one wave."""
+  """The search prefers tiles with which each SIMD holds two waves. Of these it prefers a tile with prefetch; then one without prefetch; a tile with
+  which a SIMD holds one wave comes last."""
   def rule(row:UpTo[ForwardShape]) -> dict[str, int]|None:
     if row.shape.prefetch == 2: return None
     if 2*search.held(row, get_chip("gfx942"), 128) > 512: return {"enough": 1}

@@ -45,10 +45,11 @@ def units_of_numbers(p:Problem, queries:int) -> int:
 
 @dataclass(frozen=True)
 class Told:
-  """Numbering of the fp32 numbers that waves tell each other about a query row through LDS. Each field and method is the index of a number. In each
-  iteration waves exchange the factor that rescales O, and the row's largest score in each of the `parts` parts of the tile's keys. After the last
-  iteration they exchange the number that the softmax subtracts from the row's scores. For each part they then also exchange `kinds` sums of P: of P
-  rounded to 16 bits, and of P before rounding."""
+  """Places of the fp32 values of one query row that the waves of a workgroup exchange through LDS. The place `factor` has the number that rescales O
+  after an iteration. The place `reference` has, after the last iteration, the number that the softmax subtracts from the row's scores. The tile's
+  keys are divided into `parts` parts. For each part, `top` returns the place of the row's largest score in an iteration. `total` returns the place of
+  a part's sum of P after the last iteration. `kinds` is 1 or 2: the sum of P as rounded to 16 bits and, if lse is written, also the sum of P before
+  rounding."""
   parts: int
   kinds: int
   factor: int = 0
@@ -62,8 +63,9 @@ class Told:
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
-  """The tile of a kernel whose waves divide both the rows and the keys. The rows are the queries of all heads that share a key/value head. For the
-  scores, a wave computes one matrix tile of these rows and one of the `key_parts` parts of the tile's keys."""
+  """The tile of a kernel whose waves divide both the rows and the keys. The rows are the queries of all heads that share a key/value head. Each wave
+  computes the scores of one group of rows, as many as a matrix instruction takes, with one part of the tile's keys. There are `row_tiles` groups of
+  rows and `key_parts` parts of the keys."""
   matrix: Any
   row_tiles: int
   key_parts: int

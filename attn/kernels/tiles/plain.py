@@ -91,8 +91,8 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Number of columns that all threads together compute of a sum over rows. The rows have `of` elements; the number is rounded up to whole
-    groups."""
+    """Number of columns of a result such as O or dK that the workgroup computes for rows of `of` elements. It is `of`, rounded up to a multiple of
+    the columns that a thread computes at a time or, if `columns` is 0, of 4 columns for each of the `down` threads."""
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:

@@ -34,7 +34,7 @@ class WgmmaTile(WgmmaShape):
     k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
   def stages(self, p:Problem) -> int:
-    """Number of K and V tiles in shared memory."""
+    """Number of tiles for which shared memory has room at a time. Each has a tile of K and a tile of V."""
     return min(STAGES, ceildiv(p.Sk, self.block_n))
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
