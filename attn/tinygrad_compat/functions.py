@@ -13,7 +13,8 @@ from tinygrad.dtype import DType
 from tinygrad.function import _function, invalid_outputs as of_tinygrad
 from tinygrad.mixin import gradient
 from tinygrad.schedule import rangeify
-from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, shape_to_shape_arg
+from attn.tinygrad_compat.uops import new_uop
 
 def inside_function() -> bool:
   """Returns whether `@function` is calling a Python function now, or is differentiating one."""
@@ -21,9 +22,20 @@ def inside_function() -> bool:
 
 own_buffers: WeakSet[UOp] = WeakSet()     # made inside `@function`, before they have their final numbers
 
+MOST_SHAPES = 1024     # shapes that are kept
+
+@functools.lru_cache(MOST_SHAPES)
+def kept_shape(shape:tuple[int, ...]) -> UOp:
+  """Returns a shape as the source of a RESHAPE."""
+  return UOp.sink(shape_to_shape_arg(shape)).simplify().src[0]
+
+def in_shape(buffer:UOp, shape:tuple[int, ...]) -> UOp:
+  """Reshapes a flat buffer, as UOp.reshape does. That method simplifies the shape anew in each call, which takes 0.1 ms."""
+  return buffer if len(shape) == 1 else new_uop(Ops.RESHAPE, (buffer, kept_shape(shape)))
+
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:
   """Makes a buffer that a kernel is to fill. With several devices, makes one on each. Inside `@function` the buffer belongs to the function."""
-  made = UOp.new_buffer(canonicalize_device(device), math.prod(shape), dtype).reshape(shape)     # UOp.empty also shrinks, to no effect
+  made = in_shape(UOp.new_buffer(canonicalize_device(device), math.prod(shape), dtype), shape)
   if inside_function(): own_buffers.add(made.buf_uop)
   return made
 
