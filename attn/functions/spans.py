@@ -1,10 +1,10 @@
-"""Computes spans: the values that a traced mask can take on a tile of queries and keys. They follow from the lowest and the highest value of the
-parts of the mask.
+"""Computes spans: the lowest and the highest value that a traced mask can have on a tile of queries and keys.
 
-A part of a mask is an expression that depends on the query or on the key, but not on both, such as the number of a query's document. A kernel
-computes a part once for each row and each column of a tile, and takes the lowest and the highest of the values. From the spans of the parts follow
-the spans of the comparisons that join a query and a key. If a mask's span has one value, the mask is constant on the whole tile: it hides all scores,
-or it hides none."""
+A one-sided expression of a mask is an expression that depends on the query or on the key, but not on both. For example the mask `i//64 == tokens[j]`
+has two of them: i//64, which has a value for each row of a tile, and tokens[j], which has a value for each column. A kernel finds the extremes (the
+lowest and the highest value) of each such expression over the rows or the columns of a tile. From these follow the extremes of the comparison that
+joins query and key: if the highest i//64 is below the lowest token, the comparison is false on the whole tile. If both extremes of a mask are equal,
+the mask hides all scores of the tile, or none."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ from attn.tinygrad_compat import Ops, UOp, dtypes
 
 FALSE, TRUE = UOp.const(False, dtypes.bool), UOp.const(True, dtypes.bool)
 LEAST_INT, MOST_INT = -2**31, 2**31 - 1
+# dtypes of one-sided expressions -> dtypes that hold their values
 ORDERED = {dtypes.int: dtypes.int, dtypes.short: dtypes.int, dtypes.ushort: dtypes.int, dtypes.char: dtypes.int, dtypes.uchar: dtypes.int,
-           dtypes.float: dtypes.float, dtypes.half: dtypes.float, dtypes.bfloat16: dtypes.float}   # dtypes of parts -> dtypes that hold their values
+           dtypes.float: dtypes.float, dtypes.half: dtypes.float, dtypes.bfloat16: dtypes.float}
 FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # operations that do not round
 
 class Extremes(NamedTuple):
@@ -26,36 +27,37 @@ class Extremes(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskSpan:
-  """Values that an expression can have on a tile: between `low` and `high`. `least` and `most` are limits for every tile of every problem, as Python
+  """Values that an expression can have on a tile: between `low` and `high`. `least` and `most` bound it on every tile of every problem, as Python
   integers. They are 0 and mean nothing for a condition or a float."""
-  limits: Extremes
+  extremes: Extremes
   least: int = 0
   most: int = 0
   @property
-  def low(self) -> UOp: return self.limits.low
+  def low(self) -> UOp: return self.extremes.low
   @property
-  def high(self) -> UOp: return self.limits.high
+  def high(self) -> UOp: return self.extremes.high
 
 EITHER_VALUE = MaskSpan(Extremes(FALSE, TRUE))      # a condition that may have either value
 
 def smaller_of(x:UOp, y:UOp) -> UOp: return (x < y).where(x, y)
 def larger_of(x:UOp, y:UOp) -> UOp: return (x < y).where(y, x)
 
-def is_part(u:UOp) -> bool:
+def is_one_sided(u:UOp) -> bool:
   """Returns whether an expression depends on the query alone, on the key alone, or on neither."""
   return not (depends(u, QUERY) and depends(u, KEY))
 
 class MaskSpans:
-  """Span of each expression in a traced mask. `limits_of` returns the limits of a part. The limits of a part of dtype bool are conditions; those of
-  other parts are numbers of the dtype that `ORDERED` names. A float part that contains a NaN has the limits -inf and inf: each comparison with it is
-  then undecided, or is decided as a comparison with NaN is."""
-  def __init__(self, limits_of:Callable[[UOp], Extremes]) -> None:
-    self.limits_of, self.found = limits_of, dict[UOp, MaskSpan|None]()
+  """Spans of all expressions in a traced mask. `extremes_of` returns the lowest and the highest value of a one-sided expression (an expression of the
+  query alone or of the key alone). They are conditions if the expression is a condition, and otherwise numbers of the dtype that `ORDERED` names. If
+  a float expression is NaN somewhere, its extremes are -inf and inf. Whatever is compared with it may then be true or false, or has the value that a
+  comparison with NaN has."""
+  def __init__(self, extremes_of:Callable[[UOp], Extremes]) -> None:
+    self.extremes_of, self.found = extremes_of, dict[UOp, MaskSpan|None]()
 
   def of(self, u:UOp) -> MaskSpan|None:
     """Returns the span of an expression, or None if a number's span is not known. A condition always has a span."""
     if u not in self.found:
-      found = self._part(u) if is_part(u) else self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
+      found = self._one_sided(u) if is_one_sided(u) else self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
       self.found[u] = EITHER_VALUE if found is None and u.dtype == dtypes.bool else found
     return self.found[u]
   def condition(self, u:UOp) -> MaskSpan:
@@ -63,15 +65,15 @@ class MaskSpans:
     assert found is not None
     return found
 
-  def _part(self, u:UOp) -> MaskSpan|None:
+  def _one_sided(self, u:UOp) -> MaskSpan|None:
     if u.op is Ops.CONST and u.dtype != dtypes.bool and u.dtype not in ORDERED and isinstance(u.val, int):
       return MaskSpan(Extremes(u, u), int(u.val), int(u.val)) if LEAST_INT <= u.val <= MOST_INT else None
-    if u.dtype == dtypes.bool: return MaskSpan(Extremes(u, u) if u.op is Ops.CONST else self.limits_of(u))
+    if u.dtype == dtypes.bool: return MaskSpan(Extremes(u, u) if u.op is Ops.CONST else self.extremes_of(u))
     if u.dtype not in ORDERED: return None
     x = u.cast(ORDERED[u.dtype])
     if x.dtype == dtypes.float and any(y.op not in FLOAT_OPS for y in u.toposort() if y._shape == () and dtypes.is_float(y.dtype)): return None
-    limits = Extremes(x, x) if u.op is Ops.CONST else self.limits_of(u)
-    return MaskSpan(limits) if x.dtype == dtypes.float else MaskSpan(limits, *_within_int(u))
+    extremes = Extremes(x, x) if u.op is Ops.CONST else self.extremes_of(u)
+    return MaskSpan(extremes) if x.dtype == dtypes.float else MaskSpan(extremes, *_within_int(u))
 
   def _condition(self, u:UOp) -> MaskSpan|None:
     if u.op is Ops.WHERE: return self._chosen(u)
@@ -99,7 +101,7 @@ class MaskSpans:
     """Returns the span of an int32 that depends on a query and a key, or None if no rule gives it, or if the number may overflow."""
     if u.dtype != dtypes.int: return None
     if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool:
-      return MaskSpan(Extremes(*[n.cast(u.dtype) for n in self.condition(u.src[0]).limits]), 0, 1)
+      return MaskSpan(Extremes(*[n.cast(u.dtype) for n in self.condition(u.src[0]).extremes]), 0, 1)
     if u.op is Ops.WHERE: return self._chosen(u)
     if len(u.src) != 2 or any(s.dtype == dtypes.bool for s in u.src): return None
     x, y = (self.of(s) for s in u.src)
@@ -121,22 +123,22 @@ class MaskSpans:
     if yes is None or no is None: return None
     if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)
     else: either = Extremes(smaller_of(yes.low, no.low), larger_of(yes.high, no.high))
-    limits = Extremes(*(c.low.where(a, c.high.where(b, n)) for a, b, n in zip(yes.limits, either, no.limits)))
-    return MaskSpan(limits, min(yes.least, no.least), max(yes.most, no.most))
+    extremes = Extremes(*(c.low.where(a, c.high.where(b, n)) for a, b, n in zip(yes.extremes, either, no.extremes)))
+    return MaskSpan(extremes, min(yes.least, no.least), max(yes.most, no.most))
 
 def _negated(x:MaskSpan) -> MaskSpan: return MaskSpan(Extremes(x.high.logical_not(), x.low.logical_not()))
 
 def _within_int(u:UOp) -> tuple[int, int]:
-  """Returns limits of an integer expression that hold in every problem. If a number in the expression may overflow, these are the limits of int32."""
+  """Returns bounds of an integer expression that hold in every problem. If a number in the expression may overflow, these are the bounds of int32."""
   inside = all(x.vmin >= LEAST_INT and x.vmax <= MOST_INT for x in u.toposort() if dtypes.is_int(x.dtype))
   return (int(u.vmin), int(u.vmax)) if inside else (LEAST_INT, MOST_INT)
 
-def _in_int(limits:Extremes, least:int, most:int) -> MaskSpan|None:
-  return MaskSpan(limits, least, most) if least >= LEAST_INT and most <= MOST_INT else None
+def _in_int(extremes:Extremes, least:int, most:int) -> MaskSpan|None:
+  return MaskSpan(extremes, least, most) if least >= LEAST_INT and most <= MOST_INT else None
 
-def one_sided_parts(mask:UOp) -> list[UOp]:
-  """Returns the parts of a mask (expressions of the query alone or of the key alone) whose limits on a tile decide whether the mask is constant
-  there."""
+def one_sided_expressions(mask:UOp) -> list[UOp]:
+  """Returns the expressions in a mask that depend on the query alone or on the key alone, and whose extremes on a tile decide whether the mask is
+  constant there. For `i//64 == tokens[j]` these are i//64 and tokens[j]."""
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
     found[u] = None
@@ -144,7 +146,8 @@ def one_sided_parts(mask:UOp) -> list[UOp]:
   MaskSpans(taken).of(mask)
   return list(found)
 
-def span_of(mask:UOp, limits_of:Callable[[UOp], Extremes]) -> Extremes:
+def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
   """Returns the lowest and the highest value of a mask on a tile. The lowest says whether the mask leaves all scores visible, and the highest whether
-  it may leave some visible. `limits_of` returns the lowest and the highest value of a part of the mask."""
-  return MaskSpans(limits_of).condition(mask).limits
+  it may leave some visible. `extremes_of` returns the lowest and the highest value of a one-sided expression (an expression of the query alone or of
+  the key alone)."""
+  return MaskSpans(extremes_of).condition(mask).extremes

@@ -1,15 +1,21 @@
-"""Lists of the tiles in which a mask leaves scores, for masks that leave a query more than one interval of keys.
+"""Lists of the tiles in which a mask_mod leaves scores, for masks that leave a query more than one interval of keys.
 
-A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). Small kernels make the list of each
-block. `limits_of_parts` finds the lowest and the highest value that each part of the mask (attn/functions/spans.py) has in each block and in each
-tile. From these limits, `seen_in_tiles` knows at once of most tiles that the mask hides all scores, or none. It evaluates the mask for each score of
-the other tiles, as the kernels of attention do. `tiles_in_order` puts the tiles of each block in order. Tiles of which the mask hides some scores
-come first, and then the tiles of which it hides none. If the mask hides all scores of a tile, the tile is not in the list."""
+A workgroup of attention owns a block of rows (queries or keys) and loops over tiles of columns (keys or queries). Three small kernels make the list
+of tiles for each block.
+
+1. `extremes_of_expressions` looks at the expressions in the mask that depend on the row alone or on the column alone, such as i//64 and tokens[j] in
+the mask i//64 == tokens[j]. It finds the lowest and the highest value of each of them, in each block of rows and in each tile of columns.
+
+2. `seen_in_tiles` says which tiles have visible and hidden scores. The extremes show of most tiles that the mask hides all scores, or none
+(attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
+
+3. `tiles_in_order` puts the tiles of each block in order. Tiles of which the mask hides some scores come first, and then the tiles of which it hides
+none. If the mask hides all scores of a tile, the tile is not in the list."""
 from __future__ import annotations
 import functools, math, operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_parts, span_of
+from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_expressions, span_of
 from attn.functions.symbols import KEY, QUERY, depends
 from attn.kernels.parts.grid.workgroup import by_name
 from attn.kernels.parts.program.allocator import Allocator
@@ -29,7 +35,8 @@ from attn.values import cache_of_kernels
 
 THREADS_OF_A_LIST = 64
 OF_A_STEP = 4              # columns of a row, or tiles, of one iteration
-OF_A_SIDE = 16             # rows of a block, or columns of a tile, of one iteration that looks for limits. 32 take as long, and 0.4 s more to compile
+# rows of a block, or columns of a tile, of one iteration that looks for extremes. With 32 a kernel runs as long, and takes 0.4 s more to compile
+OF_A_SIDE = 16
 SEEN, HIDDEN = 1, 2        # bits of what a mask leaves of a tile: some scores are seen, some are hidden
 NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
@@ -64,44 +71,47 @@ class ListedBlocks:
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns the tensors of the kernels that make lists, in the order of the kernels: for each kernel the (shape, dtype) of its tensors by name. A
-  kernel writes its first tensor, by whose name it is found here. Without parts of the mask that have limits, no kernel writes "limits"."""
+  """Returns the tensors of the kernels that make lists of tiles: for each kernel the (shape, dtype) of its tensors by name, in the order in which the
+  kernels run. The dictionary has each kernel under the name of its first tensor, which the kernel writes. The kernel that writes "extremes" is left
+  out if no expression of the mask depends on the row alone or on the column alone."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
   length = Sides.of(x).length
-  limits: Shapes = {"limits": ((x.lists, length), "int32")} if length else {}
-  found = {"limits": limits | read} if length else {}
-  return found | {"in_tiles": in_tiles | limits | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
+  extremes: Shapes = {"extremes": ((x.lists, length), "int32")} if length else {}
+  found = {"extremes": extremes | read} if length else {}
+  return found | {"in_tiles": in_tiles | extremes | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
 
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
   """Returns the kernels that make lists, in order, each with the (shape, dtype) of its tensors by name."""
-  kernels = {"limits": limits_of_parts, "in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
+  kernels = {"extremes": extremes_of_expressions, "in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
   return [(kernels[written](x), shapes) for written, shapes in list_arguments(x).items()]
 
 # ***** items of work *****
 
 @dataclass(frozen=True)
 class Items:
-  """The items of work of a kernel that makes lists. A thread does one item, such as a tile, or all threads of a workgroup do one together."""
+  """The items of work of a kernel that makes lists of tiles. An item is, for example, one tile. Either a thread does an item alone, or all threads of
+  a workgroup do it together."""
   new: Allocator
   ranges: tuple[UOp, ...]
   @property
   def thread(self) -> UOp: return self.ranges[-1]
   @staticmethod
   def of_workgroups(*sizes:int) -> tuple[Items, tuple[UOp, ...]]:
-    """Makes items that a workgroup does together: there are as many as the product of `sizes`. Returns the items, and the item's numbers."""
+    """Makes items that a workgroup does together: there are as many as the product of `sizes`. Returns the items, and the position of this
+    workgroup's item along each of `sizes`."""
     new = Allocator()
     outer = tuple(new.range(n, AxisType.GLOBAL) for n in sizes)
     return Items(new, (*outer, new.range(THREADS_OF_A_LIST, AxisType.LOCAL))), outer
   @staticmethod
   def of_threads(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
     """Makes items that a thread does: there are as many as the product of `sizes`. The last of the sizes is divided among threads. Returns the items,
-    whether this thread's item exists, and the item's numbers."""
+    whether this thread's item exists, and its position along each of `sizes`."""
     items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
     return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
   def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *after:UOp) -> list[UOp]:
-    """Returns the results of a loop of `count` iterations. `work` gets the results so far, first `begin`, and the number of the iteration. It returns
+    """Returns the results of a loop of `count` iterations. `work` gets the results so far, first `begin`, and the index of the iteration. It returns
     new results. The loop runs after the stores `after`."""
     registers = [self.new.registers(1, x.dtype) for x in begin]
     begun = [r.after(*self.ranges, *after)[0].store(x) for r, x in zip(registers, begin)]
@@ -110,31 +120,34 @@ class Items:
     end = UOp.group(*[r[0].store(x) for r, x in zip(now, work([r[0].load() for r in now], i))]).end(i)
     return [r.after(end)[0].load() for r in registers]
   def kernel(self, name:str, stores:list[UOp], operations:int) -> UOp:
-    """Returns the kernel. `operations` is about how many it has, at most: tinygrad cannot estimate loops whose length a kernel loads."""
+    """Returns the kernel. `operations` is an upper estimate of the number of its operations. tinygrad needs it, because it cannot estimate loops
+    whose length a kernel loads from memory."""
     info = KernelInfo(name, opts_to_apply=(), estimates=Estimates(ops=operations, lds=operations, mem=operations))
     return UOp.group(*stores).end(*self.ranges).sink(arg=info, tag=OPTIMISED)
 
 def int32(n:int) -> UOp: return UOp.const(n, dtypes.int)
 
-# ***** limits of the parts of a mask *****
+# ***** extremes of the one-sided expressions of a mask *****
 
 LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """The parts of a mask that depend on the rows of blocks, or those that depend on the columns of tiles.
+  """Either the expressions in a mask that depend on the row alone, or those that depend on the column alone. The kernel finds the extremes (the
+  lowest and the highest value) of each expression in each block of rows, or in each tile of columns.
 
-  begin: index of the first limit of this side among the limits of a list
-  count: number of blocks, or of tiles
-  size: rows of a block, or columns of a tile"""
-  parts: tuple[UOp, ...]
+      begin: position of this side's first extreme, among all extremes that belong to a list
+      count: number of blocks, or of tiles
+      size: rows of a block, or columns of a tile"""
+  expressions: tuple[UOp, ...]
   over: str
   begin: int
   count: int
   size: int
-  def index(self, part:int, which:int, n:UOp) -> UOp:
-    """Returns the index of a limit of block or tile `n`, among the limits of a list. `which` is LOW_END or HIGH_END."""
-    return self.begin + (2*part + which)*self.count + n
+  def index(self, nth:int, which:int, n:UOp) -> UOp:
+    """Returns the position of one extreme among all extremes that belong to a list: the lowest (`which` is LOW_END) or the highest (HIGH_END) value
+    that the expression with index `nth` has in block or tile `n`."""
+    return self.begin + (2*nth + which)*self.count + n
 
 @dataclass(frozen=True)
 class Sides:
@@ -145,35 +158,37 @@ class Sides:
     mask = x.p.mask_mod
     assert mask is not None
     walked, other = (KEY, "queries") if x.over == "keys" else (QUERY, "keys")
-    parts = one_sided_parts(mask.value)
-    of_columns = tuple(u for u in parts if depends(u, walked))
-    rows = Side(tuple(u for u in parts if u not in of_columns), other, 0, x.blocks, x.block_m)
-    return Sides(rows, Side(of_columns, x.over, 2*len(rows.parts)*x.blocks, x.tiles, x.block_n))
+    both = one_sided_expressions(mask.value)
+    of_columns = tuple(u for u in both if depends(u, walked))
+    rows = Side(tuple(u for u in both if u not in of_columns), other, 0, x.blocks, x.block_m)
+    return Sides(rows, Side(of_columns, x.over, 2*len(rows.expressions)*x.blocks, x.tiles, x.block_n))
   @property
   def length(self) -> int:
-    """Number of limits of a list."""
-    return self.columns.begin + 2*len(self.columns.parts)*self.columns.count
+    """Number of extremes (lowest and highest values of expressions) that belong to a list."""
+    return self.columns.begin + 2*len(self.columns.expressions)*self.columns.count
 
-def limit_of_all(dtype:DType, which:int) -> UOp:
-  """Returns the number that no value of a part is above (if `which` is HIGH_END) or below."""
+def extreme_of_all(dtype:DType, which:int) -> UOp:
+  """Returns the highest number of a dtype if `which` is HIGH_END, and otherwise its lowest number. For floats these are inf and -inf."""
   if dtype == dtypes.float: return UOp.const(math.inf if which == HIGH_END else -math.inf, dtype)
   return UOp.const(MOST_INT if which == HIGH_END else LEAST_INT, dtype)
 
-def widened(limits:list[UOp], value:UOp, there:UOp) -> list[UOp]:
-  """Returns the limits of values that include a further one. A NaN is included as -inf and inf."""
+def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
+  """Returns the minimum and the maximum of some values and one more value. `extremes` has the minimum and the maximum before; `value` is the further
+  value, which counts if `there` is true. A NaN counts as -inf and as inf."""
   low, high = value, value
-  if value.dtype == dtypes.float: low, high = (value.ne(value).where(limit_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
-  return [(there & (low < limits[LOW_END])).where(low, limits[LOW_END]), (there & (limits[HIGH_END] < high)).where(high, limits[HIGH_END])]
+  if value.dtype == dtypes.float: low, high = (value.ne(value).where(extreme_of_all(value.dtype, which), value) for which in (LOW_END, HIGH_END))
+  return [(there & (low < extremes[LOW_END])).where(low, extremes[LOW_END]), (there & (extremes[HIGH_END] < high)).where(high, extremes[HIGH_END])]
 
 def walk_over(x:ListedBlocks, over:str, batch:UOp, given:Mapping[str, UOp]) -> Walk:
   return (over_keys if over == "keys" else over_queries)(x.p, extent(x.p, batch, given))
 
 @cache_of_kernels
-def limits_of_parts(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that finds the limits of the parts of a mask, in blocks of rows and in tiles of columns. If several heads share a list, the
-  limits are those of all these heads together."""
+def extremes_of_expressions(x:ListedBlocks) -> Callable[..., UOp]:
+  """Returns the kernel that finds the lowest and the highest value of each one-sided expression of a mask (an expression of the row alone or of the
+  column alone), in blocks of rows and in tiles of columns. If several heads share a list, the kernel takes the values for all these heads
+  together."""
   def kernel(*args:UOp) -> UOp:
-    given, sides = by_name(list_arguments(x)["limits"], args), Sides.of(x)
+    given, sides = by_name(list_arguments(x)["extremes"], args), Sides.of(x)
     items, _, (of_list, n) = Items.of_threads(x.lists, max(x.blocks, x.tiles))
     batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
     def stores(side:Side) -> list[UOp]:
@@ -183,17 +198,17 @@ def limits_of_parts(x:ListedBlocks) -> Callable[..., UOp]:
         piece, of = which*pieces + i%pieces, Row(batch, first_head + i//pieces, UOp.const(0), UOp.const(True))
         at = Fragment(x.p, given, of, of, walk, piece, width, UOp.const(0), width, [tuple(range(width))], width, NATURAL, NOTHING_SEEN)
         lifted = Lifted(at, "mask_mod")
-        for part, u in enumerate(side.parts):
-          pair = now[2*part:2*part + 2]
+        for nth, u in enumerate(side.expressions):
+          pair = now[2*nth:2*nth + 2]
           for column, value in enumerate(lifted.each(u)[0]):
-            pair = widened(pair, value.cast(ORDERED.get(u.dtype, dtypes.int)), piece*width + column < walk.count)
-          now[2*part:2*part + 2] = pair
+            pair = extended(pair, value.cast(ORDERED.get(u.dtype, dtypes.int)), piece*width + column < walk.count)
+          now[2*nth:2*nth + 2] = pair
         return now
-      begin = [limit_of_all(ORDERED.get(u.dtype, dtypes.int), 1 - which) for u in side.parts for which in (LOW_END, HIGH_END)]
+      begin = [extreme_of_all(ORDERED.get(u.dtype, dtypes.int), 1 - which) for u in side.expressions for which in (LOW_END, HIGH_END)]
       found = items.totals(pieces*x.heads[1], begin, work) if begin else []
-      at = [of_list*sides.length + side.index(part, which, n) for part in range(len(side.parts)) for which in (LOW_END, HIGH_END)]
-      return [flat(given["limits"])[place.valid(there)].store(limit.bitcast(dtypes.int)) for place, limit in zip(at, found)]
-    name, both = f"attn_tiles_limits_{x.over}_{x.block_m}x{x.block_n}", stores(sides.rows) + stores(sides.columns)
+      at = [of_list*sides.length + side.index(nth, which, n) for nth in range(len(side.expressions)) for which in (LOW_END, HIGH_END)]
+      return [flat(given["extremes"])[place.valid(there)].store(extreme.bitcast(dtypes.int)) for place, extreme in zip(at, found)]
+    name, both = f"attn_tiles_extremes_{x.over}_{x.block_m}x{x.block_n}", stores(sides.rows) + stores(sides.columns)
     return plain(items.kernel(name, both, x.lists*x.heads[1]*(x.rows + x.columns)))
   return kernel
 
@@ -211,11 +226,13 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
     items, (of_list, block, tile) = Items.of_workgroups(x.lists, x.blocks, x.tiles)
     batch, first_head = of_list//x.heads[0], of_list%x.heads[0]*x.heads[1]
     walk = walk_over(x, x.over, batch, given)
-    def limits(u:UOp) -> Extremes:
-      """Returns the limits of a part of the mask, which `limits_of_parts` has found."""
-      side, n = (sides.rows, block) if u in sides.rows.parts else (sides.columns, tile)
+    def extremes(u:UOp) -> Extremes:
+      """Loads the lowest and the highest value of an expression in this block of rows or tile of columns, which `extremes_of_expressions` has
+      found."""
+      side, n = (sides.rows, block) if u in sides.rows.expressions else (sides.columns, tile)
       to = ORDERED.get(u.dtype, dtypes.bool)
-      found = [flat(given["limits"])[of_list*sides.length + side.index(side.parts.index(u), which, n)].load() for which in (LOW_END, HIGH_END)]
+      at = [of_list*sides.length + side.index(side.expressions.index(u), which, n) for which in (LOW_END, HIGH_END)]
+      found = [flat(given["extremes"])[place].load() for place in at]
       return Extremes(*[y.ne(0) if to == dtypes.bool else y.bitcast(to) for y in found])
     def interval(row:UOp) -> tuple[UOp, UOp]:
       """Returns the first and the last column of the interval that a row sees, counted from the first column of the tile."""
@@ -223,12 +240,13 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
       return (UOp.const(0) if first is None else first - tile*x.block_n), last_seen(walk, row) - tile*x.block_n
     first_row, last_row = block*x.block_m, (block*x.block_m + x.block_m - 1).minimum(x.rows - 1)
     (begin, first_end), (last_begin, end) = interval(first_row), interval(last_row)      # neither end decreases from one row to the next
-    always, possibly = span_of(mask.value, limits)
+    always, possibly = span_of(mask.value, extremes)
     hidden = (begin >= x.block_n) | (end < 0) | possibly.logical_not()
     seen = (last_begin <= 0) & (first_end >= x.block_n - 1) & always
     unsure = ops.uniform((hidden | seen).where(int32(0), int32(1)))
     def work(now:list[UOp], i:UOp) -> list[UOp]:
-      """Looks at a few scores of a row."""
+      """Evaluates the mask for a few neighbouring scores of one row of the tile. Adds to the bits found so far whether some of these scores are seen
+      and whether some are hidden."""
       index = i*THREADS_OF_A_LIST + items.thread
       row, piece, head = first_row + index%x.block_m, index//x.block_m%pieces, (first_head + index//x.block_m//pieces)
       of = Row(batch, head.minimum(first_head + x.heads[1] - 1), row.minimum(x.rows - 1), row < x.rows)
@@ -254,8 +272,8 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
-  """Returns the kernel that puts the tiles of each block in order. The place of a tile is the number of tiles that come before it; one thread for
-  each tile counts them. Tiles that are not in the list come last, and their places hold the number of all tiles."""
+  """Returns the kernel that puts the tiles of each block in order. The position of a tile is the number of tiles that come before it; one thread for
+  each tile counts them. Tiles that are not in the list come last, and their positions hold the number of all tiles."""
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
     line = (of_list*x.blocks + block)*x.tiles

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_parts, span_of
+from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_expressions, span_of
 from attn.functions.symbols import KEY, QUERY, depends, number_of_tensor, tensor_symbol
 from attn.functions.trace import functions_of
 from attn.reference import Array
@@ -100,8 +100,8 @@ def test_parts_depend_on_one_side() -> None:
   """The parts of a mask are as large as possible, and none depends on both a query and a key."""
   d = tensor_symbol(0, (8,), "int32")
   one, two = d[QUERY]//2 + 1, (d[KEY]*2).maximum(3)
-  assert one_sided_parts(one.eq(two) & (KEY < 5)) == [one, two, KEY < 5]
-  assert not [u for u in one_sided_parts((one + two) % 3 < 2) if depends(u, QUERY) and depends(u, KEY)]
+  assert one_sided_expressions(one.eq(two) & (KEY < 5)) == [one, two, KEY < 5]
+  assert not [u for u in one_sided_expressions((one + two) % 3 < 2) if depends(u, QUERY) and depends(u, KEY)]
 
 # ***** random masks *****
 
