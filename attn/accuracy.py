@@ -46,8 +46,8 @@ class Law:
   slack: Array
   alike: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the accuracy law of a part or a rearrangement of the output. `change` makes it from an array: it changes the shape or selects
-    elements."""
+    """Returns the accuracy law of a part or a rearrangement of the output. `change` is a function that selects or rearranges the elements of an
+    array; it is applied to every array of this law."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
@@ -86,9 +86,14 @@ class Laws:
 class Verdict:
   """Result of a comparison of an output with its accuracy law.
 
-  `error`, `limit`, `sigma` and `where` describe the element with the largest error/limit; `where` is its index. `rms` is the root mean square of
-  error/sigma over the `resolved` elements, whose slack is below sigma/4 and which are not `alike`. `resolved` is their number, and `furthest` their
-  largest error/sigma. `count` is the number of all elements. `pattern` says which NaN or inf is out of place, or is ""."""
+      error, limit, sigma: of the element with the largest error/limit
+      where: index of this element
+      resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings
+        and equals no other element's error
+      rms: root mean square of error/sigma over these elements
+      furthest: largest error/sigma of these elements
+      count: number of all elements
+      pattern: which NaN or inf is out of place, or """""
   error: float
   limit: float
   sigma: float
@@ -104,7 +109,8 @@ class Verdict:
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Tells whether the root mean square of error/sigma is above 1. It counts only if there are enough elements."""
+    """Tells whether the root mean square of error/sigma is above 1. Returns False if there are fewer than ENOUGH_ELEMENTS elements, because the mean
+    of few errors says nothing."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -176,9 +182,9 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
   no weight has one). A loss is an error that is not random, such as a weight that becomes 0: errors of this kind add up over the weights.
 
   float16 has losses: a weight below 2^-8 times the smallest normal number has only the last two bits of a denormal number, and may be rounded to 0.
-  Its loss is at most the weight itself. A unit that `flushes` loses every weight below the smallest normal number. It may also lose a larger weight,
-  if the weight is larger by at most `off`, its own error. bfloat16 has no losses, because it holds numbers as small as the exponentials of fp32.
-  float32 is not rounded."""
+  Its loss is at most the weight itself. If the matrix unit flushes denormal numbers to 0 (`flushes`), every weight below the smallest normal number
+  is lost. A weight above the smallest normal number may then be lost, too, because the computed weight differs from the exact one by up to `off`.
+  bfloat16 has no losses, because it holds numbers as small as the exponentials of fp32. float32 is not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
@@ -200,7 +206,8 @@ EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal
 TOGETHER = 2**21                # most numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Finds the rows that have two values of equal size. Values that are negligible beside the largest value of their row do not count."""
+  """Finds the rows that have two values of equal magnitude (absolute value). Values that are negligible beside the largest value of their row do not
+  count."""
   size = np.sort(np.abs(values), axis=-1)
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
@@ -267,8 +274,8 @@ def _added(w:Array, largest:Array) -> Array:
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """Estimates the standard deviation of the error of a dot product of n terms in fp32. `size` is the dot product, `squares` the sum of the squares of
-  its terms."""
+  """Estimates the standard deviation of the error of a dot product of n terms in fp32. `size` is the result of the dot product; only its absolute
+  value matters. `squares` is the sum of the squares of its terms."""
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 # ***** the pairs of queries and keys *****
@@ -381,7 +388,7 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
   """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors. (1) The fp32 error of each
-  score. One part of it is equal for all keys with equal products, another part for all keys with equal weights. (2) The error of adding up. (3) The
+  score. It has two parts: keys with the same q.k share one part, and keys with the same weight share the other. (2) The error of adding up. (3) The
   error of rescaling the sums when the softmax subtracts a larger number than before. (4) The loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
@@ -463,8 +470,8 @@ class _Gradients:
     return _Gradients(t, do, heads, ds, ds*t.slope, off, capped_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
-    """Rearranges values of pairs so that each row belongs to a key. Its columns are all queries of the heads that share this key: (..., Hkv, Sk,
-    rows)."""
+    """Rearranges values of pairs of a query and a key to the shape (..., Hkv, Sk, queries), so that the last axis has all values of a key. It runs
+    over the queries of all heads that share the key."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
     """Joins the queries of all heads that share keys: (..., Hkv, rows, D)."""
@@ -495,8 +502,9 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Describes the errors of fp32 sums of weights (Sq, Sk) times dS. Returns their variance and slack. Each sum is over the scores (B, H, Sq, Sk) to
-    which one element of a tensor of this `shape` is broadcast."""
+    """Describes the errors of the fp32 sums of `weights` times dS. `weights` (Sq, Sk) are factors such as i - j, by which dS is multiplied before it
+    is added up to the gradient of a score term (a bias, ALiBi slopes). Returns variance and slack of the sums. Each sum is over the scores (B, H, Sq,
+    Sk) to which one element of a tensor of this `shape` is broadcast."""
     mass = weights*self.t.p
     if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
     def total(a:Array) -> Array: return summed_to(a, shape)

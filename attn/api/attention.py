@@ -123,8 +123,8 @@ def attend(c:CheckedCall) -> Any:
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
-  """Chooses the kernel for a call of `attention` with these arguments, and runs nothing. Returns the kernel, its tile, the number of key ranges, and
-  the reason against each other kernel. With `arch` the chip need not be present."""
+  """Chooses the kernel for a call of `attention` with these arguments, and runs nothing. Returns the kernel, its tile, the number of key ranges (KV
+  splits), and for every other kernel the reason why it was not chosen. With `arch` the chip need not be present."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:

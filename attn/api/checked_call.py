@@ -195,7 +195,7 @@ def tensor_kind(name:str, t:Tensor) -> TensorKind:
 
 def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
   """Checks the arguments of a call of `attention` and returns the checked call. `lengths_name` is what error messages call kv_lengths: a caller may
-  have another name for it. With `in_place`, kernels read a k and v that are views of a buffer where they lie, without a copy."""
+  have another name for it. With `in_place`, kernels read k and v without a copy if they are views of a buffer."""
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)

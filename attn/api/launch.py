@@ -27,8 +27,8 @@ OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.at
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """Returns the checked call with the tensors that dropout needs: a seed (a new one if the caller gives none), and, if devices share batches or
-  heads, the number of each device's first batch and first head."""
+  """Returns the checked call with the tensors that dropout needs. These are a seed (a new one if the caller gives none) and, if devices share batches
+  or heads, the index of the first batch and of the first head that each device has."""
   if not c.problem.dropout_p and not c.problem.first_batch_and_head: return c
   t = dict(c.tensors)
   if c.problem.dropout_p and "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
@@ -98,8 +98,8 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """Returns the kernel function `fxn` for one call: with the call's Variables. The call's inputs are kept for its gradient, unless the call is one
-  device's part of a larger call. The gradient then belongs to the larger call."""
+  """Returns the kernel function `fxn` in the form for one call: its kernel gets the values of the call's Variables, and the call's inputs are kept
+  for the gradient. They are not kept if the call is one device's part of a larger call, because the gradient then belongs to the larger call."""
   if not c.variables and not c.part: return fxn
   def called(*placeholders:UOp) -> CheckedKernel:
     kernel = fxn(*placeholders)

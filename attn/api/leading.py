@@ -8,8 +8,9 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Leading:
-  """Leading axes of a call, all but the last two, sorted by what they are to a kernel. Along the axes `shared`, keys and values have size 1. There a
-  key/value head serves all queries, so that keys and values are read in place and not repeated."""
+  """Leading axes of a call, all but the last two, sorted into three kinds: batch axes, head axes, and axes along which only q has several entries.
+  Along these last ones (`shared`) keys and values have size 1. One key/value head then serves all queries, and keys and values are read in place and
+  not repeated."""
   sizes: tuple[int, ...]      # size of query and output along each leading axis
   kv_sizes: tuple[int, ...]   # size of key and value along each leading axis
   batch: Axes

@@ -15,13 +15,13 @@ def thunder_attention(xq:Tensor, xk:Tensor, xv:Tensor, attn_mask:None=None, is_c
   """Computes attention of (B, S, H, D) tensors, with the arguments of tinygrad's extra/thunder/amd/fa.py. Returns (o, o, lse): the output twice, as
   that function does, and lse as float32 (B, H, 1, S).
 
-    is_causal   the last query sees all keys, each earlier query one key less
-    write_flat  the shape of the output is (B, S, H*D)
-    sinks       (H): score of one extra key per head that has no value
-    window      number of keys that a query sees: its own and those before it; 0: all
+      is_causal   the last query sees all keys, each earlier query one key less
+      write_flat  the shape of the output is (B, S, H*D)
+      sinks       (H): score of one extra key per head that has no value
+      window      number of keys that a query sees: its own and those before it; 0: all
 
-  If a precompiled `@function` returns the output and lse, its gradient uses them and does not compute them again. Raises NotImplementedError for a
-  mask, and ValueError or NotImplementedError for arguments that `attention` does not support."""
+  Inside a function under tinygrad's decorator `@function(precompile=True)` that returns the output and lse, the gradient uses both and does not
+  compute them again. Raises NotImplementedError for a mask, and ValueError or NotImplementedError for arguments that `attention` does not support."""
   if attn_mask is not None: raise NotImplementedError("attn_mask: must be None; attn.attention takes a bias")
   window = values.whole_number("window", window, 0, 2**31 - 1, "the number of keys that a query sees, or 0")
   o, lse = attention(xq, xk, xv, causal=is_causal, window=(window - 1, -1), layout="bshd", sinks=sinks, return_lse=True)

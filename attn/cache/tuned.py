@@ -1,9 +1,9 @@
 """Fastest tiles, timed by bench.py with TUNE=1 and kept in the user's cache directory. They are used on real devices only.
 
 The file has this form: {chip: {class: {"tile": ..., "seconds": ..., "stamp": ...}}}. `class` is a problem class; for a tile of a backward kernel, the
-kernel's name follows. "tile" has the numbers of a shape and of its matrix instruction, or is null if no tile was faster than the tile of attn's
-tables. "seconds" is the tile's time, "stamp" the versions with which it was measured. The file is untrusted input: an entry that is invalid, or made
-with other versions, is ignored with one warning that names the file."""
+kernel's name follows. "tile" has the fields of the tile's sizes (such as waves and block_n) and the index of its matrix instruction among those of
+the chip, or is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions with which it was
+measured. The file is untrusted input: an entry that is invalid, or made with other versions, is ignored with one warning that names the file."""
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
 from collections.abc import Callable
@@ -71,7 +71,7 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
 def said_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Converts a table row to the form in which the file of fastest tiles stores it: the numbers of its tile, by name."""
+  """Converts a row of attn's tables of tiles to the form that the file of fastest tiles has: a dictionary of the fields of its tile, by name."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
 def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
@@ -155,8 +155,8 @@ def winner(p:Problem, arch:Chip) -> list[UpTo[ForwardShape]]:
   return kept_rows(p, arch, "", ForwardShape, check_matrix)
 
 def entry_of(p:Problem, kernel:str) -> str|None:
-  """Returns the name of an entry of the file: the problem's class, followed by the kernel's name ("" for forward). Returns None if the problem
-  belongs to no class."""
+  """Returns the name under which the file of fastest tiles has the tile of a problem: the problem's class, followed by the kernel's name ("" for
+  forward). Returns None if the problem belongs to no class."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:

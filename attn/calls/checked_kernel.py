@@ -59,8 +59,8 @@ def check_output(name:str, u:UOp) -> None:
 
 def at_a_whole_unit(u:UOp) -> UOp:
   """Makes sure that an input begins at a multiple of UNIT_BYTES in its buffer, because kernels read rows in units of this size. Returns `u` if it
-  does, and a copy of `u` if it does not. The copy is made from the tensor under `contiguous()`, because tinygrad's own kernels read a `contiguous()`
-  slice by whole vectors, wherever the slice begins."""
+  does, and a copy of `u` if it does not. If `u` is a `contiguous()` slice, the copy is made of the slice itself, without `contiguous()`: for that
+  operation tinygrad would launch a kernel of its own, which reads whole vectors wherever the slice begins."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return copied(u)
@@ -124,11 +124,13 @@ def default_arch() -> str:
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """Returns the chip `name` with the compiler that `device` uses. On a real device the chip may also have tiles that a search with TUNE=1 found."""
+  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that `device` uses. On a real device the record also says
+  that tiles which a search with TUNE=1 found may be used."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:
-  """Returns the chip `name` with the compiler that tinygrad's default device uses. The machine needs no device with this chip."""
+  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that tinygrad's default device uses. The machine needs no
+  device with this chip."""
   try: device = Device.DEFAULT
   except RuntimeError: return get_chip(name)
   return compiled_on(get_chip(name), device)

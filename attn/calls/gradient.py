@@ -4,8 +4,8 @@ With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. Or one
 kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`. `backward_dbias` computes the gradient of a
 bias, and of a mod_tensor that score_mod reads at b, h, i, j or i - j. For the gradients of ALiBi slopes and other mod_tensors, and for problems that
-these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates `three_pass` of the same inputs. In both cases each gradient
-is a separate expression, so a gradient that is not used is never computed."""
+these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates `three_pass`, which is attention in plain tensor operations of
+tinygrad, of the same inputs. In both cases each gradient is a separate expression, so a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -56,8 +56,8 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 # ***** gradients that tinygrad computes *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Lets tinygrad compute the gradients: it differentiates `three_pass`. `given` has the gradients of o and lse. Returns the gradients of all float
-  inputs on which o or lse depends, by name."""
+  """Lets tinygrad compute the gradients: it differentiates `three_pass` (attention in plain tensor operations of tinygrad). `given` has the gradients
+  of o and lse. Returns the gradients of all float inputs on which o or lse depends, by name."""
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
@@ -79,17 +79,17 @@ class BackwardLaunch:
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get
 
 def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
-  """Returns two lists of tiles to make, one for the kernel "dq" and one for "dkdv". Such a list names the tiles that the mask leaves visible. An
-  entry is None if its kernel needs no list, because it loops over all tiles between a first and a last one. Both are None if the tensors lie on
-  several devices."""
+  """Returns which lists of tiles have to be made for the kernels "dq" and "dkdv", in this order. Such a list names the tiles that the mask leaves
+  visible. An entry is None if its kernel needs no list, because it loops over all tiles between a first and a last one. Both entries are None if the
+  tensors lie on several devices."""
   if not isinstance(device, str): return None, None
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
   """Returns the kernel launches of backward by name. "forward" writes lse. "dq" and "dkdv" compute the gradients of q, k and v; in place of these two
-  there may be "delta", "all" and "finish". "dbias0", "dbias1", ... compute the sums over scores of `kernel_sums`. Equal arguments return identical
-  objects, because tinygrad's schedule cache compares by identity."""
+  there may be "delta", "all" and "finish". "dbias0", "dbias1", ... add up dS to the gradients of a bias and of mod_tensors (`kernel_sums`). Equal
+  arguments return identical objects, because tinygrad's schedule cache compares by identity."""
   return _backward_kernels(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
 
 @cache_of_kernels
@@ -137,9 +137,9 @@ def like(g:UOp, out:UOp) -> UOp:
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes gradients with the backward kernels: those of q, k, v and the sinks, and those that are sums over scores, such as the gradient of a
-  bias. `given` has the gradients of o and lse. `outputs` has o, and lse and lse_rest if forward wrote them. If an output is missing, forward runs
-  again."""
+  """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and those for which dS is added up, such as the gradient of
+  a bias. `given` has the gradients of o and lse. `outputs` has o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote
+  them. If an output is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
   lists = lists_of(p, arch, inputs["q"].device)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
@@ -172,9 +172,9 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns the number of fp32 parts into which each device divides its sum for each gradient. `parts` has these numbers for one device, and `sums`
-  are the sums to which the numbers `parts.sums` belong. If several devices have the same keys, or the same tensor of a term, the number is at least
-  1, because the parts of all devices are then added."""
+  """Returns for each gradient how many fp32 partial results each device stores. `parts` says this for one device alone. `sums` are the sums of dS
+  that `backward_dbias` computes; `parts.sums` has a number for each of them. If several devices have the same keys, or the same tensor of a score
+  term (such as a bias), the number is at least 1, because the partial results of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
@@ -194,13 +194,13 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns an output of attention as it is after `call` has written it. If `call` has already run, history.recalled has put an empty call in its
-  place; then the output is returned unchanged."""
+  """Returns an output of attention as it is after `call` has written it. If `call` has already run, history.recalled has replaced it by an empty
+  CALL, which does nothing; then the output is returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
-  """Returns the shapes of o, lse and lse_rest over all devices, by name. The buffers that the kernel wrote may have other shapes, because a caller
-  may have provided them."""
+  """Returns the shapes of o, lse and lse_rest (the part of lse that rounding to fp32 lost) over all devices, by name. The buffers that the kernel
+  wrote may have other shapes, because a caller may have provided them."""
   sizes = dict(zip(AXES[p.layout], q.shape))
   log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))
   return {"o": (*q.shape[:-1], p.Dv), "lse": log_sum, "lse_rest": log_sum}
@@ -213,7 +213,8 @@ class AttentionGradient:
   arch: Chip|None
   names: tuple[str, ...]
   def without(self, missing:Sequence[int]) -> AttentionGradient:
-    """Returns the gradient function of the same kernel, called without some of the tensors. `missing` has the numbers of these tensors."""
+    """Returns the gradient function of the same kernel, called without some of the tensors. `missing` has the positions of these tensors in the list
+    of arguments."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
     """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of the

@@ -24,9 +24,9 @@ def bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else 
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes a problem by `three_pass`, and returns (o, lse, lse_rest). `t` has q, k, v and the optional tensors by name. o has the problem's
-  out_dtype. If tensors are sharded, the problem describes one device's part, but `t` has the whole tensors. Batches and heads are then counted from
-  the first one of the whole tensors."""
+  """Computes a problem by `three_pass` (attention in plain tensor operations of tinygrad), and returns (o, lse, lse_rest). lse_rest is the part of
+  lse that rounding to fp32 lost. `t` has q, k, v and the optional tensors by name. o has the problem's out_dtype. If tensors are sharded, the problem
+  describes one device's part, but `t` has the whole tensors. Batches and heads are then counted from the first one of the whole tensors."""
   given = {name: t[name] for name in EXTRAS if name in t and (name != "first_batch_and_head" or t[name].uop.axis is None)}
   others = {name: x for name, x in given.items() if name not in (*TERM_TENSORS, *MOD_TENSORS)}
   tensors = t | ({"v": t["k"][..., :p.Dv]} if p.v_in_k else {})

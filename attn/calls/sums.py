@@ -1,4 +1,4 @@
-"""Turns the sums that `backward_dbias` computes into gradients of a caller's tensors."""
+"""Turns what `backward_dbias` computes, sums of dS (the gradients of scores), into gradients of the tensors that a score_mod reads."""
 from __future__ import annotations
 import functools, operator
 from attn.functions.indices import simple_index
@@ -11,9 +11,9 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Computes one part of the gradient of a mod_tensor, from sums over scores. score_mod may read the tensor at several places, called elements; the
-  part belongs to the element with the number `p.by_element`. `sums` is the result of the kernel `backward_dbias` with a tile of block_m x block_n.
-  Returns the part in fp32 and in the tensor's shape."""
+  """Computes one part of the gradient of a mod_tensor, from sums of dS (the gradients of scores). score_mod may read the tensor at several places,
+  called elements; the part belongs to the element with the index `p.by_element`. `sums` is the result of the kernel `backward_dbias` with a tile of
+  block_m x block_n. Returns the part in fp32 and in the tensor's shape."""
   assert p.by_element is not None
   element = float_elements(p)[p.by_element]
   index, shape = simple_index(element), [int(n) for n in tensor_of(element).shape]
@@ -38,8 +38,9 @@ def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds up scores with equal i - j, where i is the number of the query's row and j that of the key's. `sums` (B, H, diagonals*block_m, block_n)
-  holds, for each diagonal of tiles, the sum of its tiles. Returns (B, H, Sq + Sk - 1): one sum for each number i - j from 1 - Sk to Sq - 1."""
+  """Adds up gradients of scores with equal distance i - j, where i is the index of the query and j that of the key. `sums` (B, H, diagonals*block_m,
+  block_n) holds a tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. Returns (B, H, Sq + Sk - 1): one sum
+  for each distance from 1 - Sk to Sq - 1."""
   batches, heads = (int(n) for n in sums.shape[:2])
   m, n = of.block_m, of.block_n
   width = m + n - 1                               # number of distances in one tile: row x and column y have the distance x - y + n - 1

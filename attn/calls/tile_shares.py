@@ -77,7 +77,8 @@ TILES_OF = {"keys": "key", "queries": "query"}
 
 @dataclass(frozen=True)
 class Shares:
-  """Numbers of tiles that all workgroups skip, mask, and compute without a mask. `over` says what a tile's columns are, "keys" or "queries"."""
+  """How many tiles a kernel skips, masks, and computes without a mask, added up over all its workgroups. `over` says what a tile's columns are,
+  "keys" or "queries"."""
   over: str
   skipped: int
   masked: int
@@ -129,8 +130,8 @@ def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:M
 MOST_PAIRS = 2**26     # most pairs of a query and a key, over all lists, for which the emulator makes lists: this takes some seconds
 
 class NotCounted(Exception):
-  """Exception that says why tiles can't be counted. `least` has the numbers that are known: the tiles outside the intervals are skipped in any case.
-  It is None if nothing is known."""
+  """Exception that says why tiles can't be counted. `least` has counts that are valid in any case: a workgroup skips at least the tiles outside the
+  interval from the first to the last key that its queries may see. `least` is None if nothing is known."""
   def __init__(self, reason:str, least:Shares|None=None) -> None:
     super().__init__(reason)
     self.least = least

@@ -26,6 +26,7 @@ def get_chip(name:str) -> Chip:
   return chip
 
 def modelled(name:str) -> Chip:
-  """Returns the chip of this name. Raises ValueError if attn has no figures of the chip from which bounds can be computed."""
+  """Returns the chip of this name. Raises ValueError if attn does not know the rates (cycles of instructions, bandwidths) from which it computes
+  lower bounds of a kernel's time on this chip."""
   if name not in MODELLED: raise ValueError(f"no machine model for {name!r}: known are {', '.join(MODELLED)}")
   return CHIPS[name]

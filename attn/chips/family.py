@@ -36,7 +36,7 @@ LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is know
 
 @dataclass(frozen=True)
 class Pipes:
-  """Costs of instructions on one compute unit. Cycles count for one SIMD. Bytes per clock count for the LDS that the SIMDs share."""
+  """Costs of instructions on one compute unit. Cycles are given for one SIMD, bytes per clock for the LDS that all SIMDs share."""
   simds: int                 # SIMDs per compute unit
   valu: int                  # cycles of a full-rate vector instruction
   trans: int                 # cycles of a transcendental

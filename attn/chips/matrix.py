@@ -72,8 +72,8 @@ class Matrix:
     """Returns the row of C that element i of a lane in lane group h belongs to."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the key to which the n-th score of a lane in lane group h belongs. n counts the lane's scores in a column of S^T tiles, over all these
-    tiles."""
+    """Returns the key to which the n-th score of a lane in lane group h belongs. A lane has scores of one query with the keys of several matrix
+    tiles, which lie one below the other in S^T. n counts the lane's scores over all these tiles."""
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
     """Returns the row of A that must hold row d of V^T. If the rows are in this order, a lane's elements of O^T are consecutive columns d of O, and

@@ -147,7 +147,8 @@ def cautious(mat:Matrix) -> tuple[UpTo[ForwardShape], ...]:
 
 def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
   """Makes the table of a backward kernel's tiles for a family of chips without a measured table. The tiles use as few registers as the kernel can
-  use. The kernel owns queries, or if `keys` is true it owns keys."""
+  use. If `keys` is true, each workgroup of the kernel handles a block of keys and loops over queries; otherwise it handles queries and loops over
+  keys."""
   return (UpTo(256, BackwardShape(2, mat.least_keys, BOTH, fenced=max(1, mat.operand//mat.unit), prefetch=0, sparing=True, passes=1 + keys,
                                   by_item=True)),)
 

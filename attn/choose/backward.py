@@ -1,5 +1,5 @@
-"""Choice of what computes the gradient of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass`. Each refusal comes
-with a reason."""
+"""Choice of what computes the gradient of a problem on a chip: the backward kernels, or tinygrad by differentiating `three_pass` (attention in plain
+tensor operations). Each refusal comes with a reason."""
 from __future__ import annotations
 import itertools, math
 from dataclasses import dataclass, replace
@@ -37,10 +37,11 @@ def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
   return found
 
 def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel for delta that also begins the sums of dQ, before the kernel that uses the tile `tile`."""
+  """Returns the kernel that runs before the kernel for all gradients with the tile `tile`. It computes delta, and sets the fp32 accumulator of dQ in
+  memory to 0."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel for dk, dv and the sums of dQ that uses the tile `tile`."""
+  """Returns the kernel with the tile `tile` that computes dk and dv, and adds dQ to its fp32 accumulator in memory."""
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   """Returns the kernel that computes dq from the sums of dQ: it multiplies them by softmax_scale and rounds them. It runs after the kernel that
@@ -84,13 +85,13 @@ class ChosenKernel:
 
 @dataclass(frozen=True)
 class BackwardChoice:
-  """What computes the gradients of a problem: the kernels `chosen`, in the order in which they run, or, if there are none, tinygrad from
-  `three_pass`.
+  """What computes the gradients of a problem. `chosen` has the kernels in the order in which they run. If it is empty, tinygrad differentiates
+  `three_pass` (attention in plain tensor operations).
 
-    refused: why the backward kernels do not compute the gradients
-    memory: bytes besides inputs and outputs
-    others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused
-    by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)"""
+      refused: why the backward kernels do not compute the gradients
+      memory: bytes besides inputs and outputs
+      others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused
+      by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)"""
   chosen: tuple[ChosenKernel, ...]
   arch: Chip|None
   refused: str|None = None
@@ -109,7 +110,7 @@ class BackwardChoice:
     return tuple(x.tile for x in self.chosen if x.tile is not None) or None
   @property
   def parts(self) -> tuple[int, ...]:
-    """Numbers of parts of the kernels in `tiles`."""
+    """How many partial results each kernel in `tiles` stores of its gradients; 0 if it stores the result itself."""
     return tuple(x.parts for x in self.chosen if x.tile is not None)
   @property
   def at_once(self) -> bool:
@@ -128,9 +129,11 @@ FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counte
 
 @dataclass(frozen=True)
 class Parts:
-  """Numbers of parts into which each backward kernel divides its sums, so that more workgroups have work; 0 for a sum that is not divided. `sums` has
-  the numbers for the sums of `kernel_sums`. The parts are fp32 tensors. A further kernel adds the parts of each gradient, always in the same
-  order."""
+  """How many partial results of its gradients each backward kernel stores, so that more workgroups have work; 0 if it stores the result itself. The
+  partial results are fp32 tensors. A further kernel adds the partial results of each gradient, always in the same order.
+
+      dq, dkdv: for the kernels of these gradients
+      sums: for each sum of dS that `backward_dbias` computes, in the order of `kernel_sums`"""
   dq: int
   dkdv: int
   sums: tuple[int, ...] = ()
@@ -162,8 +165,8 @@ def parts_of_sum(x:KernelSum, arch:Chip) -> int:
 
 @dataclass(frozen=True)
 class KernelSum:
-  """A sum over scores that `backward_dbias` computes. `p` is the problem for which the kernel is made (`problems_of_sums`), `tile` the kernel's
-  tile."""
+  """A sum of dS (the gradients of scores) that `backward_dbias` computes, such as the gradient of a bias. `p` is the problem for which the kernel is
+  made (`problems_of_sums`), `tile` the kernel's tile."""
   p: Problem
   tile: BackwardTile|MmaBackwardTile
   @property
@@ -173,7 +176,7 @@ class KernelSum:
 
 @cache_of_kernels
 def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
-  """Returns the sums that `backward_dbias` computes on a chip. A chip without such a kernel has none."""
+  """Returns the sums of dS (the gradients of scores) that `backward_dbias` computes on a chip. A chip without such a kernel has none."""
   if (bias := GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].bias) is None: return ()
   found = list[KernelSum]()
   for x in problems_of_sums(p):
@@ -233,8 +236,8 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   return "; ".join(dict.fromkeys(reasons))
 
 def by_tinygrad(arch:Chip|None, reason:str) -> BackwardChoice:
-  """Returns the BackwardChoice for gradients that tinygrad computes by differentiating `three_pass`. `reason` says why the backward kernels do not.
-  Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
+  """Returns the BackwardChoice for gradients that tinygrad computes by differentiating `three_pass` (attention in plain tensor operations). `reason`
+  says why the backward kernels do not. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels."""
   check_not_forced(reason)
   return BackwardChoice((), arch, reason)
 

@@ -116,8 +116,8 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """Returns the tile that a table row gives for a problem. The kernel owns queries, or with `keys` it owns keys. The tile has no more waves than the
-  rows of the problem need."""
+  """Returns the tile that a table row gives for a problem. With `keys` it is for the kernel whose workgroups handle keys and loop over queries,
+  otherwise for the kernel whose workgroups handle queries and loop over keys. The tile has no more waves than the rows of the problem need."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))
   # dropout, what lse lost to rounding, or a mask that is computed for every score, takes the registers of a prefetched tile

@@ -46,8 +46,8 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Returns the reason why a device without workgroups cannot compute `blocks` blocks of rows for each of `heads` heads of all batches, or None if it
-  can."""
+  """Returns the reason why a device that computes one block after another, such as a CPU, cannot compute `blocks` blocks of rows for each of `heads`
+  heads of all batches. Returns None if it can."""
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
 
@@ -60,5 +60,6 @@ class Refusal:
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that helps a user most. Prefers kernels for a unit that the chip has, and among these general kernels to special ones."""
+  """Returns the reason that helps a user most. Prefers reasons of kernels for a unit that the chip has. Among these, prefers reasons of general
+  kernels to those of special ones."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

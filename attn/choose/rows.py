@@ -27,8 +27,9 @@ def in_units(p:Problem, unit:int) -> bool:
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Returns the rows of a table that are valid for an LLVM release. Each row names the newest release for which it is valid. For each limit of head
-  dimensions (`up_to`) there may be rows of several releases: then only the rows of the oldest release that is still at least `llvm` are used."""
+  """Returns the rows of a table of tiles that are valid for an LLVM release. `row.llvm` is the newest release for which a row is valid. A table may
+  have several rows for the same limit of head dimensions (`up_to`). Of these it returns the row with the smallest `row.llvm` that is not below
+  `llvm`."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
 

@@ -11,8 +11,8 @@ LEAST_TILES = 2048     # tiles of the scores of all heads: to make lists of fewe
 LEAST_HEADS = 4        # heads that share a list of a mask that reads tensors: such a list is made in every call
 
 def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
-  """Returns the reason why a kernel with the tile `tile` gets no lists for the mask_mod of a problem, whatever the size of the problem. Returns None
-  if nothing forbids lists."""
+  """Returns the reason why a kernel with the tile `tile` gets no lists of visible tiles for the mask_mod of a problem, whatever the size of the
+  problem. Returns None if nothing forbids lists."""
   reasons = ((p.v_in_k, "V is a part of K"), (p.varlen, "sequences are packed"), (p.kv_lengths, "kv_lengths says how many keys there are"),
              (p.sk_variable is not None, "a Variable says how many keys there are"), (p.dealt is not None, "devices share the rows of a sequence"),
              (p.first_batch_and_head, "devices share the batches or heads"), (p.batch_invariant, "batch_invariant=True"),
@@ -20,15 +20,16 @@ def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
   return next((reason for holds, reason in reasons if holds), None)
 
 def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|None:
-  """Returns which lists of tiles a kernel with the tile `tile` loops over, or None if it loops over neighbouring tiles without a list. `over` says
-  whether the tiles are tiles of keys or of queries.
+  """Returns which lists of visible tiles a kernel with the tile `tile` loops over, or None if it loops over neighbouring tiles without a list. `over`
+  says whether the tiles are tiles of keys or of queries.
 
-  Lists are made for a mask_mod that leaves more than an interval of keys."""
+  Lists are made for a mask_mod that may leave a query more than one interval of keys."""
   found = lists_or_reason(p, arch, tile, over)
   return found if isinstance(found, ListedBlocks) else None
 
 def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
-  """Returns what `listing` returns, or, if a problem's mask could have lists and has none, the reason."""
+  """Returns which lists of visible tiles a kernel loops over, as `listing` does. If the kernel could loop over lists for this mask but does not,
+  returns the reason as a text. Returns None if the mask needs no lists."""
   if p.mask_mod is None or tile is None: return None
   if (reason := no_lists(p, arch, tile)) is not None: return reason
   of_batches, of_heads = (depends(p.mask_mod.value, symbol) for symbol in (BATCH, QUERY_HEAD))
@@ -40,5 +41,5 @@ def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") 
   return found if tiles >= LEAST_TILES else f"{tiles} tiles are fewer than {LEAST_TILES}"
 
 def with_lists(p:Problem, lists:ListedBlocks|None) -> Problem:
-  """Returns `p` with the shape of the lists that its kernel loops over, or `p` itself if there are no lists."""
+  """Returns `p` with the shape of the lists of visible tiles that its kernel loops over, or `p` itself if there are no lists."""
   return p if lists is None else replace(p, tile_list=lists.shape)

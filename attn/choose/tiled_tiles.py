@@ -62,8 +62,9 @@ DKDV_TILED = (
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
-  """Tile of the kernel of dq, which owns queries, or with `keys` of the kernel of dk and dv, which owns keys. These two kernels keep different
-  tensors in local memory. The result is the tile that TUNE=1 found, or else the tile of the first row that fits."""
+  """Chooses the tile of a `tiled` backward kernel. With `keys` it is the kernel of dk and dv, whose workgroups handle keys and loop over queries.
+  Otherwise it is the kernel of dq, whose workgroups handle queries and loop over keys. The two keep different tensors in local memory. The result is
+  the tile that TUNE=1 found, or else the tile of the first row that fits."""
   kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
   rows = (*tuned.kept_rows(p, arch, kernel, TiledBackwardTile, tuned.check_threads), *(table if arch.lds else [UpTo(MAX_WIDTH, BACKWARD_ALONE)]))
   return next(fitting(kernel, p, arch, rows, lambda row: replace(row.shape, keys=keys)))

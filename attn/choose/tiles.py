@@ -52,8 +52,8 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """A rule that says when registers are short: when a problem has all of `burdens`, and D or Dv is larger than `beyond`. The loop then saves
-  registers in the ways `means`."""
+  """A rule that says when registers are short: when a problem has all of `burdens` (properties that need registers, such as a window or dropout), and
+  D or Dv is larger than `beyond`. The loop then saves registers in the ways that `means` names."""
   beyond: int
   burdens: tuple[str, ...]
   means: Economy
@@ -166,8 +166,8 @@ LAST = 0.8       # time of the longest block beside blocks that end before it, a
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """Chooses the tile with the least estimated time, no larger than the problem's keys. The estimate uses the speed of the tile in the table and the
-  number of blocks that a multiprocessor works on. It counts all rows and keys of a block, including padding. Under a causal mask blocks of all
-  lengths share the multiprocessors, but the estimate is at least the time of the longest block."""
+  number of blocks that a multiprocessor works on. It counts all rows and keys of a block, including padding. Under a causal mask some blocks loop
+  over few keys and others over many. A multiprocessor works on both kinds, but the estimate is at least the time of the block with the most keys."""
   up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   reads = p.mask_mod is not None and bool(elements_of(p.mask_mod.value))

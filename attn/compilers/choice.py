@@ -1,9 +1,8 @@
 """Choice of the compiler for attn's kernels: the first compiler that can compile them, among those that ATTN_COMPILER allows.
 
-The clang of the extra `isa` comes first, because the tiles were chosen and checked for spills with this clang; then ROCm's comgr; then any clang on
-PATH. attn does not judge a compiler by its version but tests it: the compiler compiles `probe_source`, a few lines with all compiler features that
-the kernels need. One test for each compiler version and chip is enough.
-"""
+The clang of the pip extra `isa` (pip install '.[isa]') comes first, because the tiles were chosen and checked for spills with this clang; then ROCm's
+comgr; then any clang on PATH. attn does not judge a compiler by its version but tests it: the compiler compiles `probe_source`, a few lines with all
+compiler features that the kernels need. One test for each compiler version and chip is enough."""
 from __future__ import annotations
 import functools, os, re
 from collections.abc import Callable
@@ -120,9 +119,9 @@ def in_use(arch:str) -> str:
   except (NoCompiler, ValueError) as e: return str(e)
 
 def compiled_on(chip:Chip, device:str) -> Chip:
-  """Returns the chip with the LLVM release of its compiler set. On an AMD GPU this is the release of the compiler that `compiler_for` returns, if the
-  release is known. On other devices, and without a compiler, the chip is returned unchanged. Without a compiler `renderer.require` raises an error
-  before anything runs."""
+  """Returns the `Chip` record with the LLVM release of the compiler that `device` uses. On an AMD GPU this is the release of the compiler that
+  `compiler_for` returns, if the release is known. On other devices, and without a compiler, the record is returned unchanged. Without a compiler
+  `renderer.require` raises an error before anything runs."""
   if device.split(":")[0] != "AMD": return chip
   try: return replace(chip, llvm=compiler_for(chip.name).llvm or chip.llvm)
   except (NoCompiler, ValueError): return chip

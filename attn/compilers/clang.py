@@ -1,4 +1,5 @@
-"""Compiles HIP text to assembly and code objects without ROCm, by the clang of the PyPI package `ziglang` (extra `isa`) or another clang or hipcc.
+"""Compiles HIP text to assembly and code objects without ROCm, by the clang of the PyPI package `ziglang` (pip extra `isa`: pip install '.[isa]') or
+another clang or hipcc.
 
     assembly(source, "gfx942")      returns text that `python -m attn.isa FILE.s` can report on
     code_object(source, "gfx942")   returns a linked ELF that tinygrad's AMDProgram can load
@@ -96,7 +97,7 @@ def named() -> Toolchain|None:
 
 @functools.cache
 def packaged() -> Toolchain|str:
-  """Returns the clang of the extra `isa`, or a text that says why it can't be used."""
+  """Returns the clang of the pip extra `isa` (pip install '.[isa]'), or a text that says why it can't be used."""
   if (zig := _zig()) is None: return "the extra isa is not installed"
   where = f"ziglang {importlib.metadata.version('ziglang')}"
   found = inspected((zig, "clang"), where)
@@ -112,8 +113,8 @@ def on_path() -> Toolchain|str:
   return "; ".join(reasons) or "there is no clang or hipcc on PATH"
 
 def toolchain() -> Toolchain:
-  """Returns the compiler that the tools for machine code use: the one that ATTN_CLANG names, the clang of the extra `isa`, or one on PATH. Raises
-  NoCompiler, with what to install, if there is none, and ValueError for a wrong ATTN_CLANG."""
+  """Returns the compiler that the tools for machine code use: the one that ATTN_CLANG names, the clang of the pip extra `isa` (pip install '.[isa]'),
+  or one on PATH. Raises NoCompiler, with what to install, if there is none, and ValueError for a wrong ATTN_CLANG."""
   reasons = []
   for find in (named, packaged, on_path):
     if isinstance(found := find(), Toolchain): return found

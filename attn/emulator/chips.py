@@ -55,8 +55,10 @@ DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("
 # ***** the layouts *****
 
 class Layout:
-  """Layout of a matrix over the elements of a lane and over lanes. `spec` is "element-factors lane-factors -> row-factors column-factors". Each
-  letter names one factor of an index. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
+  """Layout of a matrix over the elements of a lane and over lanes, written as in einops. `spec` is "element-factors lane-factors -> row-factors
+  column-factors". An index is divided into factors, as a number is into digits; each letter names one factor, and the keyword `size` gives how many
+  values it has. For example "rp gt -> rg tp" with r=2, p=2, g=8, t=4: a lane's element is 2r + p and the lane is 4g + t. This element is in row 8r +
+  g and column 2t + p of the matrix. If a lane factor is in neither the row nor the column, lanes hold duplicates."""
   def __init__(self, spec:str, **size:int):
     e, l, rows, cols = re.fullmatch(r"(\w*) (\w*) -> (\w*) (\w*)", spec).groups()   # type: ignore[union-attr]
     self.elements, self.rows, self.columns = [math.prod(size[x] for x in factors) for factors in (e, rows, cols)]
@@ -128,9 +130,9 @@ def _wmma4(dtype:str) -> MatrixInstruction:
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where g = lane/4 (PTX: groupID) and t = lane%4. The element with the factors (c,
-  r, p) in a lane's part of A is in row 8r+g. Its k has the factors (c, t, p). A lane's elements of B are in column g. The element (r, p) of C is in
-  row 8r+g and column 2t+p."""
+  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where g = lane/4 (PTX: groupID) and t = lane%4. An index is divided into factors,
+  as a number is into digits: a lane's element of A has the index (c, r, p), most significant first. It is in row 8r+g, and its k has the factors (c,
+  t, p). A lane's elements of B are in column g. The element (r, p) of C is in row 8r+g and column 2t+p."""
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

@@ -56,7 +56,7 @@ class Place:
 
   @property
   def name(self) -> str:
-    """Short name of the place; empty if the place is not known."""
+    """Short name of a place in a program, such as "attn/kernels/forward.py:31" for a line of Python; empty if the place is not known."""
     if self.python is not None: return f"{_relative(self.python[0])}:{self.python[1]}"
     return f"line {self.line} of the source" if self.line is not None else ""
 

@@ -27,7 +27,7 @@ def warpgroup_operand(a:Array) -> Array:
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
   """Computes c + A B^T in fp32: c is (registers, T) for T threads, A fp32 (warpgroups, 64, k), B fp32 (warpgroups, n, k). Multiplies for each warp
-  separately, because a BLAS library distributes larger products over threads. This costs more than it saves, above all when other processes use the
+  separately. A BLAS library would distribute one larger product over threads, which costs more than it saves, above all when other processes use the
   cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   products = a.reshape(groups, 4, 16, k) @ b[:, None].swapaxes(2, 3)

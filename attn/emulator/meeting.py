@@ -59,7 +59,8 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns what a wave knows: for each other wave, the clock up to which that wave's accesses came before the accesses of this wave."""
+    """Returns what a wave knows of the others, as a vector clock: for each other wave, the time up to which that wave's accesses came before the
+    accesses of this wave. Each wave counts its own time."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
@@ -77,8 +78,8 @@ class Meeting:
     self.clock[wave] += 1
 
   def barrier(self, f:Threads) -> None:
-    """Records a barrier of all waves of a workgroup. From now on each of these waves knows what any of them knew, and the accesses that each of them
-    made before it last settled."""
+    """Records a barrier of all waves of a workgroup. From now on each of these waves knows what any of them knew. Each also knows the accesses that
+    the others had completed before the barrier: those before they last waited for their own memory accesses."""
     if not self.plan.waits and not self.watched: return
     here = range(f.first*self.waves, (f.first + 1)*self.waves)
     if self.plan.chip.family == "nvidia":
@@ -126,7 +127,7 @@ class Meeting:
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array) -> None:
     """Adds `values` (T,) to the elements `at` (T,) of the memory, in the threads for which `gate` is true. Raises AtomicRace if another wave of the
-    workgroup has waited for a turn, and this wave may add before that turn."""
+    workgroup has waited for its turn (for the value of a counter in memory), and this wave may add before that turn."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)

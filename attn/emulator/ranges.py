@@ -86,8 +86,8 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range of the number u, given the range `exact` of its exact result. If u is a sum, the range of the sum may narrow it further. Adds
-    u to `beyond` if its exact result must fit its type, and this is not proven."""
+    """Returns the range of values of the number u, given the range `exact` of its exact result. If u is a sum, its range is also computed from its
+    terms, which may narrow it. Adds u to `beyond` if its exact result must fit its type, and this is not proven."""
     total = self._sum(u)
     if len(total) > 1:
       low, high = self._extent(total)

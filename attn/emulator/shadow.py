@@ -167,7 +167,8 @@ class LdsShadow:
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Moves the reads of the list to the planes, except reads from before the last barrier."""
+    """Enters the latest reads, which are kept in a list, into the arrays that hold for each byte who last read it. Leaves out reads from before the
+    last barrier."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
       if last < self.f.since: continue

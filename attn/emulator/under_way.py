@@ -96,7 +96,7 @@ class UnderWay:
     for x in running.operands: x.read_until_now(done)
 
   def _release(self, running:Running) -> None:
-    """Removes a product that all its threads have waited for from the records of its accumulators and operands."""
+    """Removes a matrix product from the records of its accumulators and operands, once all its threads have waited for it."""
     for i in running.product.results:
       if running.accumulators.coming.get(i) is running.product: del running.accumulators.coming[i]
     for x in running.operands: x.release(running.product)

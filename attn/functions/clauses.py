@@ -85,7 +85,8 @@ def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
   return None
 
 def _all(*found:Clauses|None) -> Clauses|None:
-  """Returns clauses that hold if all given clauses hold. Returns None if one of the arguments is None, because it would have too many clauses."""
+  """Returns clauses that hold if all given clauses hold. None stands for a condition with too many clauses: if one of the arguments is None, the
+  result is None."""
   return functools.reduce(lambda x, y: None if x is None or y is None else conjoined(x, y), found)
 
 class Reader:
@@ -111,8 +112,8 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns the clauses of a condition that equals one of two conditions: `yes` where `c` holds, and `no` where it does not. The last clauses
-    follow from the others: they say what holds in both cases."""
+    """Returns the clauses of the condition `yes` where `c` holds, and `no` where it does not: (not c or yes) and (c or no) and (yes or no). The last
+    of the three follows from the others. It is there because a reader of the clauses finds in it what holds in both cases."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
     """Returns the clauses of a condition that combines other conditions, by AND or OR, for example. Returns None if there would be too many
@@ -194,8 +195,8 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes a term as sign * steps(symbol), where the symbol is the position of the query or of the key. Returns (symbol, sign, steps), or None if
-    the term has another form."""
+    """Writes a term as sign * f(symbol). The symbol is the position of the query or of the key, and f is made of steps x -> (x*times + plus)//over.
+    Returns (symbol, sign, steps), or None if the term has another form."""
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None
     x, over = self.sum(divided[0]), divided[1]

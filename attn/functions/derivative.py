@@ -150,7 +150,8 @@ def _shown_part(value:UOp) -> UOp:
   return made.get(value, value)
 
 def tidied(u:UOp) -> UOp:
-  """Simplifies an expression to float32. Elements of tensors stay as they are, so that a kernel recognises elements that it has already read."""
+  """Simplifies an expression and casts it to float32. Elements of tensors stay as they are, so that a kernel recognises elements that it has already
+  read."""
   instead = {x: UOp.variable(f"element{n}", x.dtype.min, x.dtype.max, x.dtype, param=True) for n, x in enumerate(elements_of(u))}
   return committed(u.substitute(instead).simplify().cast(dtypes.float)).substitute({y: x for x, y in instead.items()})
 

@@ -78,8 +78,9 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether x can be clamped to `exact_range` before the function is applied, without changing the mask. This is so if, at each end of that
-  range, x or the function's value is already farther from 0 than any position of a query or key (FAR)."""
+  """Returns whether x can be clamped to `exact_range` before the function f of these steps is applied, without changing the mask. At the lower end of
+  that range x or f(x) must be -FAR or less, and at the upper end FAR or more. No position of a query or key is so far from 0, so clamping changes no
+  comparison with a position."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 

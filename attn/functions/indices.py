@@ -1,5 +1,5 @@
-"""Reads the index by which a traced function picks an element of a tensor. Kernels support an index that is, along each axis, a number of the pair of
-query and key (such as i or i - j) or a constant."""
+"""Reads the index by which a traced function picks an element of a tensor. Kernels support an index that is, along each axis, one of b, h, i, j and i
+- j (batch, head, query, key, their distance), or a constant; a sign and a constant that is added are allowed."""
 from __future__ import annotations
 from typing import NamedTuple
 from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, indices_of

@@ -64,8 +64,8 @@ def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|N
 
 @dataclass(frozen=True)
 class Held:
-  """Wrapper that brings a caller's function past the key of an `lru_cache`: all wrappers are equal, so the other arguments alone decide which entry
-  is found."""
+  """Wrapper around a caller's function, for an argument that an `lru_cache` must ignore. All wrappers are equal and have the same hash, so the other
+  arguments alone decide which entry of the cache is found."""
   function: Callable[..., Any] = field(compare=False)
 
 @lru_cache(256)
@@ -187,7 +187,7 @@ def unmoved(u:UOp) -> UOp:
     u = x.src[0].index(*indices)
 
 def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Returns an index without loads. `made` has the new form, without loads, of each UOp that occurs in the function so far."""
+  """Returns an index without loads. `made` has the new form, without loads, of each UOp of the function that has been rewritten so far."""
   return u.substitute({old: new for old, new in made.items() if old is not new}) if u not in made else made[u]
 
 # ***** recognising a function *****

@@ -51,8 +51,9 @@ def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f 
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
   """Returns the facts about scalar registers after an operation has written register `out`. A fact is a set of scalar registers: each lane has its
-  bit set in at least one of them. While the facts are being made, "" names the new value, because facts about the old value of `out` are still
-  needed."""
+  bit set in at least one of them. `rules` say what the operation does: a rule (wanted, but) means that a lane has its bit set in the new value if it
+  has it in all operands of `wanted`, and in none of `but`. While the facts are being made, "" names the new value, because facts about the old value
+  of `out` are still needed."""
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
     made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(wanted, chosen)), (operands[x] for x in but)) - {"0"}

@@ -83,7 +83,7 @@ def _range(operand:str, known:Known) -> Range:
   return number, number
 
 def _results(op:str, args:str, known:Known) -> dict[str, Range]:
-  """Returns the registers that an instruction writes, with their ranges."""
+  """Returns the registers that an instruction writes, each with the range of values that it may hold afterwards. `known` has the ranges before."""
   x, parts = Instruction(op, args, f"{op} {args}"), written_operands(args)
   found = dict.fromkeys(() if x.kind == "load_to_lds" else uses(x)[0], UNKNOWN)
   if re.match(r"v_mad_(co_)?u64_u32", op):      # the low half of the result does not depend on the upper half of the number that is added
@@ -129,7 +129,8 @@ class KnownRegisters:
     return changed
 
 def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], work_items:Range) -> list[KnownRegisters|None]:
-  """Returns the known ranges of registers at the beginning of each block, or None for a block that no path leads to. At the beginning of the function
+  """Returns the known ranges of register values at the beginning of each block, or None for a block that no path leads to. `whole` says for each
+  instruction of each block whether all lanes are known to be active; it has None for a block that no path leads to. At the beginning of the function
   v0 lies within `work_items`."""
   known, came, waiting = [None]*len(blocks), [0]*len(blocks), [0]     # type: tuple[list[KnownRegisters|None], list[int], list[int]]
   known[0] = KnownRegisters({"v0": work_items}, {"v0": work_items})
@@ -147,8 +148,9 @@ def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], wo
   return known
 
 def not_shown_to_fit(blocks:Sequence[Block], wave:int, dimensions:int=3) -> list[str]:
-  """Finds buffer instructions that add an immediate number to a register, if the ranges do not prove that the sum fits into 32 bits. Returns one line
-  each. `dimensions` is the number of dimensions of a thread's position in its workgroup, which v0 holds, ten bits each."""
+  """Finds buffer instructions that add an immediate number to a register, if the known ranges of register values do not prove that the sum fits into
+  32 bits. Returns one line each. `wave` is the number of lanes of a wave, 32 or 64. `dimensions` is the number of dimensions of a thread's position
+  in its workgroup, which v0 holds, ten bits each."""
   whole, found = whole_waves(blocks, wave), list[str]()
   for block, state, each in zip(blocks, registers_of(blocks, whole, (0, (1 << 10*dimensions) - 1)), whole):
     if state is None or each is None: continue

@@ -1,8 +1,9 @@
-"""The cost of every kernel of ours on every chip, one line each. Also finds slow idioms that no kernel may contain.
+"""The cost of every kernel of attn on every chip, one line each. Also finds slow idioms that no kernel may contain.
 
 python -m attn.isa costs --write docs/costs.txt                           rewrites the file in the repository
 python -m attn.isa costs --compilers --write docs/costs_compilers.txt     the same figures under the compilers that users may have
-file.compare(text_of_the_file, file.lines_of(SPECS))                      the changed lines, as a test shows them"""
+
+A test compares the file with the kernels by `Costs.compare`, which returns the changed lines."""
 from __future__ import annotations
 import os, re
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,9 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on one of our kernels from its machine code `text`. The report covers the loop with the `rank`-th most matrix work; rank 0 is the hot
-  loop. It counts the usual path through the loop, or with `every_block` all blocks of the loop. The figure `useful` counts only this kernel."""
+  """Reports on a kernel of attn from its machine code `text`. The report covers the loop with the `rank`-th most matrix work; rank 0 is the hot loop.
+  It counts the usual path through the loop, or with `every_block` all blocks of the loop. The figure `useful` (share of the matrix unit's peak rate
+  that goes to useful products) counts only this kernel."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 

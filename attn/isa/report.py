@@ -38,7 +38,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class HotLoop:
-  """Counts and bounds of one iteration of the hot loop, for one wave."""
+  """Counts of instructions and cycles of one iteration of the hot loop, for one wave, and upper bounds on the use of the matrix unit that follow from
+  them."""
   label: str
   instructions: int                 # on the usual path
   instructions_in_all: int          # in every block of the loop
@@ -129,7 +130,8 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
 
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
             products:LoopProducts=PRODUCTS) -> HotLoop:
-  """Counts the instructions of one iteration, and computes the bounds that follow from these counts."""
+  """Counts the instructions of one iteration, and computes from them upper bounds on the use of the matrix unit. `trip` has the instructions on the
+  iteration's usual path, `in_all` is the number of instructions in all blocks of the loop, and `queries` is the number of queries of a wave."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)

@@ -3,9 +3,10 @@
   bound = roofline(problem, tile, *RATED["MI300X"], overlap=report.loop.overlap)
 
 The time of a problem is at least as long as each of these two times:
-  compute   the busiest compute unit's share of the tiles that the kernel computes (masked and padded parts too), at the chip's dense rate times the
-            use of the matrix unit that the hot loop allows
-  memory    one transfer of every tensor, at the memory's bandwidth
+  compute   work/(peak*use). `work` is the operations of the busiest compute unit, including masked and padded parts of its tiles; `peak` is the dense
+            rate of a compute unit; `use` is the largest use of the matrix unit that the hot loop allows
+  memory    bytes/bandwidth, where each tensor is moved once
+
 The bound is useful operations divided by the longer time. Not modelled: caches, latency, prologue and epilogue, power and clocks under load."""
 from __future__ import annotations
 from dataclasses import dataclass
@@ -51,9 +52,9 @@ def trips(p:Problem, tile:Tile) -> list[int]:
   return found
 
 def makespan(sizes:Iterable[int], copies:int, machines:int) -> int:
-  """Computes a lower bound on the time of the busiest of `machines` machines, which share `copies` jobs of each size in `sizes`. Among the machines*k
-  + 1 longest jobs, at least k + 1 jobs go to the same machine. So its time is at least the sum of the k + 1 shortest of these jobs. The bound is also
-  at least the mean time of the machines."""
+  """Computes a lower bound on the time of the busiest compute unit, when `machines` units share `copies` jobs of each size in `sizes`. The bound is
+  the largest of these numbers. One is the mean time of the units. The others are, for each k: of the machines*k + 1 longest jobs, at least k + 1 go
+  to the same unit, so its time is at least the sum of the k + 1 shortest of these jobs."""
   jobs = sorted(sizes, reverse=True)
   count, total = len(jobs)*copies, sum(jobs)*copies
   found = ceildiv(total, machines)

@@ -100,7 +100,8 @@ ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are 
 def usual_shape(spec:Spec) -> Shape: return {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
   """Returns a problem size for the kernel in which the numbers of queries and keys are not powers of two. If the kernel fixes the number of queries,
-  only the number of keys is changed. The kernel of all gradients gets a larger batch, because dispatch would not choose it otherwise."""
+  only the number of keys is changed. The kernel that computes dq, dk and dv together gets a larger batch, because dispatch would not choose it
+  otherwise."""
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
   return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (DECODE, LATENT) else UNEVEN
 
@@ -118,8 +119,9 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
   return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
-  """Returns the chip of a kernel with the tiles for release `llvm` of LLVM. By default this is the release of the clang that reports use. If no clang
-  is installed, the source can still be printed."""
+  """Returns the `Chip` record of a kernel's chip, with `llvm` as the release of LLVM that decides which rows of the tile tables are used. By default
+  this is the release of the clang that reports use. If no clang is installed, it is the release that the record has, so that a kernel's source can be
+  printed without a compiler."""
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
@@ -153,7 +155,7 @@ def _with_lines(spec:Spec, p:Problem, kernel:str, tile:AnyTile|AnyBackwardTile) 
   return text, {line: (file, number) for line, (file, number) in lines}
 
 def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwardTile, int]:
-  """Returns the kernel that dispatch chooses for the problem `p`, its tile, and the number of key ranges."""
+  """Returns the kernel that dispatch chooses for the problem `p`, its tile, and the number of key ranges (KV splits)."""
   arch = _chip(spec, llvm)
   if spec.kernel in (*BACKWARD, ALL):
     if isinstance(found := can_differentiate(p, arch), str): raise NotImplementedError(f"{spec}: {found}")

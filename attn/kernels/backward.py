@@ -34,8 +34,9 @@ class BackwardTrip(Protocol[Carry]):
                                                  of the terms."""
   def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T. Dropout removes the same elements of dP as of P."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
-    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. If `derivatives` names terms, multiplies
-    only by the derivatives of these terms: the result is then the gradient of a bias, or of an element of a tensor, one number for each score."""
+    """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. By default the result is multiplied by the
+    derivatives of all score terms (softcap, ALiBi, bias, score_mod). If `derivatives` is given, it is multiplied only by the derivatives of the terms
+    that `derivatives` names. The result is then, for each score, the gradient of the bias, or of the value that score_mod reads from a tensor."""
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype. It is an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, weights:Any) -> Carry: """Multiplies `weights` (P or dS) by rows of the tile, and adds the product to the gradient
@@ -142,39 +143,41 @@ class UnitOf(Protocol):
     names, in order, to their shapes and dtypes."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns the maker of the kernel that computes dq, and delta for the other kernels. The kernel's placeholders have the order of
-  `tensors.dq_arguments(p, dlse, parts)`. dq of a query that sees no key is 0. dq and delta of a row that belongs to no sequence are 0. With `parts` >
-  0 the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. Raises NotImplementedError for a
-  problem that `tensors.check_backward` rejects."""
+  """Returns maker(p, arch, tile, dlse=False, parts=0), which returns the kernel that computes dq, and delta for the other kernels. The kernel's
+  placeholders have the order of `tensors.dq_arguments(p, dlse, parts)`. dq of a query that sees no key is 0. dq and delta of a row that belongs to no
+  sequence are 0. With `parts` > 0 the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up.
+  The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradient_of_q(unit(p, arch, tile, args, dq_arguments(p, dlse, parts), parts))
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns the maker of the kernel that computes dk and dv, given delta. The kernel's placeholders have the order of `tensors.dkdv_arguments(p,
-  parts)`. dk and dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the key belongs to no sequence. With `parts` >
-  0 the query heads that share keys, and the queries of these heads, are divided into `parts` parts: the kernel stores an fp32 dk and dv for each
-  part, and the caller adds them up. Raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv, given delta. The kernel's placeholders have the order of
+  `tensors.dkdv_arguments(p, parts)`. dk and dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the key belongs to
+  no sequence. With `parts` > 0 the query heads that share keys, and the queries of these heads, are divided into `parts` parts: the kernel stores an
+  fp32 dk and dv for each part, and the caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward`
+  rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns the maker of the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor softmax_scale, to fp32 sums in
-  memory. The kernel's placeholders have the order of `tensors.all_arguments(p, parts)`. Many workgroups add to each sum, in no order: the last bits
-  of dq differ from run to run. Raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor
+  softmax_scale, to fp32 sums in memory. The kernel's placeholders have the order of `tensors.all_arguments(p, parts)`. Many workgroups add to each
+  sum, in no order: the last bits of dq differ from run to run. The maker raises NotImplementedError for a problem that `tensors.check_backward`
+  rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns the maker of the kernel that computes dbias, given delta. The kernel's placeholders have the order of `tensors.dbias_arguments(p,
-  parts)`. With `parts` > 0 the sum is divided into `parts` parts: the kernel stores fp32 sums for each part, and the caller adds them up. Raises
-  NotImplementedError for a problem that `tensors.check_backward` rejects. Raises ValueError if there are more parts than iterations of the loop that
-  sums."""
+  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dbias, given delta. The kernel's placeholders have the order of
+  `tensors.dbias_arguments(p, parts)`. With `parts` > 0 the sum is divided into `parts` parts: the kernel stores fp32 sums for each part, and the
+  caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError if there are more
+  parts than iterations of the loop that sums."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)

@@ -1,13 +1,16 @@
-"""Merges the partial results of split-KV, where several workgroups each compute one key range of a head.
+"""Merges the partial results of split-KV, where several workgroups each compute one key range (KV split) of a head.
 
-attn/kernels/parts/weights/merging.py holds the formula. Attention with split-KV takes three steps:
+attn/kernels/parts/weights/merging.py holds the formula. Attention with split-KV takes three steps. The first chooses the number of key ranges,
+p.num_splits:
 
-  p = splits.resolve(p, arch, tile)                                 # chooses p.num_splits, G
+  p = splits.resolve(p, arch, tile)
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
-  combine(p, arch, p.num_splits)(o, [lse, [lse_rest,]] o_partial, lse_partial, [lse_rest_partial,] [sinks])
+  combine(p, arch, p.num_splits)(o, lse, o_partial, lse_partial)
 
-An empty range gives O = 0 and LSE = -inf, so its weight is 0.
-"""
+The last kernel takes lse only if the call returns it, and lse_rest after lse (and lse_rest_partial after lse_partial) if the problem has them:
+lse_rest is the part of lse that rounding to fp32 lost. Sinks come last.
+
+An empty range gives O = 0 and LSE = -inf, so its weight is 0."""
 from __future__ import annotations
 import functools
 from typing import Callable
@@ -44,9 +47,9 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the numbers of the key ranges into groups, so that the partial results of one group are loaded at the same time. Returns (ranges of a
-  tinygrad loop, numbers) for each group. If there are many partial results, the first group is a loop over PARTS_AT_ONCE of them at a time, and the
-  last group holds the rest."""
+  """Divides the indices of the key ranges (KV splits) into groups, so that the partial results of one group are loaded at the same time. Returns for
+  each group (loops, indices): the tinygrad loop in which the loads are, or no loop, and the indices. If there are many partial results, the first
+  group is a loop over PARTS_AT_ONCE of them at a time, and the last group holds the rest."""
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
     g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)

@@ -68,19 +68,22 @@ class DualWaveState(InOrder):
 
   # Statements keep their order. A statement waits only for the values that it is given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """Adds a statement to the program, after the earlier statements. Operations that are no statements may run before or after it."""
+    """Adds a statement (an operation with a side effect, such as a barrier) to the program, after the earlier statements. Other operations may run
+    before or after it."""
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
-    """Adds stores to registers. Reads of these registers return the stored values only after the next `settled`."""
+    """Adds to the program stores whose targets are registers. A later read of these registers returns the stored values only after the next call of
+    `settled`."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """Adds a statement to the program. Everything that the state computes later runs after this statement."""
+    """Adds a statement (an operation with a side effect, such as a barrier) to the program. Values that are read through the returned state later are
+    computed after this statement."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """Adds a statement to the program. Everything that the state computes later runs after this statement, and after all statements and stores that
-    were added before it."""
+    """Adds a statement (an operation with a side effect, such as a barrier) to the program. Values that are read through the returned state later are
+    computed after this statement, and after all statements and stores that were added before it."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
@@ -115,7 +118,7 @@ class DualWave:
   def wave(self) -> UOp: return ops.uniform(self.at.wave.cast(dtypes.int))
   @functools.cached_property
   def units(self) -> list[UOp]:
-    """The 16-byte units of a row of Q or K that this lane reads."""
+    """Indices of the 16-byte units of a row of Q or K that this lane reads."""
     return units_of(self.mat, HEAD, self.at.h)
   @functools.cached_property
   def q_operands(self) -> list[UOp]:
@@ -226,14 +229,15 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   # ***** the steps of clusters *****
-  def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *before:UOp) -> tuple[DualWaveState, list[UOp]]:
+  def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *deps:UOp) -> tuple[DualWaveState, list[UOp]]:
     """Computes P = exp2(x - m) of the scores `x`, as operands of the next product. m is the number that the softmax subtracts from the scores of a
-    row. A branch checks whether m is high enough, and raises m if it is not. This branch comes after the values `before` are computed."""
+    row. `exps` is P for the present m. A branch checks whether m is high enough. If it is not, the branch raises m and computes P again. The branch
+    waits for the operations `deps`."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))
       return corrected[0]
-    softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.sums, self.tile.rescale_above, correct, *before, s.done)
+    softmax = s.softmax.correct([exps], [x], scores.to_log2, self.mat, self.sums, self.tile.rescale_above, correct, *deps, s.done)
     return replace(s, statements=s.statements.ran(corrected[0])), softmax.operands(self.at, 0, self.k_tiles, Kept(self.at))
 
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)

@@ -29,8 +29,8 @@ class ForwardUnit(Protocol[State]):
     """Returns the loops over the tiles of keys that the queries see. When an iteration begins, its tile of K and V is already loaded. On some units
     `scores` waits for the tile instead."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
-    """Computes S = Q K^T of tile t, and applies terms and masks. Returns S, or None if the state holds S. On an asynchronous matrix unit only starts
-    the product."""
+    """Computes S = Q K^T of tile t, and applies score terms (softcap, ALiBi, bias) and masks. Returns S, or None if the state holds S. On an
+    asynchronous matrix unit only starts the product."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
     """Computes P = exp(S - m) of one part of the keys, and adds sum(P) to l. `x` is the S that `scores` returned. If S exceeds m by too much, raises
     m and scales O and l down by the matching factor. Returns P, or None if the state holds P."""

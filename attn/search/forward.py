@@ -5,9 +5,9 @@ not spill. The best tile has the greatest `Bound`: its prediction by attn.isa.ti
 full and causal. If the best tile has more than SMALL_TILE queries, a second row has the best tile with at most SMALL_TILE queries, for grids too
 small to fill a chip.
 
-Rows belong to the release of LLVM that the search ran with: the release of the extra `isa`, or the one that ATTN_CLANG names. Rows of an older
-release serve it and all releases before it. They stand in the table only if their tiles differ. On a GPU, TUNE=1 of bench.py chooses by time
-instead."""
+Rows belong to the release of LLVM that the search ran with: the release of the clang of the pip extra `isa` (pip install '.[isa]'), or of the one
+that ATTN_CLANG names. Rows of an older release serve it and all releases before it. They stand in the table only if their tiles differ. On a GPU,
+TUNE=1 of bench.py chooses by time instead."""
 from __future__ import annotations
 import functools, itertools, multiprocessing, re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -44,8 +44,8 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """Times one of our kernels, and prepares the prediction for a problem of size `shape`. A decode kernel is compiled for this size, because its key
-  ranges depend on the size."""
+  """Times a kernel of attn, and prepares the prediction for a problem of size `shape`. A decode kernel is compiled for this size, because the number
+  of key ranges (KV splits) depends on the size."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape if spec.kernel == source.DECODE else None, lines=lines)

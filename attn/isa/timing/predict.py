@@ -83,7 +83,8 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   """Returns the share of the chip's peak rate for which the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit.
-  `row` is the size in bytes of one row of both tensors together. If the share is 1 or more, L2 does not slow the kernel."""
+  `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or a row of Q and one of dO. If the share is 1 or more, L2
+  does not slow the kernel."""
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)

@@ -17,7 +17,8 @@ from attn.isa.operands import registers, uses, written_operands
 from attn.isa.waits import raised_by, waited_for
 
 class Pipe(IntEnum):
-  """An execution unit of a SIMD or compute unit. Each unit can start at most one instruction per turn of its SIMD."""
+  """An execution unit of a SIMD or compute unit. The SIMDs of a compute unit take turns to issue: on CDNA each has its turn every fourth cycle, on
+  RDNA in every cycle. In a turn each execution unit can start at most one instruction."""
   VECTOR, MATRIX, TRANSCENDENTAL, SCALAR, LDS, MEMORY, BRANCH, NONE = range(8)
 
 _UNIT_OF_KIND = {
@@ -62,7 +63,7 @@ def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
   """Returns the number of cycles from the issue of `producer` to the issue of `consumer`, which uses the result of `producer`. `cycles` is the number
-  of cycles for which `producer` holds the matrix unit. `as_sum` means that `consumer` uses the result only as the sum to which it adds."""
+  of cycles for which `producer` holds the matrix unit. `as_sum` means that `consumer` uses the result only as its accumulator operand C."""
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:
     if user == Pipe.MATRIX and as_sum: return cycles + (m.matrix_sum.value if cycles <= 8 else 0)

@@ -151,7 +151,7 @@ def _stalls(found:Run, steps:Sequence[TripStep]) -> tuple[Stall, ...]:
   return tuple(sorted(rows, key=lambda s: (-s.idle, -s.cycles)))
 
 class _Busy:
-  """Spans of cycles in which a unit is in use. `idle` returns the number of cycles between two cycles in which the unit is free."""
+  """Intervals of cycles in which a unit is in use. `idle(a, b)` returns how many of the cycles from a up to b the unit is free."""
   def __init__(self, intervals:Sequence[tuple[int, int]]):
     self.starts, self.ends, self.sums = list[int](), list[int](), [0]
     for a, b in intervals:
@@ -171,8 +171,9 @@ def _use(found:Run) -> float:
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """Finds the loop that half of a workgroup's waves run instead of `loop`, or returns `loop` if there is no such loop. Two such loops have the same
-  matrix work and the same number of barriers. Neither loop leads to the other within one iteration of a loop around both loops."""
+  """Finds the loop that half of a workgroup's waves run while the other half runs `loop`. Returns `loop` itself if there is no such loop. Such a loop
+  has the same matrix work and the same number of barriers as `loop`. No path inside one iteration of a loop around both leads from one to the
+  other."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:

@@ -2,11 +2,11 @@
 earlier.
 
 An event is the issue of an instruction. A wave can issue its next instruction when enough cycles have passed since its last issue, the results that
-the instruction needs are ready, and the accesses that it waits for are complete. Then the instruction's unit has to be free, at a turn of the wave's
-SIMD. If several waves could issue in the same cycle, the wave with the highest priority issues. Among waves of equal priority it is the wave whose
-last issue is longest ago. So if one wave issues MFMAs and another wave vector instructions, neither wave delays the other. Measurements confirm this
-(attn/chips/machine.py, "coissue"). An instruction holds its unit from its issue on. An access holds LDS or memory for as long as its data takes, in
-the order of issue."""
+the instruction needs are ready, and the accesses that it waits for are complete. Then the instruction's unit has to be free, and it has to be the
+turn of the wave's SIMD to issue: every fourth cycle on CDNA, every cycle on RDNA. If several waves could issue in the same cycle, the wave with the
+highest priority issues. Among waves of equal priority it is the wave whose last issue is longest ago. So if one wave issues MFMAs and another wave
+vector instructions, neither wave delays the other. Measurements confirm this (attn/chips/machine.py, "coissue"). An instruction holds its unit from
+its issue on. An access holds LDS or memory for as long as its data takes, in the order of issue."""
 from __future__ import annotations
 import heapq
 from collections.abc import Sequence

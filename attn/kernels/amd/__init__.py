@@ -1,1 +1,1 @@
-"""The steps of the kernels by AMD's matrix instructions, MFMA and WMMA."""
+"""Implementation of the kernels with AMD's matrix instructions, MFMA and WMMA."""

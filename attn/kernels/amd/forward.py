@@ -74,7 +74,7 @@ class AmdForward:
   def d_tiles(self) -> int: return round_up(self.group.p.Dv, self.mat.M)//self.mat.M
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Numbers, counted from the block's first row, of the rows that this lane computes: one row for each tile of queries."""
+    """Indices of the rows that this lane computes, one for each tile of queries. They are counted from the block's first row."""
     return [(self.at.wave*self.tile.q_tiles + t)*self.mat.N + self.at.n for t in range(self.tile.q_tiles)]
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(i) for i in self.in_block]

@@ -1,8 +1,8 @@
-"""The sums of dQ in memory on AMD, to which the workgroups of all keys add, and the two kernels around the one that adds. The first of them computes
-delta and begins the sums with 0. The second turns the sums into dq.
+"""The fp32 accumulator of dQ in memory, on AMD. Three kernels use it, one after another. The first computes delta and sets the accumulator to 0. In
+the second, each workgroup owns some keys and adds what they contribute to dQ. The third turns the accumulator into dq.
 
-The sums lie in matrix tiles, row by row of tiles. In a tile the numbers of one accumulator register of all lanes lie side by side, then those of the
-next register. So a wave adds each register of its fragments to neighbouring numbers."""
+The accumulator is stored in matrix tiles, row by row of tiles. In a tile the numbers of one accumulator register of all lanes lie side by side, then
+those of the next register. So a wave adds each register of its fragments to neighbouring numbers."""
 from __future__ import annotations
 from collections.abc import Callable
 from attn.chips import Chip
@@ -41,7 +41,8 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
   return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
 
 def of_queries(p:Problem, arch:Chip, names:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
-  """Makes the workgroup that owns the queries of one tile of the sums, its tile, and the thread's place."""
+  """Makes three things for a kernel of which each workgroup owns some queries of the fp32 accumulator of dQ: its `Workgroup`, the sizes of its tile
+  (`BackwardTile`), and this thread's position (`Lane`)."""
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
   grid = head_fastest(p, tile, mat)
@@ -49,7 +50,7 @@ def of_queries(p:Problem, arch:Chip, names:Shapes, args:tuple[UOp, ...]) -> tupl
   return Workgroup.of(p, arch, tile, args, grid, at, names), tile, at
 
 def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
-  """Lists this thread's pieces of dQ of the workgroup's queries: (row, first column)."""
+  """Lists the pieces of dQ, 16 bytes of fp32 numbers each, that this thread handles for the workgroup's queries: (row, first column)."""
   across = group.p.D//NUMBERS_OF_PIECE
   numbers = [group.thread + i*tile.threads for i in range(QUERIES_OF_SUMS*across//tile.threads)]
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]

@@ -151,7 +151,8 @@ class AmdLatent:
     return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
-    """Computes S^T = K Q^T of the keys and queries that belong to this wave, without terms and masks. Returns a list of C fragments."""
+    """Computes S^T = K Q^T of the keys and queries that belong to this wave, before score terms (softcap, ALiBi, bias) and masks. Returns a list of C
+    fragments."""
     tiles = self.share.keys//self.mat.M
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]

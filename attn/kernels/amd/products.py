@@ -97,9 +97,10 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a loop iteration. `fenced` limits how far the compiler reads operand A ahead, which saves registers. With `fenced` > 0,
-  the products of `fenced` units of operand A, or of one matrix tile of columns, must be done before the next ones are read from LDS. With `fenced` =
-  0 the compiler reads ahead as it likes."""
+  """The matrix products of a loop iteration. `fenced` limits how far the compiler reads operand A ahead, which saves registers. With `fenced` = 0 the
+  compiler reads ahead as it likes. With `fenced` > 0 there are fences in the code. In products with rows, a fence follows the products of each
+  `fenced` 16-byte units of a row of A. In products with columns, a fence follows each matrix tile of A. Operand A after a fence is read from LDS only
+  when the products before the fence are done."""
   at: Lane
   fenced: int
   statements: Statements

@@ -62,8 +62,9 @@ def transpose(rows:list[UOp]) -> list[UOp]:
   return columns
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns which four keys lie side by side in a row of V^T in LDS. The four are number `quad` of the groups of four elements in this row. Two
-  groups form a 16-byte unit, and lane group u % groups reads unit u."""
+  """Returns which four keys lie side by side in a row of V^T in LDS. The row is divided into 16-byte units, and each unit into two quads of four
+  elements. `quad` is the index of a quad in the row. If a matrix tile has g lane groups (lanes that hold the same rows of the accumulator), unit u is
+  read by lane group u % g. So the four keys are those whose weights this lane group holds."""
   unit, half = quad//QUADS_OF_UNIT, quad%QUADS_OF_UNIT
   n = unit//matrix.groups*matrix.unit + half*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)

@@ -1,1 +1,1 @@
-"""The steps of the kernels by mma.sync, the matrix instructions of NVIDIA's chips from sm_80 on."""
+"""Implementation of the kernels with mma.sync, the matrix instructions of NVIDIA's chips from sm_80 on."""

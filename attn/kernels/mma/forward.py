@@ -79,7 +79,7 @@ class MmaForward:
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
-    """Numbers of the steps in which S = Q K^T sums over the elements of a row. In each step, one matrix instruction computes a tile of C."""
+    """Indices of the steps in which S = Q K^T sums over the elements of a row. In each step, one matrix instruction computes a tile of C."""
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
@@ -101,8 +101,8 @@ class MmaForward:
     """First key, within a tile, of the keys that this warp computes."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Returns the number of the keys that this warp computes in iteration t, if the sequence is divided into tiles of `warp_keys` keys. The block's
-    tile t consists of several such tiles: one for each warp that computes the same queries."""
+    """Returns which tile of `warp_keys` keys this warp computes in iteration t, as an index in the sequence. The block's tile t consists of several
+    such tiles: one for each warp that computes the same queries."""
     return t*self.tile.key_waves + self.share
   @functools.cached_property
   def queries(self) -> list[list[Row]]: return [self.warps.queries(first) for first in self.in_block]

@@ -164,7 +164,8 @@ class MmaLatent:
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
-    """Computes S = Q K^T of the queries and keys that belong to this warp, without terms and masks, as C fragments in the state."""
+    """Computes S = Q K^T of the queries and keys that belong to this warp, before score terms (softcap, ALiBi, bias) and masks, as C fragments in the
+    state."""
     mat, lane, q, steps = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0], round_up(self.p.D, self.mat.K)//self.mat.K
     (a_row, a_unit), (b_row, b_unit), first_key = mat.a_address(lane), mat.b_address(lane), self.share.part*self.share.keys
     for first in range(0, steps, ADDED_UP):

@@ -28,7 +28,8 @@ L = TypeVar("L", bound=CopiedLayout)
 L_co = TypeVar("L_co", bound=CopiedLayout, covariant=True)
 
 class WarpsTile(BlockTile, Protocol[L_co]):
-  """The properties of a backward kernel's tile on NVIDIA, in addition to those of a `BlockTile`."""
+  """Sizes of a backward kernel's tile on NVIDIA: those of a `BlockTile`, and the matrix instruction, the rows of a warp, whether a block owns keys,
+  and the layouts of rows in shared memory."""
   @property
   def matrix(self) -> Mma: """The matrix instruction of the kernel, with the shapes of its fragments."""
   @property
@@ -78,7 +79,7 @@ class WarpRows(Generic[L]):
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """Numbers of the rows that this lane owns, in a list for each tile of rows."""
+    """Rows (batch, head, index, whether the row exists) that this lane owns, in a list for each tile of rows."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -97,8 +98,8 @@ class WarpRows(Generic[L]):
 
   # ***** shared memory: own rows, then tiles of walked rows *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """Returns the layout in shared memory of `rows` rows of the tensor `name`. Shared memory holds rows of q or k, from unit `first` on, followed by
-    the same number of rows of do or v."""
+    """Returns the layout in shared memory of `rows` rows of the tensor `name`. Shared memory holds rows of q or k, from the 16-byte unit with index
+    `first` on, followed by the same number of rows of do or v."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:
@@ -113,7 +114,8 @@ class WarpRows(Generic[L]):
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
-    """Returns rows of the tensor `name` over which the block loops, in the head of this object. Only the first `there` rows exist."""
+    """Returns the rows of the tensor `name` that belong to the query head `head`, for a block that loops over them. Only the first `there` rows
+    exist."""
     return self.warps.group.operand_rows(name, head).up_to(there)
 
   # ***** the numbers of own queries *****

@@ -97,8 +97,8 @@ class Warps:
 
   # ***** the softmax's registers, O and LSE *****
   def first_values(self, m:UOp, addend:UOp, l:UOp) -> list[UOp]:
-    """Returns the stores with which m, addend and l, the registers of the online softmax, get their values before the first key. `nv.clear` sets O to
-    0."""
+    """Returns the stores with which the registers of the online softmax get their values before the first key: m, which is subtracted from scores,
+    `addend`, which is -m*c for scores that are multiplied by c, and the sum l. `nv.clear` sets O to 0."""
     scores = self.group.scores
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]

@@ -1,1 +1,2 @@
-"""Parts that several kernels share. Each module holds one idea of attention on matrix units."""
+"""Parts that several kernels share. program: loops, blocks and the order of statements. memory: reading rows, layouts in LDS, positions of lanes.
+weights: what happens to scores between the matrix products, and to O after them. grid: which rows a workgroup has. backward: P and dS."""

@@ -1,1 +1,1 @@
-"""The steps of the kernels in plain UOps, for every device that tinygrad renders for."""
+"""Implementation of the kernels without matrix instructions, in UOps that every device of tinygrad can render."""

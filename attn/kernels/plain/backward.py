@@ -196,7 +196,7 @@ class PlainTrip:
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """Numbers of the rows at which this thread's groups of four neighbouring rows begin."""
+    """Indices of the first rows of this thread's groups of four neighbouring rows, which the workgroup loops over."""
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:

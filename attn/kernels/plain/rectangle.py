@@ -129,7 +129,7 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Numbers of the groups of four neighbouring own rows (quads) that this thread computes."""
+    """Indices of the groups of four neighbouring rows (quads) that this thread computes, among the rows that the workgroup owns."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
@@ -151,8 +151,8 @@ class Rectangle:
     """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
     return (self.at.x + j*self.tile.across)*QUAD
   def own_row(self, i:int) -> UOp:
-    """Returns which row or column the i-th number of this thread belongs to. In a product of rows this is a row of a part of a tile. In a sum over
-    rows it is a column of the sum."""
+    """Returns where the i-th result of this thread belongs, for each column of results. In a product of rows this is the index of a row of a part of
+    a tile. In a sum over rows it is the index of a column of the sum."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""
@@ -199,9 +199,9 @@ class Rectangle:
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Multiplies part t of the walked rows (the rows that the workgroup loops over) by the own rows (the rows that it owns), in the registers `to`.
-    `walked` and `own` name the two tensors. Returns these registers. Rows are copied to local memory in parts of their elements. If own rows stay in
-    local memory, they are read from the section `kept`."""
+    """Multiplies part t of the walked rows (the rows that the workgroup loops over) by the own rows (the rows that it owns). `walked` and `own` name
+    the two tensors. Returns the registers `to`, which hold the products. Rows are copied to local memory a few columns at a time. If own rows stay in
+    local memory, they are read from the section `kept`. `ahead` holds registers of rows that were loaded before."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.own_row(i) for i in range(tile.walked)]

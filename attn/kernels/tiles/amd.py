@@ -1,4 +1,5 @@
-"""The tiles of the kernels on AMD's matrix units, MFMA and WMMA."""
+"""Tile descriptions of the kernels on AMD's matrix units, MFMA and WMMA: how many rows a workgroup owns and loops over, how waves divide them, and
+how rows lie in LDS."""
 from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -22,12 +23,12 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   return PaddedRows(rows, contraction(mat, width)//mat.unit)
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
-  """Returns the LDS layout of rows of `width` elements, for a tile that LDS holds twice: row by row and transposed. The layout belongs to the first
-  form. It puts the rows that one access of a wave reaches into different banks.
+  """Returns the LDS layout of the rows of a tile, for a kernel that holds the tile twice: row by row and transposed. This is the layout of the first
+  copy; a row has `width` elements. It puts the rows that one access of a wave reaches into different banks.
 
-  A read reaches neighbouring rows. A store reaches one row of each of several groups of four neighbouring rows (`staging.key_rows`). If a matrix tile
-  has 32 rows, these rows are 4 apart: inside a group of four the layout gives the rows an even stride, and successive groups lie an odd number of
-  16-byte units apart. Otherwise the rows of a store are 8 apart, or belong to another lane group."""
+  A read reaches neighbouring rows. A store reaches several rows: one of each of some groups of four neighbouring rows (`staging.key_rows`). If a
+  matrix tile has 32 rows, the rows of a store are 4 apart. The layout then has an even distance between rows inside a group of four, and an odd
+  number of 16-byte units between groups. Otherwise the rows of a store are 8 apart, or belong to another lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16

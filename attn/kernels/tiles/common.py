@@ -1,5 +1,5 @@
-"""The properties of every tile, the sizes that follow from them for any kernel, and the base of tiles in which several waves compute the same
-rows."""
+"""What the tile descriptions of all kernels have in common: the rows that a workgroup owns and loops over, sizes that follow from them, and the base
+class for tiles in which several waves compute the same rows."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 class BlockTile(Protocol):
-  """The properties that every kernel's tile has. They say how the kernel divides a problem over workgroups."""
+  """Properties that the tile description of every kernel has. They say how the kernel divides a problem over workgroups."""
   @property
   def block_m(self) -> int: """Number of rows that a workgroup owns. With `pack_gqa` a query has a row for each of its heads."""
   @property

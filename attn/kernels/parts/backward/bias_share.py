@@ -124,7 +124,7 @@ class BiasPart:
 
   @property
   def own_trips(self) -> tuple[UOp, UOp]:
-    """Number of the first loop iteration of this workgroup, and number of its iterations."""
+    """Index of the first loop iteration of this workgroup, and how many iterations it has."""
     trips, (batches, heads, _) = self.share.trips, self.share.walked
     if self.share.diagonals is not None: return UOp.const(0), self.share.diagonals.range(self.grid.block)[1]*(batches*heads)
     if self.parts <= 1: return UOp.const(0), UOp.const(trips)
@@ -144,8 +144,8 @@ class BiasPart:
     return self.place_of_trip(i)[2]
 
   def place_of_trip(self, i:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns for iteration i the number of the head among those that the workgroup loops over, the block of queries in the order of start, and the
-    tile of keys."""
+    """Returns for iteration i of this workgroup's loop: the index of a head among the heads that the workgroup loops over, the index of a block of
+    queries in the order in which blocks are launched, and the index of a tile of keys."""
     (batches, heads, most), diagonals = self.share.walked, self.share.diagonals
     if diagonals is None: return i//most, self.grid.block + i%most, self.key_tile
     first, count = diagonals.range(self.grid.block)

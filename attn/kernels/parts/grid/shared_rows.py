@@ -35,7 +35,8 @@ class Share:
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """Table of fp32 numbers in LDS, through which waves exchange numbers of rows. The table has one number of each kind for each of the `rows` rows."""
+  """Table of fp32 values in LDS, through which waves exchange values that belong to a row, such as its maximum and its sum. The table has one value
+  of each kind for each of the `rows` rows."""
   buffer: UOp       # in units of 16 bytes
   rows: int
   base: UOp|int = 0

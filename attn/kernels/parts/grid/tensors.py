@@ -42,7 +42,8 @@ def in_parts(tensor:tuple[tuple[int, ...], str], parts:int) -> tuple[tuple[int, 
   return ((parts, *tensor[0]), "float32") if parts else tensor
 
 def of_backward(p:Problem) -> Problem:
-  """Returns the problem whose forward kernel also writes what the backward kernels read: the lse, and with wide scores lse_rest."""
+  """Returns the problem whose forward kernel also writes what the backward kernels read: the lse, and with wide scores (scores that may be as large
+  as fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
@@ -51,14 +52,16 @@ def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. The kernel writes dq (`in_parts`) and delta. It reads q, k,
-  v, o, lse, with wide scores lse_rest, do, the optional tensors, and with `dlse` the gradient of lse."""
+  v, o, lse, do, the optional tensors, and with `dlse` the gradient of lse. With wide scores (scores that may be as large as fp32 allows) it also
+  reads lse_rest, the part of lse that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. The kernel writes dk and dv (`in_parts`). It reads q, k,
-  v, lse, with wide scores lse_rest, delta, do, and the optional tensors."""
+  v, lse, delta, do, and the optional tensors. With wide scores (scores that may be as large as fp32 allows) it also reads lse_rest, the part of lse
+  that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
@@ -99,8 +102,8 @@ def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def size_of_sum(p:Problem, block_m:int, block_n:int) -> tuple[int, ...]:
-  """Returns the shape in which a kernel with tiles of this size writes the sum `sum_over_scores(p)`. Sums over diagonals are written as tiles, one
-  for each diagonal."""
+  """Returns the shape in which a kernel with tiles of this size writes a sum of dS, such as the gradient of a bias (`sum_over_scores(p)`). If dS is
+  added up along diagonals (scores with equal i - j), the kernel adds up whole tiles instead: the result has a tile for each diagonal of tiles."""
   found = sum_over_scores(p)
   if not found.diagonals: return found.sizes
   return (*found.sizes[:2], Diagonals(p.Sq, p.Sk, block_m, block_n).count*block_m, block_n)
@@ -134,9 +137,9 @@ def check_problem(p:Problem, tile:BlockTile) -> None:
   check_range(p, tile)
 
 def check_backward(p:Problem, tile:BlockTile) -> None:
-  """Raises NotImplementedError if the backward kernels cannot compute the gradient of a problem. They support no splits, no values that are part of
-  the keys, no views of a cache, no number of keys that is a Variable, no terms without a derivative, and no tensors that are larger than a buffer
-  descriptor addresses."""
+  """Raises NotImplementedError if the backward kernels cannot compute the gradient of a problem. They support no splits, no v that is a part of k (as
+  in latent attention), no views of a cache, no number of keys that is a Variable, no score terms (softcap, ALiBi, bias, score_mod) without a
+  derivative, and no tensors that are larger than a buffer descriptor addresses."""
   if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels need v as a tensor of its own")
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the backward kernels support only num_splits=1")
   for name in ("k_view", "kv_starts"):

@@ -78,7 +78,7 @@ class ThreadPlace:
 # ***** sums *****
 
 def element_sum(x:UOp) -> UOp:
-  """Sums the elements of a vector as a tree: adds the two halves of the vector until two elements are left."""
+  """Sums the elements of a vector, whose length is a power of two. Adds the two halves of the vector again and again, as in a tree."""
   while (n := ops.length(x)) > 2: x = ops.add(ops.slice_(x, 0, n//2), ops.slice_(x, n//2, n//2))
   return ops.add(ops.extract(x, 0), ops.extract(x, 1))
 

@@ -48,11 +48,11 @@ class PaddedRows(SharedLayout):
     """Returns the number of 16-byte units from the beginning of the tile to a row."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns the position in LDS of unit number `unit` of a row. A unit is 16 bytes, and positions count units. With `pieces` above 1 each unit is
-    cut into this number of pieces: `unit` is then the number of a piece, and positions count pieces.
+    """Returns the position in LDS of the unit with index `unit` of a row. A unit is 16 bytes, and positions count units. With `pieces` above 1 each
+    unit is cut into this number of pieces: `unit` is then the index of a piece, and positions count pieces.
 
-    If `row` is a sum with a constant, this constant must be a multiple of `together`, or must not lead out of the group of `together` rows. Constants
-    are added last, so that tinygrad computes the common part of many positions only once."""
+    `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
+    lie in the same group. Constants are added last, so that tinygrad computes the common part of many positions only once."""
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
     common = (self.base + self.begin(row))*pieces + unit
     return common.cast(dtypes.int) + (self.begin(int(rows))*pieces + int(units))

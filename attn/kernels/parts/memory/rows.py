@@ -104,8 +104,8 @@ class GlobalRows:
     return ops.build(*parts)
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of one column of the rows from `first` on. Returns 16-byte units: each has the elements of neighbouring rows, from row
-  8*unit on, for each of `units`. Rows beyond the last one read as zero."""
+  """Loads 16-bit elements of one column of the rows from `first` on. Returns a vector of 16 bytes for each u of `units`: the elements of the eight
+  rows that begin at row first + 8*u. Rows beyond the last one read as zero."""
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:
     return ops.buffer_load(x.buffer[x.origin(first)], records, ((unit*x.unit + i)*x.stride + column)*x.size, x.size)

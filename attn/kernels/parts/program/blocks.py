@@ -160,7 +160,7 @@ class Descending:
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Mirrors a boundary between tiles at the middle of the loop."""
+    """Converts a boundary between tiles from one direction of the loop to the other: x becomes begin + end - x."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:

@@ -15,8 +15,8 @@ class Carried:
 
 @dataclass(frozen=True)
 class Statements:
-  """Statements that a kernel has executed so far. A statement is an operation that is executed for its effect, not for a value. tinygrad keeps only
-  operations whose value is stored. The value of a statement, 0, is therefore stored to a register that has no other use.
+  """Statements that a program has so far. A statement is an operation that is there for its effect, such as a barrier, and not for a value. tinygrad
+  keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use.
 
   tinygrad orders statements only by their values. A statement comes after all operations that compute its operands, and before every value that is
   `after` the statement's store. The property `done` is a value that depends on all statements so far: a new statement with this operand comes after
@@ -28,16 +28,17 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Executes a statement after the operations `after`. Returns the store of the statement's value to its register."""
+    """Adds a statement (an operation with a side effect, such as a barrier) to the program, after the operations `after`. Its value, 0, is stored to
+    a register, because tinygrad drops an operation whose value nothing uses. Returns this store."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
-    """Executes a statement that does nothing, and returns the store of its value. Needed so that `done` has a value to load before any other
-    statement."""
+    """A store of 0 to the register of the statements. A kernel begins with it, so that the register holds a value when `done` loads it before any
+    statement has stored one."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Executes a statement that has `done` as an operand. Returns the statements including this one. Later statements wait for it, but other values
-    of the kernel do not."""
+    """Adds a statement that has `done` as an operand to the program. Returns the statements including this one. Later statements wait for it, but
+    other values of the kernel do not."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
     """Adds to this object a statement that the program already contains, so that later statements wait for it. `stored` is the store that `do`
@@ -46,12 +47,12 @@ class Statements:
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A value that depends on all these statements and on the operations that they are `after`. A statement that has this value as an operand is
-    executed later than all of them."""
+    """A value that depends on all these statements and on the operations that they are `after`. A statement that has this value as an operand runs
+    later than all of them."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """Tuple with `done`, or an empty tuple if no statement has been executed yet."""
+    """Tuple with `done`, or an empty tuple if there is no statement yet."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
@@ -60,10 +61,10 @@ class InOrder(Carried):
   @property
   def done(self) -> UOp: return self.statements.done
   def do(self, *statements:UOp) -> Self:
-    """Executes statements, which have no order among themselves. Returns the state after all of them."""
+    """Adds statements, which have no order among themselves, to the program. Returns the state after all of them."""
     return self.after(UOp.group(*map(self.statements.do, statements)))
   def store(self, *stores:Iterable[UOp]) -> Self:
-    """Executes stores. Returns the state after all of them."""
+    """Adds stores to the program. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after(self, *deps:UOp) -> Self:
     """Returns the state in which every value waits for the operations `deps`. Where `deps` already wait for everything that a value waits for, the
@@ -74,8 +75,8 @@ class InOrder(Carried):
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Removes the AFTER operations around a carried value, so that it waits for nothing. Returns an object that is no UOp unchanged. `Statements` are
-  such objects, and must keep waiting: otherwise tinygrad would drop their register, and with it the loop that the stores to this register end."""
+  """Removes the AFTER operations around a carried value, so that it waits for nothing. Objects other than UOps are returned unchanged. `Statements`
+  are such objects, and must keep waiting: otherwise tinygrad would drop their register, and with it the loop that the stores to this register end."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 

@@ -54,7 +54,7 @@ S = TypeVar("S", bound=TripState)
 TileWork = Callable[[S, UOp, bool], UOp]     # the work on a tile in LDS, given the state, the tile's number, and whether masks touch the tile
 
 class StagedTripsTile(Protocol):
-  """Fields of a kernel's tile that say when and how the loop loads tiles of keys or queries."""
+  """Fields of a tile's description (such as `BackwardTile`) that say when and how the kernel's loop loads rows of keys or queries."""
   @property
   def prefetch(self) -> int:
     """When a tile is loaded. 0: in the iteration that uses it; 1: one iteration earlier; 2: one iteration earlier, and stored to a second LDS
@@ -91,8 +91,8 @@ class StagedTrips(Generic[S]):
 
   def in_turn(self, s:S, t:UOp) -> UOp:
     """Loads tile t and stores it to LDS, one tensor after another. The registers then hold only one tensor at a time, or with `by_item` only one
-    16-byte item of each thread. With `anew` each iteration computes the addresses of rows that are loaded in several pieces again, so that no
-    register holds them during the loop."""
+    16-byte item of each thread. If rows are loaded in several pieces, `anew` makes each iteration compute their addresses again, so that no register
+    holds addresses during the loop."""
     stores: list[UOp] = []
     for name, rows in self.loaded.items():
       tile = self.in_lds(s, t, name) if rows.in_units or not self.tile.anew else self.in_lds(s, t, name).anew(t)

@@ -110,9 +110,9 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps, for four neighbouring rows that the thread owns. Their scores are with groups of four neighbouring rows of a
-  tile; `firsts` are the first rows of these groups. Either the thread's rows or the tile's rows are keys. Four neighbouring keys are half an octet,
-  the unit of attn/ops/dropout.py."""
+  """Returns which scores dropout keeps, for four neighbouring rows that the thread owns, one entry for each of these rows. The scores pair each of
+  them with groups of four neighbouring rows of a tile; `firsts` has the first row of each group. Either the thread's rows are keys, or the tile's
+  rows are. One random number gives the bits of eight keys (an octet, see attn/ops/dropout.py), so four neighbouring keys are half an octet."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]

@@ -44,7 +44,7 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> Unit:
-    """Unit in which the scores are measured after all terms are applied, for example logarithms to base 2."""
+    """Unit in which the scores are measured after all score terms (softcap, ALiBi, bias) are applied, for example logarithms to base 2."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2
@@ -56,8 +56,9 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Rows of the tile to which the elements of a lane's scores belong, one tuple for each vector, counted from the first row of the tile. The
-    numbers are for lanes of lane group 0. In lane group h each number is larger by h*matrix.block."""
+    """Rows of the tile to which the elements of a lane's scores belong, as indices counted from the first row of the tile, one tuple for each vector.
+    They are those of lane group 0 (lane group h is the lanes that hold the same rows of an accumulator). In lane group h each index is larger by
+    h*matrix.block, the number of neighbouring rows that a lane holds."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
@@ -74,13 +75,15 @@ class Scores:
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
   def fragment(self, row:Row, tile:UOp) -> Fragment:
-    """Returns the query and the key of each of a row's scores in a tile, as the `Fragment` from which the terms compute their values."""
+    """Returns a `Fragment`: the query and the key of each of a row's scores in a tile. Score terms (softcap, ALiBi, bias) compute their values from
+    it."""
     mat = self.at.matrix
     return Fragment(self.p, self.given, row, self.first, self.walk, self.tile(tile), self.block_n, self.at.h, mat.block, self.walked, mat.tile_keys,
                     self.unit_of_terms, self.limits(row, tile))
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies the problem's terms to raw scores. Without terms, only converts the scores to natural logarithms, if `natural` is set."""
+    """Applies the problem's score terms (softcap, ALiBi, bias) to raw scores. Without terms, only converts the scores to natural logarithms, if
+    `natural` is set."""
     return self.left(self.steps(x, row, tile))
 
   def left(self, steps:list[list[UOp]]) -> list[UOp]:
@@ -89,7 +92,7 @@ class Scores:
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
-    """Returns a list with the raw scores `x`, and then the scores after each term."""
+    """Returns a list with the raw scores `x`, and then the scores after each score term (softcap, ALiBi, bias) in turn."""
     found, at, unit = [x], self.fragment(row, tile), raw_unit(self.p)
     for term in self.terms:
       found.append(term.value(found[-1], at, unit))
@@ -97,8 +100,8 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns the derivative of each term, by the term's name, given the scores that the method `steps` returned. Leaves out terms whose derivative
-    is always 1."""
+    """Returns by name, for each score term (softcap, ALiBi, bias), the derivative of the score after the term by the score before it. `steps` has the
+    scores that the method of this name returned. Leaves out terms whose derivative is always 1."""
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
       assert term.derivative is not None
@@ -138,8 +141,8 @@ class Scores:
 
   @property
   def in_place(self) -> bool:
-    """Returns whether masks can be applied inside the registers that already hold the raw scores (see `masks`), without a copy. This needs scores
-    that no term changes, and no mask_mod."""
+    """Returns whether masks can be applied inside the registers that already hold the raw scores (see `masks`), without a copy. This needs a problem
+    without score terms (softcap, ALiBi, bias) and without a mask_mod that is computed for every score."""
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
@@ -149,8 +152,8 @@ class Scores:
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Turns the raw scores of `rows` into the input of the softmax: applies the terms, and if `masked` the masks. In each vector the elements of one
-    row lie before those of the next row."""
+    """Turns the raw scores of `rows` into the input of the softmax: applies the score terms (softcap, ALiBi, bias), and if `masked` the masks. In
+    each vector the elements of one row lie before those of the next row."""
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]

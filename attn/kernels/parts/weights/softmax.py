@@ -124,8 +124,9 @@ class Softmax(Carried):
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns the weights of a query tile as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. With `renewed` the kernel computes a
-    condition on lanes here once more (`fragment_operands`)."""
+    """Returns the weights of a query tile as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. On some chips lanes 16-31 repeat the
+    operands of lanes 0-15, which needs the condition that a lane is one of lanes 0-15. With `renewed` the kernel computes this condition here again,
+    instead of keeping it in a register."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
