@@ -65,7 +65,7 @@ def check_splits(name:str, x:Any) -> int:
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
   """Makes a field of the class Problem that belongs to a term, an operation on scores such as softcap (attn/score). The field says whether the
-  problem has the term, or it holds the term's number. `check` checks its value."""
+  problem has the term, or holds its parameter, such as the cap of softcap. `check` checks the field's value."""
   return field(default=default, metadata={"check": check, "of": "term"})
 
 @dataclass(frozen=True)

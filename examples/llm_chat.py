@@ -67,7 +67,7 @@ def model(kind:str) -> tuple[str, dict[str, Any], Shapes]:
   return arch, settings, shapes
 
 def packed(x:Any) -> bytes:
-  """Returns a setting's value in the bytes of a GGUF file: the number of its type, then the value."""
+  """Returns a setting's value in the bytes of a GGUF file: the code of its type, then the value."""
   def text(s:str) -> bytes: return struct.pack("<Q", len(s.encode())) + s.encode()
   if isinstance(x, bool): return struct.pack("<I?", 7, x)
   if isinstance(x, int): return struct.pack("<II", 4, x)

@@ -107,7 +107,7 @@ class Server:
     self.pages.remember(request.prompt, request.pages)
 
   def step(self) -> None:
-    """Computes one more token of every request."""
+    """Computes the next token of every running request."""
     under_way = [r for r in self.places_taken if r is not None]
     rest = BATCH - len(under_way)
     newest, pages = [[r.tokens[-1]] for r in under_way], [r.pages for r in under_way]

@@ -176,7 +176,8 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
 def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
-  """Checks o and lse of a forward kernel without options against the accuracy law, on the emulator."""
+  """Runs a forward kernel without options on the emulator and compares o and lse with float64: each element must be within its error limit
+  (docs/contract.md)."""
   with Context(DEV=f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype).realize() for a in (x.q, x.k, x.v))
     o = Tensor.empty(*arrange(np.empty((p.B, p.H, p.Sq, p.Dv), np.bool_), p.layout).shape, dtype=DTYPES[p.out_dtype], device="EMU")
@@ -220,7 +221,7 @@ def numbers_of_rows(p:Problem) -> dict[str, float]:
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
-  """Checks a kernel's o and lse (None: no lse) against the accuracy law."""
+  """Compares a kernel's o and lse (None: no lse) with float64: each element must be within its error limit (docs/contract.md)."""
   law, of_lse = expected(p, x, extras)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
@@ -268,8 +269,8 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Builds the problem with any of its options, runs the kernels, checks o and lse against the accuracy law and returns them. `tile` changes the
-  chosen tile."""
+  """Builds the problem with any of its options, runs the kernels, and compares o and lse with float64: each element must be within its error limit
+  (docs/contract.md). Returns o and lse. `tile` changes the chosen tile."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, chip(arch))
@@ -280,7 +281,7 @@ def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Cal
   return o, lse
 
 def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -> None:
-  """Builds the problem, runs the kernel, and checks o and lse against the accuracy law."""
+  """Builds the problem, runs the kernel, and compares o and lse with float64: each element must be within its error limit (docs/contract.md)."""
   p = problem(**parameters)
   options = {name: parameters[name] for name in ("causal", "window") if name in parameters}
   x = make(p)

@@ -1,16 +1,15 @@
-"""Measures the kernels by the accuracy law: for each kind of input and each matrix unit, how far outputs are from exact, in units of their own
-rounding error.
+"""Measures how far the outputs of kernels are from exact, for each kind of input and each matrix unit. The error of an element is measured in units
+of its own rounding error, and has a limit (docs/contract.md).
 
     python test/contract.py --write docs/contract.csv [--draws 100] [--jobs 2] [--units gfx942 tiled] [--missing] [--seconds 400]
     python test/contract.py --write docs/contract.csv --device CUDA --units sm_80 sm_90
 
 The first command uses the emulator, the second a Hopper GPU; on that GPU the unit sm_80 means the mma.sync kernels, and sm_90 the wgmma kernels. A
 run writes one line for each output of a case as soon as the case is done, and the table of docs/contract.md from all lines. Lines of units not in
---units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an output breaks the accuracy law.
+--units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an error is above its limit.
 
 One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. The bias is
-one row of keys for each draw. The sinks are shared by the draws that run together. `tiled` has no bias.
-"""
+one row of keys for each draw. The sinks are shared by the draws that run together. `tiled` has no bias."""
 from __future__ import annotations
 import argparse, csv, math, os, sys, time
 from collections.abc import Iterable, Iterator
@@ -72,7 +71,8 @@ def cases_of(units:Iterable[str]) -> list[Case]:
 # ***** one case *****
 
 def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict]:
-  """Judges n draws together, and returns a verdict for each output. The draws run on the emulator of the case's chip, or on a GPU."""
+  """Runs n draws of a case as one call, and compares each output with float64. Returns for each output, by name, its largest error relative to the
+  error's limit and the root mean square of its errors (`Verdict`). The draws run on the emulator of the case's chip, or on a GPU."""
   options = dict(SHAPES[case.shape])
   extras = {"sinks": floats(options["H"], seed=seed + 3)} if case.gradients else {}
   if case.gradients and case.unit != "tiled": extras["bias"] = floats(n, 1, 1, options["Sk"], seed=seed + 2)     # `tiled` computes no dbias
@@ -115,14 +115,16 @@ class Line:
 HEADER = ["shape", "unit", "inputs", "output type", "kind", "output", "draws", "error/limit", "error/sigma", "rms", "resolved %", "device"]
 
 def line_of(output:str, draws:int, found:list[tuple[Verdict, int]], device:str) -> Line:
-  """Combines the verdicts of several launches into one line. `draws` counts all draws; each verdict comes with its number of elements."""
+  """Combines the results of several calls for one output into one line of the table. `draws` counts all draws. `found` has a comparison with float64
+  (`Verdict`) and a number of elements for each call."""
   resolved = sum(v.resolved for v, _ in found)
   rms = math.sqrt(sum(v.rms**2*v.resolved for v, _ in found)/resolved) if resolved >= ENOUGH_ELEMENTS else 0.0
   worst = max(math.inf if v.pattern else v.ratio for v, _ in found)
   return Line(output, draws, worst, max(v.furthest for v, _ in found), rms, 100*resolved/sum(n for _, n in found), device)
 
 def lines_of(case:Case, draws:int, device:str=EMULATOR, seed:int=0, together:int=TOGETHER) -> list[Line]:
-  """Runs the kernels on this number of draws, `together` draws in one launch, and judges each element."""
+  """Runs the kernels of a case on this number of draws, `together` draws in one launch. Compares each element with float64, and returns the lines of
+  the table."""
   runs = [judged(case, min(together, draws - first), seed + first, device) for first in range(0, draws, together)]
   return [line_of(name, draws, [(run[name], run[name].count) for run in runs], device) for name in runs[0]]
 

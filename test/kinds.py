@@ -1,4 +1,4 @@
-"""Kinds of input for samples of the accuracy law. Each kind stresses a different part of the arithmetic."""
+"""Kinds of input for tests of the size of errors. Each kind stresses a different part of the arithmetic."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ def huge_key(p:Problem, seed:int) -> Inputs:
   return replace(x, k=rounded(k, p.dtype))
 
 def all_equal(p:Problem, seed:int) -> Inputs:
-  """Makes inputs whose queries are 0: every score is 0."""
+  """Makes inputs whose queries are 0, so that every score is 0."""
   x = normal(p, seed)
   return replace(x, q=np.zeros_like(x.q))
 

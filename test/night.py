@@ -1,18 +1,16 @@
-"""Random calls of the whole public API, each checked by the accuracy law against float64: on every emulated chip, on a CPU, through OpenCL, on a
-GPU.
+"""Random calls of the whole public API, each compared with float64: on every emulated chip, on a CPU, through OpenCL, on a GPU.
 
     python test/night.py --forward 2000 --backward 1000 [--jobs 2] [--seconds 3600] [--chips gfx942,sm_90] [--first 0]
     python test/night.py --seed 12345 [--device CUDA]
 
 The first command runs a night: it takes seeds from --first on until it has the wanted number of calls. It prints a table of the calls that ran, were
 refused and failed, with the seed of each failure. The second command repeats the call of one seed and prints it as a script to paste (run it with
-PYTHONPATH=.:test). attn may refuse a call with ValueError or NotImplementedError; any other outcome that is not a right result is a failure. A
-worker process runs one call at a time, for at most --limit seconds, so a crash or a hanging call can be traced to its seed. A failed call runs once
-more in a new process, to show whether it also fails alone.
+PYTHONPATH=.:test). attn may refuse a call with ValueError or NotImplementedError; any other outcome that is not a right result is a failure. A worker
+process runs one call at a time, for at most --limit seconds, so a crash or a hanging call can be traced to its seed. A failed call runs once more in
+a new process, to show whether it also fails alone.
 
-DEV=CPU uses CC=test/clang_with_checks.sh, the default here, and buffers between protected pages (test/guarded.py): a kernel that leaves an array or
-a buffer crashes its process. Calls through OpenCL are skipped where there is no driver (docs/plain.md).
-"""
+DEV=CPU uses CC=test/clang_with_checks.sh, the default here, and buffers between protected pages (test/guarded.py): a kernel that leaves an array or a
+buffer crashes its process. Calls through OpenCL are skipped where there is no driver (docs/plain.md)."""
 from __future__ import annotations
 import multiprocessing, os, re, sys, tempfile, threading, time, traceback
 from collections import Counter
@@ -71,7 +69,7 @@ def work(pipe:Connection, does:Callable[[Call], Outcome]) -> None:
     pipe.send(does(drawn(seed, on)))
 
 class Worker:
-  """Process that runs calls. A new process replaces one that crashed, hangs, or has run many calls."""
+  """Process that runs calls. If it crashes, hangs, or has run many calls, a new process takes its place."""
   def __init__(self, limit:float, does:Callable[[Call], Outcome]=run) -> None:
     self.limit, self.does, self.ran = limit, does, list[int]()
     self.process: Any = None

@@ -132,8 +132,8 @@ class Posed:
   def ndim(self, layout:str="") -> int: return len(AXES[layout or self.layout])
 
   def steps(self, name:str, shape:tuple[int, ...], dtype:str) -> list[tuple[Any, ...]]:
-    """Draws steps that produce a view of this shape from a base tensor. Each step is drawn from the shape that it produces, so the last step is drawn
-    first."""
+    """Draws the steps (movement operations) that make a view of this shape from a base tensor. Each step is drawn from the shape that it produces, so
+    the last step is drawn first."""
     found: list[tuple[Any, ...]] = []
     if (same := self.settings.get("same")) is not None and name in "kv" and self.layout == "bhsd":
       found.append(("expand", same, shape[same]))
@@ -239,7 +239,8 @@ class Posed:
   # ***** the call *****
 
   def call(self, text:str, lse:bool|None=None, shape_of_o:tuple[int, ...]|None=None, between:str="") -> None:
-    """Adds the call and draws its results: o, lse, o and lse, or gradients through them. `text` is the code of the call, and contains {options}."""
+    """Adds the call to the drawn script and draws what it returns: o, lse, o and lse, or gradients through them. `text` is the code of the call, and
+    contains {options}."""
     lse = self.chance(.5) if lse is None else lse
     if self.backward: return self.gradients(text, lse, between)
     self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)

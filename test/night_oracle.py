@@ -1,5 +1,5 @@
-"""Oracle for random calls: computes attention sequence by sequence in float64 for every kind of call, and checks the results against the accuracy
-law."""
+"""Oracle for random calls: computes attention sequence by sequence in float64 for every kind of call, and checks that each element of the results is
+within its error limit (docs/contract.md)."""
 from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,8 +112,9 @@ def without_small(x:Arrays, f:Facts) -> Arrays:
   return {name: read(name, a) for name, a in x.items()}
 
 def hold(x:Arrays, f:Facts, found:Arrays) -> list[str]:
-  """Lists errors in the results, which have the shapes of `forward`'s results or of the inputs. The list is empty if every result keeps the accuracy
-  law. Where tinygrad may emulate float16, the results may instead all be those of inputs without small numbers, with 0 for each small number."""
+  """Lists errors in the results, which have the shapes of `forward`'s results or of the inputs. The list is empty if each element is within its error
+  limit (docs/contract.md). Where tinygrad may emulate float16, the results may instead all be those of inputs without small numbers, with 0 for each
+  small number."""
   wrong = errors(x, f, found, small=True)
   return errors(without_small(x, f), f, found, small=False) if wrong and f.emulates else wrong
 

@@ -1,4 +1,4 @@
-"""A graph of tinygrad on the emulator."""
+"""A stand-in, on the emulator, for tinygrad's graphs under TinyJit."""
 from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar

@@ -25,7 +25,7 @@ ON_EVERY_KERNEL = pytest.mark.parametrize("arch, kernel", KERNELS)
 def int32(*values:int) -> Tensor: return Tensor(np.array(values, np.int32), device="EMU")
 def half(*shape:int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.half, device="EMU")
 def rounded_to(q:Tensor, k:Tensor, v:Tensor, o:Tensor, **options:Any) -> None:
-  """Checks o against the accuracy law."""
+  """Compares o with float64: each element must be within its error limit (docs/contract.md)."""
   x = [array(t) for t in (q, k, v)]
   args = (x[0].shape[-1]**-.5, options.get("window", (-1, -1)), options.get("offset", 0))
   assert (verdict := judge(array(o), law_of(*x, *args, dtype="float16", out_dtype="float16")[0])).ok, verdict

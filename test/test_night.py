@@ -102,11 +102,11 @@ def test_a_crash_and_a_call_that_hangs_have_a_seed(does:Any, why:str) -> None:
 # ***** memory that a kernel on a CPU must not touch *****
 
 def of_a_number(o:UOp, x:UOp) -> UOp:
-  """Test kernel that reads element x[x[0]]."""
+  """Defines a test kernel that reads element x[x[0]]."""
   return o[0].store(x[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_a_number", opts_to_apply=()))
 
 def of_its_own(o:UOp, x:UOp) -> UOp:
-  """Test kernel that copies x into its private array of eight elements and reads element x[0] of this array."""
+  """Defines a test kernel that copies x into its private array of eight elements and reads element x[0] of this array."""
   own, i = UOp.placeholder((8,), dtypes.float, 3, AddrSpace.REG), UOp.range(8, 0, AxisType.LOOP)
   filled = own.after(own[i].store(x[i].load()).end(i))
   return o[0].store(filled[x[0].load().cast(dtypes.int)].load()).sink(arg=KernelInfo("of_its_own", opts_to_apply=()))

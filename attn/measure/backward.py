@@ -1,7 +1,7 @@
 """Compares the backward kernels with their peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are two backends of
 PyTorch's SDPA backward, FlashAttention-2 and cuDNN. In float32 the peer is PyTorch's memory-efficient backend.
 
-  DEV=CUDA COMPARE=1 BWD=1 python bench.py             one problem; SWEEP=1: the shapes below; CSV=path, PLOT=path
+  DEV=CUDA COMPARE=1 BWD=1 python bench.py             one problem; SWEEP=1: all shapes of the table; CSV=path, PLOT=path
   DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the rows whose name has each WORD
 
 Every rate counts 2.5 times the operations of forward (five matrix products), although our kernels compute seven products. Times are device times,

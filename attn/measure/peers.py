@@ -1,6 +1,6 @@
 """Compares forward with its peers on the same NVIDIA GPU, in one process and on the same inputs. The peers are PyTorch's SDPA with its
 FlashAttention-2 and cuDNN backends (in float32, with its memory-efficient backend), and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`
-runs the comparison; SWEEP=1 runs it for the shapes below, and PLOT=path.png draws a picture.
+runs the comparison; SWEEP=1 runs it for a list of shapes (`sweep`), and PLOT=path.png draws a picture.
 
 Times are device times, measured by events around many launches. Each time is a median over rounds. In a round every peer runs in turn, so that the
 chip's temperature has an equal effect on all peers."""

@@ -58,7 +58,8 @@ def in_global(at:UOp, dtype:DType, name:str) -> UOp:
   return at
 
 def shared_tensors(u:UOp) -> set[int]:
-  """Returns the numbers of the kernel's tensors that the atomic operation u works on. Returns an empty set if u is not an atomic operation."""
+  """Returns which of the kernel's tensors the atomic operation u works on, as their places among the kernel's arguments. Returns an empty set if u is
+  not an atomic operation."""
   if not isinstance(u.arg, Call) or not u.arg.operation.atomic: return set()
   return {x.buf_uop.arg.slot for x in u.src if x.op is Ops.INDEX and x.buf_uop.op is Ops.PARAM}
 

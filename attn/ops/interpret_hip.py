@@ -99,9 +99,9 @@ class Hip(Printer):
     return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Prints the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, the text computes x*2^16 + less, where `less` is x -
-    x*2^16 rounded to fp32's 24 bits. The sum is x rounded to 8 bits, to nearest even. The rounding takes two operations. CDNA executes each of them
-    for two elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
+    """Prints the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, two fp32 operations round an element x to the 8
+    significant bits of bf16, to nearest even: less = x*(1 - 2^16), and then the fma x*2^16 + less. CDNA executes each of the two operations for two
+    elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
     if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
@@ -142,8 +142,9 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Prints an exchange between lanes. The instructions are v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12),
-    v_permlanex16_b32 or ds_bpermute_b32. Eight neighbouring lanes exchange by DPP or ds_swizzle_b32."""
+    """Prints an exchange between lanes. Returns x of this lane and x of another lane, in either order. `how` selects the instruction:
+    v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32. Eight neighbouring lanes exchange by
+    DPP or ds_swizzle_b32."""
     x = self.term(x)
     bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
     if how == "permlane_swap":

@@ -7,9 +7,11 @@ sums are computed again.
 
 If |addend| exceeded LARGE, the rounding error of the addend would show in the result of S*scale + addend. The addend of such a row is set to NaN. Its
 sums are then NaN, so every loop iteration takes the branch, and the branch subtracts the reference from the score before it multiplies by the scale.
-Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow. A row that has seen no key has the reference LOWEST: P of
-every finite score then overflows to inf, and P of the score -inf is 0. Wide scores (kernels/parts/weights/scores.py) are kept as natural logarithms
-and not in base 2, so not all of them would overflow: for wide scores the addend of a row that has seen no key is NaN."""
+Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow.
+
+A row that has seen no key has the reference LOWEST and an addend as large. P of every finite score then overflows to inf, so that the wave takes the
+branch, and P of the score -inf is 0. Problems in which a score may be as large as fp32 allows (`Problem.wide_scores`) are an exception: a score near
+-3e38 would not overflow. There the addend of a row that has seen no key is NaN, which leads to the branch, too."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -26,8 +28,8 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 
 @dataclass(frozen=True)
 class RowLanes:
-  """Layout of rows in vectors of scores. A vector holds the scores of `rows` rows, one row after another. Several lanes share a row; they exchange
-  values over the distances `steps`, in the way `exchange`."""
+  """Layout of rows in vectors of scores. A vector holds the scores of `rows` rows, one row after another. Several lanes share a row: lanes whose
+  numbers differ by one of `steps` exchange values. `exchange` names the kind of instruction by which they do so."""
   rows: int
   steps: tuple[int, ...]
   exchange: str = "shuffle"

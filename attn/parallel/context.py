@@ -52,8 +52,9 @@ class SharedRows:
     return of_backward(replace(self.problem, Sq=self.shards.queries or self.problem.Sq))
   def gathering(self, device:int) -> list[tuple[tuple[int, int], Problem]]:
     """Returns the launches of a device that gathers the keys of all devices. Each launch is given as (heads, problem). `heads` is (first, count): the
-    key/value heads of the launch, counted over all batches. They are equal on all devices. One launch computes all heads if there is only one device.
-    One launch also computes all heads if the kernel divides the keys into ranges, because one buffer holds the results of all ranges."""
+    key/value heads of the launch, counted over all batches. Each launch has the same heads on all devices. One launch computes all heads if there is
+    only one device. One launch also computes all heads if the kernel divides the keys into ranges, because one buffer holds the results of all
+    ranges."""
     p, shards = self.problem, self.shards
     heads = (0, p.B*p.Hkv)
     if shards.count == 1 or self.divides_keys: return [(heads, shards.dealt(p, device, heads))]

@@ -24,8 +24,8 @@ def all_launches(c:SharedRows) -> list[ContextLaunch]:
   return [launch for device in range(c.shards.count) for _, some in c.shards.plan(c.problem, device) for launch in some]
 
 def by_kernels(c:SharedRows) -> bool:
-  """Returns whether the backward kernels can compute every launch. They cannot if a term or mask needs the positions of keys in the whole sequence: a
-  launch over the keys of one device counts keys from the first key of this device."""
+  """Returns whether the backward kernels can compute every launch. They cannot if a change of the scores (such as a bias, or the caller's mask_mod)
+  needs the positions of keys in the whole sequence: a launch over the keys of one device counts keys from the first key of this device."""
   if fixed_in_sequence(c.problem): return False
   return not any(isinstance(can_differentiate(replace(launch_problem(c.problem, x), num_splits=1), c.arch), str) for x in all_launches(c))
 

@@ -53,8 +53,8 @@ class SeenKeys:
   offset: int
 
 def seen_keys(window:tuple[int, int], offset:int, queries:int, keys:int, by_distance:bool) -> SeenKeys|None:
-  """Returns a mask in normal form, so that two masks can be compared: a bound that hides no key becomes -1, and an offset that has no effect becomes
-  0. If `by_distance`, the scores depend on the offset, too. Returns None if no query sees a key."""
+  """Returns a mask in normal form, so that two masks can be compared. A bound of the window that hides no key becomes -1. The offset becomes 0 if no
+  bound is left and no score depends on it; `by_distance` says whether a score does. Returns None if no query sees a key."""
   left, right = window
   first, last = offset - left, queries - 1 + offset + right      # first visible key of the first query, last visible key of the last query
   if (left >= 0 and first >= keys) or (right >= 0 and last < 0): return None

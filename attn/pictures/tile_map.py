@@ -1,5 +1,5 @@
-"""Draws the map of a mask_mod: which tiles a kernel skips, masks, and computes without a mask, for each block of rows. The map shows the intervals
-and lists that the kernel uses."""
+"""Draws the map of a mask_mod: for each block of rows, which tiles a kernel skips, which it computes with the mask, and which without. The map shows
+the key ranges and the lists of visible tiles that the kernel uses."""
 from __future__ import annotations
 import argparse, ast, importlib, importlib.util, itertools
 from collections.abc import Callable, Sequence

@@ -31,13 +31,16 @@ def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
 class Mask:
   """One row of the table of masks. All code that computes with masks reads it.
 
-  seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel loops over, which of these tiles need no mask,
-    and which columns of a fragment are hidden
+  seen: returns the interval of columns that a row sees. The interval decides which tiles a kernel loops over, which of these tiles need no mask, and
+  which columns of a fragment are hidden
+
   plain: the mask in tensor operations
-  each: says for each score of a fragment (the scores that a lane holds) whether the query sees the key. It serves masks that are not just an interval
-    of columns. None: the mask is always an interval. If only some problems need it, Problem's field with the mask's name is None for the others
+
+  each: for a mask that is more than an interval: says for each score that a lane holds whether the query sees the key. None: the mask is always an
+  interval. A problem uses `each` if its field with the mask's name is not None
+
   moves: whether the mask hides the same pairs of query and key if both are counted from another row. Devices that share a sequence count rows from
-    their own first one"""
+  their own first one"""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns
   plain: PlainMask

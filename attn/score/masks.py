@@ -58,8 +58,8 @@ def scattered(p:Problem) -> tuple[Mask, ...]:
   return tuple(mask for mask in SCORE_MASKS if mask.each is not None and getattr(p, mask.name) is not None)
 
 def seen_each(at:Fragment) -> list[list[UOp]]|None:
-  """Returns, for each score that a lane holds, whether the masks that are not intervals leave it visible. Returns None if the problem has no such
-  mask."""
+  """Returns, for each score that a lane holds, whether it is visible under the masks that are more than an interval of columns. Returns None if the
+  problem has no such mask."""
   found = [mask.each(at) for mask in scattered(at.p) if mask.each is not None]
   if not found: return None
   return [[functools.reduce(UOp.__and__, conditions) for conditions in zip(*vectors)] for vectors in zip(*found)]
@@ -80,15 +80,15 @@ def told(p:Problem, masks:tuple[Mask, ...]) -> str:
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
-  """Returns the names of those terms and masks of a problem that need more than the distance of query and key: they need the places of both in the
-  whole sequence."""
+  """Returns the names of those terms (such as a bias) and masks of a problem that depend on where query and key stand in the whole sequence, and not
+  only on their distance."""
   walk, row, each = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0), scattered(p)
   masks = [mask for mask in SCORE_MASKS if not mask.moves and (mask in each or any(x is not None for x in mask.seen(walk, row)))]
   return (*[term.name for term in score_terms(p) if not term.moves], *[mask.name for mask in masks])
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError for a term or mask that needs places in the whole sequence. Devices that share rows and do not gather the keys cannot
-  compute it."""
+  """Raises NotImplementedError for a term (such as a bias) or a mask that depends on where query and key stand in the whole sequence. Devices that
+  share rows and do not gather the keys cannot compute it."""
   if names := fixed_in_sequence(p):
     raise NotImplementedError(f"{' and '.join(names)} with k and v that devices share by their rows: a device that does not gather all keys counts "
                               "them from its own first one, but places in the whole sequence are needed; shard q along its rows, too, or q, k and v "

@@ -17,11 +17,10 @@ class Walk:
   count: int|UOp
   own: int|UOp
   def place(self, row:Any) -> Any:
-    """Returns the place of a row on the axis that queries and keys share: the number of a key, or the number of a query plus the problem's offset."""
+    """Returns the place of a row on the axis that queries and keys share: the index of a key, or the index of a query plus the problem's offset."""
     return row + self.offset if self.over == "keys" else row
   def column(self, place:Any) -> Any:
-    """Returns the number of the column, a key or a query, that stands at `place`. Places count keys, and queries beside the keys: query i stands at
-    place i + offset, key j at place j."""
+    """Returns the index of the column, a key or a query, that stands at `place`. Key j stands at place j, and query i at place i + offset."""
     return place if self.over == "keys" else place + self.offset
   def diagonal(self, row:UOp) -> UOp:
     """Returns the column where the diagonal meets a row."""

@@ -108,7 +108,7 @@ class TermTensor:
   @property
   def dtypes(self) -> tuple[str, ...]: return self.given.dtypes
   def dimension(self, axis:str) -> int|None:
-    """Returns the dimension of an axis in a tensor that has all axes. None if the tensor has no such axis."""
+    """Returns the index of an axis among the dimensions of a tensor that has all its axes. Returns None if the tensor never has this axis."""
     return self.axes.index(axis) if axis in self.axes else None
   def names(self, shape:tuple[int, ...]) -> tuple[str|None, ...]:
     """Returns the axis of each dimension of a tensor of this shape, None for a dimension of size 1."""

@@ -20,19 +20,21 @@ def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
   return tuple(term if term.of is None else term.of(p) for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
-  """Returns the class (`TermRegisters`) of the term of a problem that needs the most registers. None if the problem has no terms."""
+  """Returns the class of register needs (`TermRegisters`) of that term of a problem which needs the most registers. None if the problem has no terms
+  (bias, softcap, ...)."""
   return max((term.registers for term in score_terms(p)), default=None)
 
 def crowded(p:Problem) -> bool:
-  """Says whether some term of a problem needs a register for each score, so that registers are short."""
+  """Says whether some term (bias, softcap, ...) of a problem needs a register for each score, so that registers are short."""
   return heaviest(p) == TermRegisters.SCORES
 
 def goes_by_distance(p:Problem) -> bool:
-  """Says whether a term of a problem depends on how far a query and a key are apart. A window is a mask and not a term, so it does not count."""
+  """Says whether a term of a problem (such as ALiBi) depends on how far a query and a key are apart. A window is a mask and not a term, so it does
+  not count."""
   return any(term.placed for term in score_terms(p))
 
 def varies(p:Problem) -> bool:
-  """Says whether a problem has a term whose derivative is not 1 everywhere."""
+  """Says whether a problem has a term (such as softcap) whose derivative by the score is not 1 everywhere."""
   return any(term.derivative is not one for term in score_terms(p))
 
 def check_differentiable(p:Problem) -> None:
@@ -47,10 +49,11 @@ def check_derivatives(p:Problem) -> None:
     if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels have no derivative of it")
 
 def terms_after(term:ScoreTerm) -> set[str]:
-  """Returns the names of the terms that apply after `term`."""
+  """Returns the names of the terms that apply to a score after `term`."""
   names = [x.name for x in TERMS]
   return {*names[names.index(term.name) + 1:]}
 
 def plain_terms(p:Problem, given:Mapping[str, Tensor]) -> Callable[[Tensor, Positions], Tensor]:
-  """Returns a function that applies all terms of a problem in tensor operations, to the scores softmax_scale * Q K^T and their positions."""
+  """Returns a function that applies all terms of a problem (softcap, ALiBi, bias, score_mod) in tensor operations, to the scores softmax_scale * Q
+  K^T and their positions."""
   return lambda s, at: functools.reduce(lambda x, term: term.plain(x, p, at, given), score_terms(p), s)

@@ -90,8 +90,8 @@ for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = n
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
   """Renumbers the PARAMs of a gradient's body from 0 on, and returns the body with the arguments that it uses. It replaces tinygrad's own function,
-  which also counts the PARAMs inside the body's kernels. Those have nothing to do with the arguments, and tinygrad raises an IndexError if a kernel
-  has more of them than the body has arguments."""
+  which also counts the PARAMs inside the body's kernels. A kernel's PARAMs have nothing to do with these arguments, and tinygrad raises an IndexError
+  if a kernel has more PARAMs than the body has arguments."""
   used = sorted((u for u in body.toposort(enter_calls=False) if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   return body.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in enumerate(used)}, walk=True), tuple(all_args[u.arg.slot] for u in used)
 

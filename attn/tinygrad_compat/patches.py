@@ -79,8 +79,8 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Returns the number of the TinyJit input to which an argument of a call belongs. The argument may be the whole input, a region of it, or one
-  device's part. Returns None if the argument does not belong to an input."""
+  """Returns which input of a TinyJit an argument of a call belongs to, as the input's index. The argument may be the whole input, a region of it, or
+  one device's part. Returns None if the argument does not belong to an input."""
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 
@@ -152,7 +152,8 @@ MOST_PLACEHOLDERS = 1024
 def kept_placeholder(*args:Any) -> UOp: return UOp.placeholder(*args)
 
 def placeholder_like(self:UOp, slot:int, addrspace:AddrSpace=AddrSpace.GLOBAL) -> UOp:
-  """Returns the same as tinygrad's method, but keeps the latest placeholders: making them took half of the time of a call of attention."""
+  """Makes a placeholder as tinygrad's method of this name does, but keeps the latest ones for later calls: making them took half of the time of a
+  call of attention."""
   assert helpers.all_int(self.shape), "no placeholder-like on symbolic shape"
   return kept_placeholder(self.max_shard_shape, self.dtype, slot, addrspace)
 

@@ -112,8 +112,8 @@ def with_outputs(sink:UOp) -> UOp:
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
-  """Makes a PROGRAM count as reading and writing some further tensors. `slots` are the numbers of these tensors' PARAMs. In a graph under TinyJit,
-  kernels wait for each other because of the tensors that they read and write."""
+  """Makes a PROGRAM count as reading and writing some further tensors, those whose PARAMs have the given `slots`. In a graph under TinyJit, kernels
+  wait for each other because of the tensors that they read and write."""
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 

@@ -124,7 +124,8 @@ def mentions(value:Any, text:str) -> bool:
   return any(x in text for x in told)
 
 def right(name:str, given:dict[str, Any], result:Any) -> None:
-  """Checks the result of a call. The output o of `attention` in layout bhsd must keep the accuracy law; all other results must be finite."""
+  """Checks the result of a call. Each element of the output o of `attention` in layout bhsd must be within its error limit (docs/contract.md); all
+  other results must be finite."""
   tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
   if tensors: Tensor.realize(*tensors)
   if name == "attention" and not any(given.get(x) is not None for x in ("kv_lengths", "bias")) and given.get("layout", "bhsd") == "bhsd":

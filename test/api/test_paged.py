@@ -48,7 +48,7 @@ class Paged:
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
-  """Checks o (B, H, Sq, D) against the accuracy law, sequence by sequence."""
+  """Compares o (B, H, Sq, D) with float64, sequence by sequence: each element must be within its error limit (docs/contract.md)."""
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
     args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}

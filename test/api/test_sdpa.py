@@ -1,4 +1,4 @@
-"""Tests of `scaled_dot_product_attention` as a replacement for tinygrad's method: its results agree with the method's by the accuracy law, in direct
+"""Tests of `scaled_dot_product_attention` as a replacement for tinygrad's method: its results agree with PyTorch's definition in float64, in direct
 calls and when it is installed under a transformer."""
 import os, subprocess, sys
 import numpy as np

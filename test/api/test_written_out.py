@@ -43,7 +43,8 @@ def with_groups(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v.float()).cast(q.dtype).reshape(2, 4, ROWS, D)
 
 def in_bands(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
-  """Attention with sinks, in which a band of three queries sees six keys."""
+  """Computes attention with sinks in two bands of three queries. The first band sees some of the first six keys, the second band some of the last
+  six."""
   q, seen = q.reshape(2, 4, 2, 3, D), shown()[0, 0, :, :6].reshape(2, 3, 6)
   k, v = (x[:, :, :6].stack(x[:, :, 3:], dim=2) for x in (k, v))
   scores, sink = seen.where((q.float() @ k.float().transpose(-1, -2))*0.3, -math.inf), sinks().reshape(1, 4, 1, 1, 1)
@@ -70,7 +71,8 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @in_turn("form, arch", FORMS, ("gfx942", "gfx1100", "sm_80"), among=9)
 def test_attention_is_recognised(form:str, arch:str) -> None:
-  """The result keeps its dtype. Its error against float32 is at most twice the error of the model's own operations."""
+  """Attention that a model writes out in operations of Tensor, in many forms, becomes a call of a kernel under `attn.installed()`. The result keeps
+  its dtype, and its error against float32 is at most twice the error of the model's own operations."""
   with emulated(arch):
     x = draw(2, 4, ROWS, D), draw(2, 4, KEYS, D, seed=1), draw(2, 4, KEYS, D, seed=2)
     exact, own = array(FORMS[form](*(t.float() for t in x))), FORMS[form](*x)

@@ -1,5 +1,5 @@
-"""Tests of attention's gradients: for every way to call attention, with every option, they agree with float64 by the accuracy law
-(attn/accuracy.py)."""
+"""Tests of attention's gradients: for every way to call attention, with every option, they agree with float64 within the error limit of each element
+(docs/contract.md)."""
 from __future__ import annotations
 import itertools, re
 from typing import Any, Callable
@@ -29,8 +29,9 @@ SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs `attention` on the problem. The loss is a weighted sum of o, of lse, or of o and lse. Checks the gradient of every input against the
-  accuracy law, and returns the gradients in the shapes of the inputs. Gradients of q, k and v have the shape (B, H, S, D)."""
+  """Runs `attention` on the problem. The loss is a weighted sum of o, of lse, or of o and lse. Compares the gradient of every input with float64:
+  each element must be within its error limit (docs/contract.md). Returns the gradients in the shapes of the inputs. Gradients of q, k and v have the
+  shape (B, H, S, D)."""
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
@@ -222,7 +223,8 @@ def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arch, suffix", (("sm_90", "_wgmma"), ("gfx942", "")))
 def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str) -> None:
-  """Each replay of a TinyJit begins the sums of dq with 0."""
+  """Three calls under TinyJit give the same dq, although the kernel that computes all gradients at once adds to sums in memory: each replay begins
+  these sums with 0."""
   compute_all_gradients_at_once(monkeypatch, suffix)
   with emulated(arch):
     q, k, v = (Tensor.randn(1, 2, rows, 128, device="EMU").half().realize() for rows in (80, 256, 256))
@@ -265,7 +267,7 @@ def test_two_kernels_where_one_is_not_chosen_on_amd(case:str) -> None:
   assert (found.why_not("backward_all") or "").startswith(reason), found
 
 def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Dispatch chooses the kernel for all gradients, and each gradient is right, also if it is realized by itself."""
+  """Dispatch chooses, on CDNA, the kernel that computes dq, dk and dv at once. Each gradient is right, also if it is realized by itself."""
   compute_all_gradients_at_once(monkeypatch, "")
   p = problem(**FEW)
   x = normal(p)

@@ -231,8 +231,8 @@ def check_views(name:str, d:Any) -> None:
 @pytest.mark.parametrize("view", (lambda t: t.permute(0, 2, 3, 1).contiguous().realize().permute(0, 3, 1, 2),
                                   lambda t: t.flip(0).contiguous().realize().flip(0)))
 def test_pages_that_are_copied(view:Callable[[Tensor], Tensor], capsys:pytest.CaptureFixture[str]) -> None:
-  """If a view of pages cannot be read in place, attn copies the pages. The result keeps the accuracy law, `explain` reports the copy, and append
-  refuses such pages."""
+  """If a view of pages cannot be read in place, attn copies the pages. The result is right, `explain` reports the copy, and append refuses such
+  pages."""
   x = FUNCTIONS["attention, pages"].takes()
   with emulated("gfx942"):
     t: dict[str, Any] = {name: placed(a) for name, a in x.items()}

@@ -1,5 +1,5 @@
-"""Tests of the table of chips: its rows agree with the emulator's table, which is written independently, and the kernels of each chip keep the
-accuracy law."""
+"""Tests of the table of chips: its rows agree with the emulator's table, which is written independently, and the results of each chip's kernels agree
+with float64."""
 from __future__ import annotations
 from collections import Counter
 from dataclasses import replace

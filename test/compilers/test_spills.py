@@ -133,8 +133,8 @@ def edge_of_a_class(rng:random.Random) -> int:
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Draws a number of queries for this number of heads, near which dispatch changes to another tile or kernel. Tiles of LARGEST_TILE queries then
-  give between FILLS workgroups and one workgroup for each compute unit of the chip."""
+  """Draws a number of queries at which dispatch is likely to change to another tile or kernel. Tiles of LARGEST_TILE queries then give a number of
+  workgroups between FILLS and the number of compute units of the chip."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def summed(*without, number=lambda g, drawn: drawn, twice=False):
   return kernel
 
 def in_order(rows):
-  """Sums rows one after another."""
+  """Adds up rows in numpy, one after another, in fp32."""
   total = np.zeros(WIDTH, np.float32)
   for row in rows: total = total + row
   return total
@@ -95,7 +95,7 @@ def test_sums_in_no_order_have_varied_bits(emulated):
     np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=3, resident=resident), found[3])
 
 def test_waves_of_a_workgroup_add_in_varied_order(emulated):
-  """Two waves of one workgroup add to the same elements within a turn: the bits vary."""
+  """If two waves of one workgroup add to the same elements within a turn, the emulator varies the order, and the bits of the sums vary."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(await_turn(counters[1], drawn, first, steps.done))

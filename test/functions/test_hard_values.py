@@ -58,8 +58,8 @@ def test_the_emulator_stops_at_an_index_outside_a_tensor(chip:str, name:str) -> 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=() if chip == "gfx942" else pytest.mark.thorough) for chip in CHIPS])
 @pytest.mark.parametrize("of", (0, 1))
 def test_backward_stops_too(chip:str, of:int) -> None:
-  """The kernel for dq, and the kernel for dk and dv, stop at an index outside its tensor. In forward all indices lie inside; a number that the
-  function reads is changed before backward."""
+  """The emulator stops the kernel for dq, and the kernel for dk and dv, if score_mod reads an element outside its tensor. Forward finds all indices
+  inside; then the tensor from which the function computes an index is changed, before backward runs."""
   with emulated(chip):
     q, k, v, do = map(on, drawn(21, 33))
     table, last = on(np.ones((H, 33), np.float32)), on(np.zeros(1, np.int32))

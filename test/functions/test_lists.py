@@ -1,4 +1,5 @@
-"""Tests of lists of tiles: masks that leave a query more than one interval of keys. The expected lists and masks are computed by numpy."""
+"""Tests of lists of visible tiles, over which kernels loop if a mask leaves a query more than one interval of keys. The expected lists and masks are
+computed by numpy."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ TENSOR_CASES = {
 @pytest.mark.parametrize("rows, keys", [(170, 300), (300, 170)])
 @pytest.mark.parametrize("name", TENSOR_CASES)
 def test_lists_of_masks_that_read_tensors(name:str, rows:int, keys:int, over:str) -> None:
-  """Checks lists of masks that read tensors by the row of the query and by the key, whatever the tensors hold."""
+  """The lists of visible tiles are right for masks that read tensors by the row of the query and by the key, whatever the tensors hold."""
   case = TENSOR_CASES[name]
   arrays = case.tensors(rows, keys)
   extras = {f"mod_tensor{n}": x for n, x in enumerate(arrays)}
@@ -144,8 +145,9 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
 @pytest.mark.parametrize("name", ("squares", "documents"))
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch in ("gfx942", "sm_90") else pytest.mark.thorough) for arch in UNITS])
 def test_attention_over_lists_is_within_the_law(arch:str, name:str) -> None:
-  """o and the gradients keep the accuracy law with lists of tiles. Under the masks of this test blocks have skipped tiles, masked tiles and tiles
-  without a mask. The mask of documents reads a tensor, so that kernels make its lists in each call."""
+  """o and the gradients agree with float64, within the error limit of each element, where kernels loop over lists of visible tiles. Under the masks
+  of this test blocks have skipped tiles, masked tiles and tiles without a mask. The mask of documents reads a tensor, so that kernels make its lists
+  in each call."""
   case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 300}
   p = posed(case, **sizes)
   x, d = normal(p), documents(p, rows=150)
@@ -158,8 +160,8 @@ def test_attention_over_lists_is_within_the_law(arch:str, name:str) -> None:
   for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
-  """Lists change no bit of a result if the mask hides some scores of every tile: here documents are shorter than tiles. Tiles then have the same
-  order with and without lists, and the tiles that are not in the list add 0."""
+  """A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile: here documents
+  are shorter than tiles. The tiles then have the same order in both loops, and the tiles that are not in the list add 0."""
   case = CASES["documents"]
   p = posed(case, B=2, Sq=200)
   x, d = normal(p), documents(p)
@@ -186,8 +188,8 @@ def test_lists_follow_the_numbers_of_a_tensor() -> None:
 
 @pytest.mark.parametrize("name", ["documents", "neighbourhood"])
 def test_the_first_lists_start_no_workers(name:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A first call with lists starts no worker processes. tinygrad starts them to compile two kernels at once, which takes longer than compiling the
-  kernels of the lists."""
+  """A first call whose kernels make lists of visible tiles starts no worker processes. tinygrad starts them to compile two kernels at once, which
+  takes longer than compiling the kernels of the lists."""
   def pool() -> Any: raise AssertionError("worker processes are started")
   monkeypatch.setattr("tinygrad.engine.realize.get_worker_pool", pool)
   case = CASES[name]

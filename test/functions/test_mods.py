@@ -1,4 +1,4 @@
-"""Tests of the functions of attn.mods: o, lse and gradients keep the accuracy law. What a function means is written here once more, in numpy."""
+"""Tests of the functions of attn.mods: o, lse and gradients agree with float64. What a function means is written here once more, in numpy."""
 from __future__ import annotations
 import os, subprocess, sys
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def times(s:Array, x:Array) -> Scores: return s*x, np.broadcast_to(x, s.shape), 
 def capped(s:Array, cap:float) -> Scores: return cap*np.tanh(s/cap), np.cosh(s/cap)**-2, cap
 
 def in_reach(i:Any, j:Any) -> Any:
-  """Whether tiles of 2 x 2 pixels of an image of 8 columns touch, by the numbers of their first and last rows and columns."""
+  """Returns whether pixel j lies in the tile of pixel i or in a tile beside it, diagonally too. Tiles are 2 x 2 pixels of an image of 8 columns."""
   (y, x), (at_y, at_x) = np.divmod(i, 8), np.divmod(j, 8)
   first_y, first_x = y - y % 2 - 2, x - x % 2 - 2
   return (first_y <= at_y) & (at_y < first_y + 6) & (first_x <= at_x) & (at_x < first_x + 6)
@@ -69,7 +69,7 @@ EXAMPLES = {
 # ***** the check *****
 
 def check(example:Example, device:str, kernel:str="", D:int=64, gradients:bool=True, dtype:str="float16") -> None:
-  """Checks o, lse and the gradients of q, k and v against the accuracy law."""
+  """Compares o, lse and the gradients of q, k and v with float64: each element must be within its error limit (docs/contract.md)."""
   p = problem(B, H, HKV, SQ, SK, D, dtype=dtype, causal=example.causal)
   x = normal(p)
   do = normal(problem(B, H, HKV, SQ, SQ, D, dtype=dtype), seed=5).q

@@ -1,4 +1,5 @@
-"""Tests of spans: the limits of a mask on a tile, found from the limits of its parts, agree with numpy's value of the mask for each pair."""
+"""Tests of the spans of masks (attn/functions/spans.py): whether a mask is true for all pairs of a tile, or for none, as derived from the lowest and
+the highest value of its parts. numpy computes the mask for each pair of the tile, and both must agree."""
 from __future__ import annotations
 import itertools
 from collections.abc import Callable
@@ -97,7 +98,7 @@ def test_spans_are_true_and_decide(name:str) -> None:
   assert found and {"all": all(decided), "some": any(decided), "none": not any(decided)}[want], decided
 
 def test_parts_depend_on_one_side() -> None:
-  """The parts of a mask are as large as possible, and none depends on both a query and a key."""
+  """A mask is divided into parts that depend on the query alone or on the key alone, and these parts are as large as possible."""
   d = tensor_symbol(0, (8,), "int32")
   one, two = d[QUERY]//2 + 1, (d[KEY]*2).maximum(3)
   assert one_sided_expressions(one.eq(two) & (KEY < 5)) == [one, two, KEY < 5]

@@ -159,7 +159,8 @@ def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
 # ***** waits *****
 
 def _counted(report):
-  """Returns the waits for memory accesses, and the barriers, of a report. Other waits differ between the assembly text and the code object."""
+  """Returns the waits for memory accesses, and the barriers, that a report counts. Other waits differ between the assembly text and the code
+  object."""
   return [(x.what.split()[0], x.under_way) for x in report.waits if not x.what.startswith(("s_wait_alu", "s_waitcnt_depctr"))]
 
 def stops(arch, text):

@@ -112,8 +112,8 @@ def test_a_fence_that_waits_for_loads_is_seen(monkeypatch:pytest.MonkeyPatch) ->
   assert wrong_waits(spec, report) == ["waits", "what is waited for", "time of loads", "under way at barriers"]
 
 def test_loads_that_have_no_time_are_seen() -> None:
-  """The check finds a wait too soon after its loads. Without fences in the second product the compiler moves loads into the middle of the product,
-  and waits for them six matrix instructions later."""
+  """`wrong_waits` finds a wait that comes too soon after its loads. Without fences in the second product the compiler moves loads into the middle of
+  the product, and waits for them six matrix instructions later."""
   spec = Spec("gfx942", 256)
   _, tile = chosen(spec)
   assert isinstance(tile, Tile)

@@ -84,8 +84,8 @@ def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], in
     assert names["result"] == known(n)
 
 def test_where_a_number_is_known_the_second_bound_is_not() -> None:
-  """clang knows the value of a clamped integer in a loop of one iteration. Then the first bound needs no instruction, and the second bound, which is
-  hidden from clang, needs one."""
+  """An integer is clamped between two bounds in a loop of one iteration, where clang knows its value. Then the first bound needs no instruction, and
+  the second bound, which is hidden from clang, needs one."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", BOUNDED[0][0])
   code = assembly(re.sub(r"alu0 = .*;", "alu0 = 17;", text), "gfx1201")
   assert "s_min_i32" in code and "v_med3" not in code

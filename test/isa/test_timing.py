@@ -219,14 +219,16 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
   assert slow.limit == "L2" and slow.seconds == pytest.approx(16384*found.times["L2"]) and slow.tflops < found.tflops
 
 def test_workgroups_start_in_the_order_of_the_grid() -> None:
-  """Four heads, two of which share their keys, in groups of two: the blocks of the first two heads start before those of the others, and the longest
-  block of each group is first. With two key ranges each block is two workgroups, which read different rows."""
+  """The model starts workgroups in the order of the kernel's grid. Here four heads, two of which share their keys, run in groups of two: the blocks
+  of the first two heads start before those of the others, and the longest block of each group is first. With two key ranges each block is two
+  workgroups, which read different rows."""
   assert starting_order([1, 2], 4, 2, 2) == [GroupWork(rows, trips) for rows in (0, 1) for trips in (2, 2, 1, 1)]
   assert [x.rows for x in starting_order([2], 4, 1, 4)] == [0, 1, 2, 3] and starting_order([4], 1, 1, 1, 2) == [GroupWork(0, 2), GroupWork(1, 2)]
 
 def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
-  """Workgroups of 4, 1, 1 and 3 iterations on two places: the second place takes 1, 1 and 3. On two dies with one place each, the first die gets
-  every second workgroup: 4 and 1, while the other die gets 1 and 3."""
+  """The model gives the next workgroup to the compute unit that is free first. Workgroups of 4, 1, 1 and 3 iterations run in places for two
+  workgroups: the first place takes 4, the second takes 1, 1 and 3. On two dies with one place each, every second workgroup belongs to the first die:
+  it takes 4 and 1, and the other die 1 and 3."""
   work = [GroupWork(0, n) for n in (4, 1, 1, 3)]
   assert makespan_in_order(work, 2, 1, 10, 0) == 50 and makespan_in_order(work, 2, 1, 10, 1) == 53 and makespan_in_order(work, 2, 2, 10, 0) == 50
   assert makespan_in_order(work[::-1], 2, 1, 10, 0) == 60 and makespan_in_order(work, 4, 1, 10, 0) == 40

@@ -1,4 +1,4 @@
-"""Tests of the backward kernels on every matrix unit: each element of the gradients agrees with float64 by the accuracy law (attn/accuracy.py)."""
+"""Tests of the backward kernels on every matrix unit: each element of the gradients agrees with float64 within its error limit (docs/contract.md)."""
 from __future__ import annotations
 import itertools, re, shutil, subprocess
 from collections.abc import Callable
@@ -112,8 +112,8 @@ ADVERSARIAL = (peaked, deep, huge_key, constants, level)
 
 @chips_in_turn("make", ADVERSARIAL, (deep, level))
 def test_adversarial(arch:str, make:Callable[[Problem], Inputs]) -> None:
-  """Gradients keep the accuracy law on hard inputs, which show a wrong P or delta. The kernels round a float32 dO for its products, and must compute
-  delta from the rounded dO."""
+  """Gradients are within their error limits on hard inputs, which show a wrong P or delta. The kernels round a float32 dO for its products, and must
+  compute delta from the rounded dO."""
   wide = dict(size=1000.0, out_dtype="float32") if make is level else {}
   check_backward_kernels(arch, make, H=1, Sq=70, Sk=90, D=32, causal=make in (peaked, level), **wide)
 

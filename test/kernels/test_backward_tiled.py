@@ -1,5 +1,5 @@
-"""Tests of gradients by kernels of plain UOps, in every type, with every option, and with many threads or one thread. Planted faults must break the
-accuracy law."""
+"""Tests of gradients by kernels of plain UOps, in every type, with every option, and with many threads or one thread. Planted faults must give errors
+above the limits."""
 from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
@@ -96,7 +96,8 @@ def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
 def test_head_dimensions(arch:str, D:int, Dv:int) -> None: check_all(arch, None, H=1, Sq=20, Sk=40, D=D, Dv=Dv)
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 gradients have an error below 2e-6, even if the accuracy law allows more. Two heads share their keys, and some queries see no key."""
+  """float32 gradients have an error below 2e-6, even where the contract (docs/contract.md) allows more. Two heads share their keys, and some queries
+  see no key."""
   parameters = {**SMALL, "H": 2, "Hkv": 1, "Sq": 36, "causal": True}
   p = problem(**parameters)
   want, got = expected_gradients(p, normal(p), loss_of(p), {}), check(tile=KEPT, **parameters)
@@ -106,8 +107,8 @@ HARD = {f"{make.__module__.removeprefix('test_')}-{make.__name__}": make for mak
 @pytest.mark.parametrize("name, D", [pytest.param(name, D, marks=() if (name, D) == ("backward-deep", 40)
                                                   else pytest.mark.thorough) for name in HARD for D in (16, 40)])
 def test_adversarial(name:str, D:int) -> None:
-  """Gradients keep the accuracy law on hard inputs. If one key dominates, P is exactly 1 only if backward rounds the scores as forward did for lse.
-  If all scores are near -300, dO V^T and delta must use equal P."""
+  """Gradients are within their error limits on hard inputs. If one key dominates, P is exactly 1 only if backward rounds the scores as forward did
+  for lse. If all scores are near -300, dO V^T and delta must use equal P."""
   check_all(make=HARD[name], Sq=40, Sk=50, D=D)
 
 @pytest.mark.thorough
@@ -136,7 +137,8 @@ BLIND: dict[str, dict[str, Any]] = {     # rows that see no key
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == "causal" else pytest.mark.thorough) for x in BLIND])
 def test_three_pass_where_rows_see_no_key(case:str) -> None:
-  """The gradients of three_pass contain no NaN if some rows see no key. The next test compares other kernels with three_pass."""
+  """The gradients of three_pass, attention in tensor operations, contain no NaN if some rows see no key. Another test compares kernels with
+  three_pass."""
   check_gradients("gfx1030", "three_pass", through=("o", "lse"), H=2, Sq=40, Sk=20, D=16, dtype="float32", **BLIND[case])
 
 @pytest.mark.thorough
@@ -306,8 +308,8 @@ ON_A_GPU: tuple[dict[str, Any], ...] = (dict(Sq=40, Sk=200, D=64), dict(Sq=150, 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 @pytest.mark.parametrize("name", (None, *HARD))
 def test_on_a_gpu(name:str|None, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Forward and backward keep the accuracy law on a GPU. Inputs with NaN or inf run without a mask, because 0 times NaN would reach dk of hidden keys
-  (docs/attention.md)."""
+  """Forward and backward results are within their error limits on a GPU. Inputs with NaN or inf run without a mask, because 0 times NaN would reach
+  dk of hidden keys (docs/attention.md)."""
   if dtype == "float16" and name is not None and "huge_key" in name: pytest.skip("float16 cannot hold such large scores")
   monkeypatch.setenv("ATTN_KERNEL", "tiled,backward_dq_tiled")
   for shape in ON_A_GPU if name is None else [{**shape, "causal": False} for shape in ON_A_GPU[:2]]:

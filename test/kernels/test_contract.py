@@ -1,4 +1,5 @@
-"""Runs a small sample of the cases of test/contract.py: each unit keeps the accuracy law, and each planted fault breaks it."""
+"""Runs a small sample of the cases of test/contract.py: on each matrix unit all errors are within the limits of docs/contract.md, and each planted
+fault gives an error above its limit."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,7 +100,7 @@ def scale_twice(unit:str, monkeypatch) -> Found:
 def near_3(p:Problem) -> Inputs: return replace(x := normal(p), v=rounded(3 + 0.1*x.v, p.dtype))
 
 def truncated(unit:str, monkeypatch) -> Found:
-  """Rounds P towards 0, but divides O by the sum of P before this rounding."""
+  """Plants a fault: P is rounded towards 0, but O is divided by the sum of P before this rounding. Returns the outputs with their expected values."""
   def down(x:np.ndarray) -> np.ndarray:
     bits = nearest(x)
     return np.where(numerics.widen(bits, "float16") > x, bits - np.uint32(1), bits)     # P is never negative
@@ -123,7 +124,8 @@ def lse_off(unit:str, monkeypatch) -> Found:
   return against(p, x := normal(p), forward(unit, p, x), "lse")
 
 def wrong_split(unit:str, monkeypatch) -> Found:
-  """Multiplies the weight of each key range, except the one with the largest lse, by 1 + 2^-10."""
+  """Plants a fault: the merge multiplies the weight of each key range, except the one with the largest lse, by 1 + 2^-10. Returns the outputs with
+  their expected values."""
   monkeypatch.setattr(combine, "weight_of", lambda *of: ops.mul(w := weight_of(*of), w.eq(1.0).where(1.0, 1 + 2.0**-10)))
   p = problem(H=4, Sq=1, Sk=193, D=32, num_splits=2, out_dtype="float32")
   x = normal(p)
@@ -160,8 +162,8 @@ UNIT_KINDS = ("gfx942", "gfx1100", "sm_80", "sm_90", "tiled")
 @pytest.mark.usefixtures("without_places")
 @in_turn("fault, unit", FAULTS, UNIT_KINDS)
 def test_fault(fault:str, unit:str, monkeypatch) -> None:
-  """Each planted fault breaks the accuracy law. A fault that changes a kernel uses its own problem, because the cache finds kernels by their
-  problem."""
+  """Each planted fault gives an error above its limit (docs/contract.md). A fault that changes a kernel uses its own problem, because the cache finds
+  kernels by their problem."""
   if (fault, unit) == ("truncated", "tiled"): pytest.skip("tiled does not round P")
   for name, (got, law) in FAULTS[fault](unit, monkeypatch).items(): assert not judge(got, law).ok, f"{name}: {judge(got, law)}"
 
@@ -188,8 +190,9 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
 
 @in_turn("chip, name", CHIPS, list(SUMS))
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
-  """The accuracy law finds a kernel that divides O by the wrong sum of P, and a kernel that computes lse from the wrong sum. The other output of such
-  a kernel, computed from its right sum, keeps the law. A kernel without a fault keeps the law in both outputs."""
+  """A kernel that divides O by the wrong sum of P, or that computes lse from the wrong sum, gives errors above the limits of docs/contract.md. The
+  other output of such a kernel, computed from its right sum, stays within its limits. A kernel without a fault stays within the limits in both
+  outputs."""
   fault, wrong, Sq = SUMS[name]
   monkeypatch.setattr(workgroup, "finish", fault)
   for dtype in ("float16", "bfloat16"):
@@ -198,9 +201,9 @@ def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
 
 @in_turn("chip, dtypes", CHIPS, (("bfloat16", "float16"), ("float16", "float16"), ("float16", "bfloat16")), among=3)
 def test_a_row_that_two_keys_share(chip:str, dtypes:tuple[str, str], monkeypatch) -> None:
-  """Rows in which two keys have weight stay within the accuracy law's limit for one element, for every pair of 16-bit types of P and O. (An O in
-  float16 does not hide the rounding of P to bfloat16.) The accuracy law's root mean square is not checked: all rows of a draw round equally, so 12
-  draws are too few for it."""
+  """Rows in which two keys have weight have errors within the limit of each element, for every pair of 16-bit types of P and O. (An O in float16 does
+  not hide the rounding of P to bfloat16.) The root mean square of the errors is not checked: all rows of a draw round equally, so 12 draws are too
+  few for it."""
   for line in of_two_keys(chip, *dtypes, 256, monkeypatch).values(): assert line.limit <= 1, line
 
 # ***** 16-bit denormals *****

@@ -1,4 +1,4 @@
-"""Tests of the dual-wave kernel of CDNA4: it keeps the accuracy law, and the emulator finds a missing wait or barrier."""
+"""Tests of the dual-wave kernel of CDNA4: its results agree with float64, and the emulator finds a missing wait or barrier."""
 from __future__ import annotations
 import pytest
 from attn.chips import get_chip

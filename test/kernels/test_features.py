@@ -124,7 +124,7 @@ def test_causal_rows_that_see_nothing(arch:str) -> None:
   assert lse is not None and (o[:, :, :3] == 0).all() and np.isneginf(lse[:, :, :3]).all() and np.isfinite(lse[:, :, 3:]).all()
 
 def dirty(p:Problem) -> Inputs:
-  """Makes inputs with NaN in the cache beyond each length."""
+  """Makes inputs in which the keys and values beyond each sequence's length are NaN."""
   x = normal(p)
   for b, n in enumerate((32, 64, 96, 48)): x.k[b, :, n:] = x.v[b, :, n:] = np.nan
   return x
@@ -196,8 +196,8 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Makes inputs with scores of 1.3e10 that are no powers of two, so their product with the scale is inexact. If the kernel rounds the difference
-  once more than the maximum, the result changes by hundreds of powers of two."""
+  """Makes inputs with scores of 1.3e10 that are no powers of two, so their product with the scale is inexact. A kernel that rounds the difference of
+  score and maximum once more than the maximum gives results that are wrong by hundreds of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
   k[:, :, ::3] = 16256               # the next lower bfloat16

@@ -1,4 +1,4 @@
-"""Tests of the forward kernel on every matrix unit: each element agrees with float64 by the accuracy law (attn/accuracy.py)."""
+"""Tests of the forward kernel on every matrix unit: each element agrees with float64 within its error limit (docs/contract.md)."""
 from __future__ import annotations
 from dataclasses import replace
 import numpy as np
@@ -224,7 +224,7 @@ def test_no_barriers(monkeypatch, arch:str, prefetch:int) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_narrow_matrices(arch:str, dtype:str) -> None:
-  """Kernels with CDNA's 16x16 matrix instructions keep the accuracy law. These instructions divide a wave into four lane groups, and the 32x32
+  """Kernels with CDNA's 16x16 matrix instructions give right results. These instructions divide a wave into four lane groups, and the 32x32
   instructions into two."""
   narrow = get_chip(arch).matrix[dtype][1]
   for make in (normal, rising, masked_first):

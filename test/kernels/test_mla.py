@@ -50,7 +50,8 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> None:
-  """Checks a problem against the accuracy law. The tile is the one that dispatch chooses for this number of rows, for any head dimension."""
+  """Compares o and lse of a problem with float64: each element must be within its error limit (docs/contract.md). The tile is the one that dispatch
+  chooses for this number of rows, for any head dimension."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)
 
@@ -115,7 +116,7 @@ def sums_cut_off(m:pytest.MonkeyPatch) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("added_up", (mma_latent.ADDED_UP, 36))
 def test_sums_that_are_cut_off(monkeypatch:pytest.MonkeyPatch, added_up:int) -> None:
-  """lse of rows dominated by one key keeps the accuracy law if the unit rounds sums towards 0. It would break the accuracy law if all products of a
+  """lse of rows dominated by one key is within its error limit even if the matrix unit rounds sums towards 0. It would not be if all products of a
   row went into one sum."""
   sums_cut_off(monkeypatch)
   monkeypatch.setattr(mma_latent, "ADDED_UP", added_up)

@@ -72,7 +72,7 @@ def test_grouped_heads(chip:str, ratio:int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", WIDTHS)
 def test_large_grids(D:int) -> None:
-  """Grids that fill the chip get the large tiles."""
+  """Results are right for grids that fill the chip, which get the large tiles."""
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 

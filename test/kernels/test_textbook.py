@@ -1,4 +1,5 @@
-"""Tests of the textbook kernel: it is right on every input of the other kernels' tests, and a planted fault breaks the accuracy law."""
+"""Tests of the textbook kernel: it is right on every input of the other kernels' tests, and a planted fault gives an error above its limit
+(docs/contract.md)."""
 from __future__ import annotations
 import inspect, os, sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ with patch.dict(os.environ):   # the example sets DEV itself
   import removed_example_defects as defects
 
 def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
-  """Builds the problem, runs the kernel, and checks o against the accuracy law."""
+  """Builds the problem, runs the kernel, and compares o with float64: each element must be within its error limit (docs/contract.md)."""
   p = problem(lse=False, out_dtype="float32", **parameters)
   x, dtype = make(p), {"float16": np.float16, "float32": np.float32}[p.dtype]
   inputs = [a.astype(dtype) for a in (x.q, x.k, x.v)]

@@ -51,7 +51,7 @@ def weights_of(scores:Tensor, sink:Tensor) -> Tensor:
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
 
 def in_bands(xq:Tensor, xk:Tensor, xv:Tensor, sinks:Tensor) -> Tensor:
-  """Attention with a sliding window: WINDOW queries see their own keys and those of the band before."""
+  """Computes attention with a sliding window in bands of WINDOW queries, which see their own keys and those of the band before."""
   length, group, bands = xq.shape[1], HEADS//KV_HEADS, xq.shape[1]//WINDOW
   q = xq.reshape(-1, length, KV_HEADS, group, D).permute(0, 2, 3, 1, 4).reshape(-1, KV_HEADS, group, bands, WINDOW, D).float()
   k, v = (x.permute(0, 2, 1, 3).reshape(-1, KV_HEADS, 1, bands, WINDOW, D).float() for x in (xk, xv))

@@ -18,7 +18,8 @@ GROUPS, WIDTH = 4, 256
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 def in_turn(o, x, counters):
-  """Sums the rows of x (GROUPS, WIDTH) in the order of the tickets. counters: tickets, turns."""
+  """Kernel that adds up the rows of x (GROUPS, WIDTH) in the order in which workgroups draw tickets. `counters` has the counter of tickets and the
+  counter of turns."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.LOCAL)
   first, lds, done = t.eq(0), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   drawn = ticket(counters[0], g, first, lds=lds[0])
@@ -75,7 +76,7 @@ def test_clang_19_is_refused_for_rdna4(release):
   assert "__clang_major__" not in text_of(in_turn, "gfx1100", *SUMS) + text_of(in_turn, "gfx942", *SUMS)
 
 def four(o, x):
-  """Adds four elements that lie 64 elements apart."""
+  """Kernel that adds to four elements that lie 64 elements apart."""
   t = UOp.range(64, 0, AxisType.WARP)
   values = build(*[x[t*4 + i].load() for i in range(4)])
   r = UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
@@ -90,7 +91,7 @@ def test_constant_distances_are_in_the_instruction(arch):
   assert all(x.startswith("global_atomic_add_f32 ") and "glc" not in x and "sc0" not in x and "RETURN" not in x for x in found)
 
 def backwards(o, x):
-  """Adds an element before the INDEX and one at it."""
+  """Kernel that adds to an element before the INDEX and to the one at it."""
   t, r = UOp.range(64, 0, AxisType.WARP), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   both = build(x[t].load(), x[t + 64].load())
   return r[0].store(atomic_add(o[t + 64], both, steps=(-64, 0))).end(t).sink(arg=KernelInfo("backwards", opts_to_apply=()))
@@ -102,7 +103,7 @@ def test_a_distance_may_be_negative():
   assert "[%0+-256]" in text_of(backwards, "sm_80", *FOUR)
 
 def neighbours(together, shift=0):
-  """Adds four neighbouring elements, `together` of them by one instruction."""
+  """Makes a kernel that adds to four neighbouring elements, `together` of them by one instruction."""
   def kernel(o, x):
     g, t = UOp.range(2, 0, AxisType.GLOBAL), UOp.range(32, 1, AxisType.WARP)
     values = build(*[x[(g*32 + t)*4 + i].load() for i in range(4)])
@@ -173,7 +174,7 @@ def test_meaning_of_neighbours(together):
 
 def tickets(width):
   def kernel(o, counter):
-    """Writes each workgroup's ticket."""
+    """Kernel in which each workgroup writes its ticket."""
     g, t = UOp.range(8, 0, AxisType.GLOBAL), UOp.range(width, 1, AxisType.LOCAL)
     lds = UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
     drawn = ticket(counter[0], g, t.eq(0), lds=lds[0] if width > 64 else None)

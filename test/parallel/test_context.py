@@ -185,7 +185,8 @@ def test_zigzag_deals_out_front_and_back() -> None:
 
 def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
           shared_bias:bool=False, **parameters:Any) -> None:
-  """Checks o and lse of `attention` on `count` devices against the accuracy law. With `keys`, every device has all rows of q."""
+  """Compares o and lse of `attention` on `count` devices with float64: each element must be within its error limit (docs/contract.md). With `keys`,
+  every device has all rows of q."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis = normal(p), ROWS[p.layout]
@@ -278,7 +279,8 @@ def test_wide_scores_of_an_odd_number_of_rows() -> None:
 
 @pytest.mark.thorough
 def test_a_bias_of_one_query() -> None:
-  """A bias for one query is not used as a bias that all queries share. The second device has no query, only rows of padding."""
+  """A bias of one row for a sequence of one query stays the bias of this query: it is not taken for a bias that all queries share. The second device
+  has no query, only rows of padding."""
   check(2, Sq=1, Sk=31, D=16, extras={"bias": floats(1, 2, 1, 31)})
 
 @pytest.mark.thorough
@@ -311,7 +313,7 @@ def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None
 
 def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bool=False, extras:dict[str, np.ndarray]|None=None,
                     shared_bias:bool=False, **parameters:Any) -> None:
-  """Checks the gradients of a loss through o and lse against the accuracy law."""
+  """Compares the gradients of a loss through o and lse with float64: each element must be within its error limit (docs/contract.md)."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis, lse_axis, at = normal(p), ROWS[p.layout], LSE_ROWS[p.layout], devices(count)
@@ -384,8 +386,8 @@ def groups(names:list[str], seed:int) -> list[list[str]]:
 
 def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list[str]]], *, order:str="zigzag", calls:int=1, arch:str="gfx942",
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
-  """Checks o, lse and all gradients against the accuracy law. The test reads them group by group in the order of `reading`. With several `calls`, the
-  step runs under TinyJit with other inputs in each call."""
+  """Compares o, lse and all gradients with float64: each element must be within its error limit (docs/contract.md). The test reads them group by
+  group in the order of `reading`. With several `calls`, the step runs under TinyJit with other inputs in each call."""
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
   options, in_order = {name: parameters[name] for name in ("causal", "softcap") if name in parameters}, shared in ("rows", "keys")
   if in_order: options |= {"sequence_order": order}
@@ -443,7 +445,8 @@ def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
 @pytest.mark.parametrize("launches", (1, 3))
 @pytest.mark.parametrize("seed", (1, 2))
 def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
-  """A launch waits for every copy of keys to its device, and for the device's own keys, in any order of scheduling. No copy has to come last."""
+  """A launch waits for every copy of keys to its device, and for the device's own keys, in whatever order tinygrad schedules the kernels. The launch
+  needs none of these copies to be the last one."""
   def chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
     return [(head, p.Hkv//launches) for head in range(0, p.Hkv, p.Hkv//launches)]
   monkeypatch.setattr(context, "head_chunks", chunks)
@@ -593,7 +596,7 @@ def test_only_visible_keys_of_small_heads_are_copied(monkeypatch:pytest.MonkeyPa
 @pytest.mark.thorough
 @pytest.mark.parametrize("count, causal", ((2, True), (8, True), (8, False)))
 def test_memory_is_that_of_one_device_and_two_parts_of_the_keys(monkeypatch:pytest.MonkeyPatch, count:int, causal:bool) -> None:
-  """Each device under TinyJit needs memory beside its inputs for o and lse of its own rows, and for two buffers. Each buffer holds k and v of some
+  """Each device under TinyJit needs memory for its inputs, for o and lse of its own rows, and for two buffers. Each buffer holds k and v of some
   heads of all devices."""
   for name, value in (("MEASURED_SECONDS", 0), ("MEASURED_ROUNDS", 1)): monkeypatch.setattr(measure, name, value)
   rows, heads, together, D = 32, 4, 1, 16

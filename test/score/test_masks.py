@@ -145,8 +145,8 @@ def test_planted_fault_in_kernels(monkeypatch:pytest.MonkeyPatch, plant:Callable
   with pytest.raises((AssertionError, RuntimeError)): compute(kind)
 
 def test_a_key_too_many_shows(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The forward test finds a visible key beyond the last. The kernel reads this key as zeros. Its score adds weight in forward, but nothing to a
-  gradient."""
+  """The test of the forward kernel fails if a mask shows one key too many, beyond the last. The kernel reads this key as zeros. Its score adds weight
+  in forward, but nothing to a gradient."""
   uncounted(monkeypatch)
   with pytest.raises(AssertionError): compute("forward")
 

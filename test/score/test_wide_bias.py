@@ -1,6 +1,6 @@
 """Tests of rows whose biases are all large and negative, such as the lowest float32 or -1e9, which mask padding. An ordinary score added to such a
 bias changes nothing in fp32, and an lse of this size loses the logarithm of the number of keys. The expected values are float64 results from scores
-rounded to fp32. The accuracy law (attn/accuracy.py) is no help: it lets a score err in proportion to its size, which here allows nearly any
+rounded to fp32. The error limits of docs/contract.md are no help: they let a score err in proportion to its size, which here allows nearly any
 result."""
 from __future__ import annotations
 import os, sys

@@ -166,7 +166,8 @@ class WgmmaBackward:
     return s.do(wgmma.arrive(s.arrivals, s.done))
 
   def walk(self, s:WgmmaBackwardState, work:WgmmaWork) -> WgmmaBackwardState:
-    """Does `work` on the tiles of one head after another. Then waits for all products that this work has started."""
+    """Loops over the tiles of the block's heads, one head after another, and calls `work` for each tile. Then waits for all products that these calls
+    have started."""
     if self.heads == 1: s = self.over_head(s, self.warp_rows, self.pass_number, work)
     else:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
@@ -239,7 +240,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s, [[s.scores[i].load() for i in self.columns]]
 
   def dp(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
-    """Waits for dP, but not for a product of P that was started after dP."""
+    """Waits for dP, but not for the product with P that was started after dP. Returns dP - delta."""
     s = s.do(wgmma.wait_products(s.dp, s.done, but=int("dv" in self.of.wanted)))
     if self.of.known is not None: minus_delta = self.minus_delta_of_own(self.of.known)[0]
     else: minus_delta = self.minus_delta_of_walked([scaled_delta(x, self.warp_rows.p) for x in self.numbers(s, 1)])[0]
@@ -272,8 +273,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     return s.do(wgmma.sums(s.dq, s.shared[ds.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
 
   def of_keys_there(self, weights:list[UOp]) -> list[UOp]:
-    """Returns dS with 0 for keys that do not exist. P = exp(0 - lse) of such a key may be inf. It would not change the gradients of other keys, but
-    it would change dQ, which sums over the keys."""
+    """Returns dS with 0 for keys that do not exist. For such a key P = exp(0 - lse) may be inf, and so may its dS. This dS does not enter the
+    gradients of other keys, but it would enter dQ, which sums over the keys."""
     there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
     if all(x.op is Ops.CONST and x.arg for x in there): return weights
     return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in weights]
