@@ -108,6 +108,7 @@ class Caches:
   l2: int = 0                # bytes of a die's L2; 0: not published
   shared: int = 0            # bytes of the cache that all dies share (Infinity Cache); 0: there is none
   shared_gbs: float = 0.0    # its bandwidth, GB/s
+  group: int = 0             # bytes of K and V over which workgroups that run together may loop; 0: any number
 
 GEMM_USE = 0.94     # use of the matrix unit by the fastest published GEMMs
 

@@ -1,5 +1,6 @@
 """Data that RDNA's families with a matrix unit share: WMMA instructions, waves of 32 lanes."""
 from __future__ import annotations
+from attn.chips.family import Caches
 from attn.chips.matrix import Matrix
 from attn.chips.shapes import MlaShape, UpTo
 
@@ -11,3 +12,8 @@ def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=1
 # Neither registers nor LDS have room for Q, so each iteration reads Q from memory. No register is spilled.
 LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), beyond=32),
                   UpTo(576, MlaShape(2, 32, 2, q_anew=True, weight_parts=2, prefetch=0)))
+
+def cached(l2:int, shared:int, gbs:float) -> Caches:
+  """Makes the table row of the caches of a chip of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s.
+  Workgroups that run together loop over K and V of half of Infinity Cache: Q and O pass through the other half."""
+  return Caches(1, l2 << 20, shared << 20, gbs, group=shared << 19)

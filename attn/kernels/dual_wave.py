@@ -98,7 +98,7 @@ class DualWave:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> DualWave:
-    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
+    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new, k_tiles = Lane(grid.lane, grid.wave, mat), grid.allocator, BLOCK_N//mat.M
     k0, k1, v0, v1 = (LdsTile(new.lds(layout.size), layout) for layout in (K_LAYOUT, K_LAYOUT, V_LAYOUT, V_LAYOUT))
     s, k = new.registers(k_tiles, ops.f32(mat.accumulator)), new.registers(k_tiles*ROW_UNITS//mat.groups, ops.u32(4))

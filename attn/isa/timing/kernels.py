@@ -9,6 +9,7 @@ from attn.isa import source
 from attn.isa.report import LoopProducts
 from attn.isa.timing.predict import Division, Prediction, at_both_clocks, blocks_of_grid, predict, walked_in_a_trip
 from attn.isa.timing.trips import Timing, timing_of
+from attn.kernels.parts.grid.workgroup import heads_together
 from attn.problem import Problem
 
 LINE_TABLES = ("-gline-tables-only",)     # makes clang name the source line of each instruction; the code stays the same
@@ -53,7 +54,8 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
   timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
                      grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))
   walked = walked_in_a_trip(timing, kernel.block_m)
-  return Predicted(timing, problem, Division(kernel.block_m, walked, keys, kernel.products, kernel.heads, kernel.splits), kernel.python)
+  together = heads_together(problem, timing.chip, 0 if keys else kernel.heads)
+  return Predicted(timing, problem, Division(kernel.block_m, walked, keys, kernel.products, kernel.heads, kernel.splits, together), kernel.python)
 
 def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,

@@ -92,7 +92,7 @@ class AmdBackward:
   @staticmethod
   def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:
     """Makes the kernel for a workgroup that owns queries."""
-    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
+    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     k_rows, v_rows = (LdsTile.of(new, both_ways_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
     k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
@@ -106,7 +106,7 @@ class AmdBackward:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
     """Makes the passes of a workgroup that owns keys: one pass for dK and dV together, or one for each. The passes share the tiles in LDS."""
-    mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix)
+    mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = columns_in_turn(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])

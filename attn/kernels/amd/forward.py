@@ -54,7 +54,7 @@ class AmdForward:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:Tile, args:tuple[UOp, ...]) -> AmdForward:
-    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
+    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new, layouts = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
     k_lds, v_lds, q_lds = (LdsTile.of(new, x, n) for x, n in zip((layouts[1], layouts[2], layouts[0]), (tile.buffers, tile.buffers, 1)))
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_lds, None), (None, v_lds)))

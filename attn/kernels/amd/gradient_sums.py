@@ -45,7 +45,7 @@ def of_queries(p:Problem, arch:Chip, names:Shapes, args:tuple[UOp, ...]) -> tupl
   (`BackwardTile`), and this thread's position (`Lane`)."""
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
-  grid = head_fastest(p, tile, mat)
+  grid = head_fastest(p, tile, mat, arch)
   at = Lane(grid.lane, grid.wave, mat)
   return Workgroup.of(p, arch, tile, args, grid, at, names), tile, at
 

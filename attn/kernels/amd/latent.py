@@ -60,7 +60,7 @@ class AmdLatent:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:MlaTile, args:tuple[UOp, ...]) -> AmdLatent:
-    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix)
+    mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new, (of_k, of_weights) = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
     sums, share = Sums.of(arch, p.dtype, p.writes_lse), Share(grid.wave, tile.row_tiles, tile.block_n, tile.key_parts)
     k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None, LINE)

@@ -35,22 +35,28 @@ class Grid:
   lane: UOp
   wave: UOp
 
-def head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
-  """Makes AMD's grid over blocks of queries: heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
+def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
+  """Makes AMD's grid over blocks of queries: the heads of a group vary fastest over workgroups, so that the blocks of a head share an XCD's cache.
+  The cache that all XCDs share has room for K and V of all heads of the group."""
   heads = heads_of(p, tile)
-  return _heads_fastest(math.prod(blocks_of_queries(p, tile)), p.all_heads//heads, tile, mat)
+  return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
-def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix) -> Grid:
-  """Makes AMD's grid over blocks of keys. Key/value heads vary fastest over workgroups, so that the blocks of a head share an XCD's cache."""
-  return _heads_fastest(ceildiv(p.Sk, tile.block_m), p.B*p.Hkv, tile, mat)
+def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
+  """Makes AMD's grid over blocks of keys: the key/value heads of a group vary fastest over workgroups. The cache that all XCDs share has room
+  for what the workgroups of the group loop over."""
+  return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
-def _heads_fastest(blocks:int, heads:int, tile:BlockTile, mat:Matrix) -> Grid:
-  new = Allocator()
-  block = new.range(blocks, AxisType.GLOBAL)
-  head = new.range(heads, AxisType.GLOBAL)
-  lane = new.range(mat.wave, AxisType.WARP)
-  wave = new.range(tile.waves, AxisType.WARP)       # WARP: tinygrad would split a LOCAL axis where % divides it
-  return Grid(new, (block, head, lane, wave), head, block, lane, wave)
+def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
+  """Returns the number of heads whose blocks alternate in AMD's grid. It is the number of all heads if K and V of all of them have room in the chip's
+  cache, or if the chip needs no groups. `heads` is the number of query heads of a workgroup that owns queries. It is 0 if a workgroup owns keys."""
+  n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
+  row, group = (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
+  most = room*(group//heads)//(row*p.Sk) if heads else room//(row*p.Sq*group)
+  return largest_divisor(n, most) if room else n
+
+def largest_divisor(n:int, most:int) -> int:
+  """Returns the largest divisor of `n` that is at most `most`, or 1 if `most` is smaller."""
+  return max(i for i in range(1, min(n, max(1, most)) + 1) if n % i == 0)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   """Makes NVIDIA's grid over blocks of queries: the blocks of a group of heads run together. Under a causal mask the cache has room for K and V of
@@ -67,17 +73,17 @@ def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
-def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Mma) -> Grid:
+def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Matrix|Mma) -> Grid:
   new, (pieces, blocks) = Allocator(), pieces_of_blocks
-  together = max(i for i in range(1, min(n, max(1, cached)) + 1) if n % i == 0)
-  outer = [new.range(pieces, AxisType.GLOBAL)] if pieces > 1 else []
-  group = new.range(n//together, AxisType.GLOBAL)
+  together = largest_divisor(n, cached)
+  outer, groups = ([new.range(size, AxisType.GLOBAL)] if size > 1 else [] for size in (pieces, n//together))
   block = new.range(blocks, AxisType.GLOBAL)
   in_group = new.range(together, AxisType.GLOBAL)
   lane = new.range(mat.wave, AxisType.WARP)
-  wave = new.range(tile.waves, AxisType.WARP)
+  wave = new.range(tile.waves, AxisType.WARP)       # WARP: tinygrad would split a LOCAL axis where % divides it
+  head = functools.reduce(lambda head, group: group*together + head, groups, in_group)
   number = functools.reduce(lambda block, piece: piece*blocks + block, outer, block)
-  return Grid(new, (*outer, group, block, in_group, lane, wave), group*together + in_group, number, lane, wave)
+  return Grid(new, (*outer, *groups, block, in_group, lane, wave), head, number, lane, wave)
 
 KEY_TENSORS = ("k", "v", "dk", "dv")    # tensors whose rows are keys
 

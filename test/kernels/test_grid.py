@@ -1,0 +1,60 @@
+"""Tests of the order in which workgroups start on AMD's chips, and of kernels whose grid has several groups of heads."""
+from __future__ import annotations
+from dataclasses import replace
+import pytest
+from attn.chips import CHIPS, get_chip
+from attn.kernels.parts.grid.workgroup import head_fastest, heads_together, kv_head_fastest
+from attn.kernels.tiles.amd import Tile
+from attn.kernels.tiles.common import BlockTile
+from attn.tinygrad_compat import UOp
+from backward_cases import check_backward_kernels
+from cases import check, problem
+
+ROW = 2*(64 + 64)     # bytes of a row of K and V together, D = 64
+
+def order(make, p, tile:BlockTile, arch:str) -> list[tuple[int, int]]:
+  """Returns the (head, block) of each workgroup of a grid, in the order of the workgroups' numbers: the last range varies fastest."""
+  grid = make(p, tile, tile.matrix, CHIPS[arch])
+  ranges, found = grid.ranges[:-2], [{}]
+  for r in ranges: found = [{**x, r: UOp.const(i)} for x in found for i in range(r.vmax + 1)]
+  return [tuple(int(x.substitute(values).simplify().arg) for x in (grid.head, grid.block)) for values in found]
+
+@pytest.fixture
+def two_heads(monkeypatch:pytest.MonkeyPatch):
+  """Gives chips a cache that has room for K and V of two key/value heads with `rows` rows."""
+  def change(rows:int, *archs:str) -> None:
+    for arch in archs: monkeypatch.setitem(CHIPS, arch, replace(CHIPS[arch], caches=replace(CHIPS[arch].caches, group=2*rows*ROW)))
+  return change
+
+def test_groups_of_heads_start_one_after_another(two_heads) -> None:
+  """Four heads with two blocks each: the blocks of the first two heads start first. Where all heads have room, or the chip has no groups, all heads
+  alternate. The blocks of keys do the same, by the size of what they loop over."""
+  p, tile = problem(H=4, Sq=128, Sk=256, D=64), Tile(4, 1, 16, matrix=CHIPS["gfx1201"].matrix["float16"][0])
+  assert tile.block_m == 64
+  everything = [(head, block) for block in range(2) for head in range(4)]
+  assert order(head_fastest, p, tile, "gfx1201") == everything
+  two_heads(256, "gfx1201")
+  assert order(head_fastest, p, tile, "gfx1201") == [(head, block) for first in (0, 2) for block in range(2) for head in (first, first + 1)]
+  assert order(kv_head_fastest, replace(p, Sq=256, Sk=128), tile, "gfx1201") == order(head_fastest, p, tile, "gfx1201")
+  assert order(head_fastest, p, replace(tile, matrix=CHIPS["gfx942"].matrix["float16"][0], waves=2), "gfx942") == everything
+
+@pytest.mark.parametrize("heads, kv_heads, rows, together", [
+  (4, 4, 256, 4), (4, 4, 8192, 1), (4, 4, 4096, 2), (6, 6, 2100, 3), (8, 2, 4096, 8), (8, 2, 8192, 4), (3, 3, 10**6, 1)])
+def test_heads_whose_keys_have_room(heads:int, kv_heads:int, rows:int, together:int) -> None:
+  """RX 9060 XT has 32 MB of Infinity Cache, half of it for K and V: 65536 rows of D = 64 in fp16 are 16 MB. A group is a divisor of the number of
+  heads. Query heads that share their keys need them only once."""
+  chip = replace(get_chip("gfx1200"), caches=replace(get_chip("gfx1200").caches, group=8192*ROW))
+  assert get_chip("gfx1200").caches.group == 65536*ROW
+  p = problem(H=heads, Hkv=kv_heads, Sq=rows, Sk=rows, D=64)
+  assert heads_together(p, chip, 1) == together
+  assert heads_together(p, get_chip("gfx942"), 1) == heads and heads_together(p, get_chip("gfx942")) == kv_heads
+
+@pytest.mark.parametrize("arch, shape", [
+  ("gfx1201", dict(B=2, H=4, Sq=150, Sk=100, D=64, causal=True)), ("gfx1100", dict(B=1, H=6, Hkv=3, Sq=70, Sk=140, D=64, dtype="bfloat16"))])
+def test_kernels_with_groups_of_heads(two_heads, arch:str, shape:dict) -> None:
+  """Forward and backward are right by the accuracy law if the grid has several groups of heads."""
+  two_heads(max(shape["Sq"], shape["Sk"]), arch)
+  p = problem(**shape)
+  assert 1 < heads_together(p, get_chip(arch), 1) < p.all_heads and 1 <= heads_together(p, get_chip(arch)) < p.B*p.Hkv
+  check(arch, **shape)
+  check_backward_kernels(arch, **shape)
