@@ -183,7 +183,7 @@ def test_elements_that_are_wrong_together(count:int, alike:bool, ok:bool) -> Non
   law = Law(np.zeros(count), np.ones(count), np.full(count, 0.2), np.full(count, alike))
   assert judge(np.full(count, 1.1), law).ok == ok and judge(np.full(count, 0.9), law).ok
 
-def test_what_a_unit_that_flushes_makes_of_the_inputs_may_lose_a_weight() -> None:
+def test_a_unit_that_flushes_may_lose_a_weight() -> None:
   """The accuracy contract allows dq = 0 on a unit that treats subnormal inputs as 0, where dS is only slightly above the smallest normal number
   2^-14. Such a unit loses an element of V that contributes 2^-17 to dS, so that dS falls below 2^-14 and is flushed, too. A dq of the wrong sign is
   not allowed."""
