@@ -121,7 +121,7 @@ def test_other_products_are_left_alone(form:str) -> None:
       NOT_ATTENTION[form](*x)
       assert not decisions
 
-def test_sinks_are_recognised_as_the_others_are_not() -> None:
+def test_written_out_sinks_are_recognised() -> None:
   """Attention with sinks that `with_sinks_at` writes out in tensor operations runs as a kernel under `attn.installed()`, if its options have their
   defaults."""
   with emulated("gfx942"), attn.installed() as decisions:
