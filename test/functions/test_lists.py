@@ -144,7 +144,7 @@ def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarr
 
 @pytest.mark.parametrize("name", ("squares", "documents"))
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch in ("gfx942", "sm_90") else pytest.mark.thorough) for arch in UNITS])
-def test_attention_over_lists_is_within_the_law(arch:str, name:str) -> None:
+def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
   """o and the gradients agree with float64, within the error limit of each element, where kernels loop over lists of visible tiles. Under the masks
   of this test blocks have skipped tiles, masked tiles and tiles without a mask. The mask of documents reads a tensor, so that kernels make its lists
   in each call."""
