@@ -194,7 +194,7 @@ def test_a_function_that_adds_to_the_score() -> None:
   for value in (ELEMENT + 0.0, SCORE*2, mask.where(SCORE, -1e9), mask.where(SCORE, -math.inf).exp(), mask.where(SCORE, -math.inf).maximum(0.0),
                 SCORE + SCORE.bitcast(dtypes.int).bitcast(dtypes.float)): assert not is_additive(value), value
 
-def test_a_hidden_score_that_returns_counts() -> None:
+def test_a_hidden_score_that_comes_back_is_not_hidden() -> None:
   """A caller's function hides a score by a WHERE that gives -inf. The derivative of a hidden score is 0 if only additions and other WHEREs use this
   -inf on the way to the function's result. If exp makes 0 of the -inf and adds the score again, the score is not hidden, and its derivative
   counts."""
