@@ -201,7 +201,7 @@ def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
 def in_turn(arch:str, row:UpTo[BackwardShape]) -> Any: return () if arch == "gfx1201" and row.up_to == 64 else pytest.mark.thorough
 
 @pytest.mark.parametrize("arch, row, keys", [pytest.param(*x, marks=in_turn(*x[:2])) for x in ROWS_OF_PLAIN])
-def test_tiles_of_plain_problems(arch:str, row:UpTo[BackwardShape], keys:bool) -> None:
+def test_tiles_for_problems_without_options(arch:str, row:UpTo[BackwardShape], keys:bool) -> None:
   """Each tile that the tables have for problems without options gives right results, also with a last tile that is not full. Dispatch would not
   choose these tiles for grids small enough to emulate."""
   p, chip = problem(D=row.up_to, Sq=300, Sk=300), get_chip(arch)
