@@ -135,7 +135,7 @@ def test_rows_that_see_no_key_get_exactly_0() -> None:
 
 # ***** ways to call *****
 
-def laws_of_three(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
+def expected_of_sum(*tensors:Tensor, **options:Any) -> tuple[Law, ...]:
   """Returns the expected dq, dk and dv of the loss sum(o): for each the exact values and the limit of each element's error."""
   p = problem(**options)
   return tuple(expected_gradients(p, Inputs(*map(array, tensors)), {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)[n] for n in "qkv")
@@ -151,7 +151,7 @@ def test_the_first_snippet() -> None:
     o = Tensor.empty(*q.shape, dtype=q.dtype)
     o = Tensor.custom_kernel(o, q, k, v, fxn=attn.flash_attention)[0]
     o.float().sum().backward()
-    hold((q.grad, k.grad, v.grad), laws_of_three(q, k, v, Sq=32, D=16))
+    hold((q.grad, k.grad, v.grad), expected_of_sum(q, k, v, Sq=32, D=16))
 
 def test_a_function_with_options_and_lse() -> None:
   with emulated("gfx942"):
@@ -159,7 +159,7 @@ def test_a_function_with_options_and_lse() -> None:
     fxn = attn.flash_attention_fn(causal=True, return_lse=True)
     o, lse = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype), Tensor.empty(1, 2, 32, dtype=dtypes.float), q, k, v, fxn=fxn)[:2]
     of_o, of_lse = o.float().sum().gradient(q, k, v), lse.sum().gradient(q, k)     # before realize, which forgets the graph
-    hold(of_o, laws_of_three(q, k, v, Sq=32, D=16, causal=True))
+    hold(of_o, expected_of_sum(q, k, v, Sq=32, D=16, causal=True))
     want = expected_gradients(problem(Sq=32, D=16, causal=True), Inputs(*map(array, (q, k, v))), {}, None, np.ones((1, 2, 32), np.float32))
     hold(of_lse, (want["q"], want["k"]))
 
@@ -181,7 +181,7 @@ def test_flash_attn(deterministic:bool) -> None:
   with emulated("gfx942"):
     q, k, v = three()
     rows = lambda t: t.transpose(1, 2)
-    want = laws_of_three(q, k, v, Sq=32, D=16, causal=True)
+    want = expected_of_sum(q, k, v, Sq=32, D=16, causal=True)
     o = flash_attn.flash_attn_func(rows(q), rows(k), rows(v), causal=True, deterministic=deterministic)
     hold(o.float().sum().gradient(q, k, v), want)
     packed = Tensor.stack(*map(rows, (q, k, v)), dim=2).contiguous().realize()
@@ -290,7 +290,7 @@ def test_memory_at_once() -> None:
 def test_sdpa_by_itself_and_installed() -> None:
   with emulated("gfx942"):
     q, k, v = three()
-    want = laws_of_three(q, k, v, Sq=32, D=16, causal="top-left")
+    want = expected_of_sum(q, k, v, Sq=32, D=16, causal="top-left")
     hold(attn.scaled_dot_product_attention(q, k, v, is_causal=True).float().sum().gradient(q, k, v), want)
     with Context(TRAINING=1), attn.installed() as decisions:
       hold(q.scaled_dot_product_attention(k, v, is_causal=True).float().sum().gradient(q, k, v), want)
@@ -318,13 +318,13 @@ def test_jit() -> None:
       return [g.realize() for g in attn.attention(q, k, v, causal=True).float().sum().gradient(q, k, v)]
     for seed in range(4):
       q, k, v = (draw(1, 2, 32, 16, seed=seed*3 + i) for i in range(3))
-      hold(step(q, k, v), laws_of_three(q, k, v, Sq=32, D=16, causal=True))
+      hold(step(q, k, v), expected_of_sum(q, k, v, Sq=32, D=16, causal=True))
 
 def test_views_and_one_tensor_in_several_places() -> None:
   """A tensor x that is q, k and v of one call gets the sum of all three gradients. Views of a tensor get the gradients of their parts."""
   with emulated("gfx942"):
     x = draw(1, 2, 32, 16)
-    want = laws_of_three(x, x, x, Sq=32, D=16)
+    want = expected_of_sum(x, x, x, Sq=32, D=16)
     g, = attn.attention(x, x, x).float().sum().gradient(x)
     total = without_error(want[0].exact.shape)
     for law in want: total.add(..., law)
@@ -332,7 +332,7 @@ def test_views_and_one_tensor_in_several_places() -> None:
     halves = draw(1, 2, 64, 16)
     g, = attn.attention(halves[:, :, ::2], halves[:, :, 1::2], halves[:, :, 1::2]).float().sum().gradient(halves)
     even, odd = halves[:, :, ::2].contiguous(), halves[:, :, 1::2].contiguous()
-    law, *_ = laws_of_three(even, odd, odd, Sq=32, D=16)
+    law, *_ = expected_of_sum(even, odd, odd, Sq=32, D=16)
     assert judge(array(g)[:, :, ::2], law).ok
 
 def test_out() -> None:
@@ -340,7 +340,7 @@ def test_out() -> None:
     q, k, v = three()
     out = Tensor.empty(*q.shape, dtype=q.dtype, device="EMU")
     assert attn.attention(q, k, v, out=out) is out
-    hold(out.float().sum().gradient(q, k, v), laws_of_three(q, k, v, Sq=32, D=16))
+    hold(out.float().sum().gradient(q, k, v), expected_of_sum(q, k, v, Sq=32, D=16))
 
 READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
   "nothing": lambda o, loss: None, "the loss": lambda o, loss: loss.item(), "o": lambda o, loss: o.numpy(), "o by name": lambda o, loss: o.realize()}
@@ -391,7 +391,7 @@ def test_a_kernel_function_and_what_nobody_wants_the_gradient_of() -> None:
   with emulated("gfx942"):
     q, k, v = three()
     o = Tensor.custom_kernel(Tensor.empty(*q.shape, dtype=q.dtype, device="EMU"), q, k, v, fxn=attn.flash_attention)[0].realize()
-    hold(o.float().sum().gradient(q, k, v), laws_of_three(q, k, v, Sq=32, D=16))
+    hold(o.float().sum().gradient(q, k, v), expected_of_sum(q, k, v, Sq=32, D=16))
     w = draw(16, 16, seed=3)
     (o.detach() @ w).sum().backward()
     assert w.grad is not None and q.grad is None
