@@ -24,7 +24,7 @@ from attn.kernels.parts.program.statements import Statements, store_all
 from attn.kernels.parts.program.trips import StagedTrips, TileLoop, TripState
 from attn.kernels.parts.weights.softmax import Sums, row_sum
 from attn.kernels.tiles.amd import MlaTile
-from attn.kernels.tiles.common import Told
+from attn.kernels.tiles.common import ScalarPlaces
 from attn.ops import amd, common as ops
 from attn.ops.softmax import LANE, LOWEST, raised, rescale, weights_from
 from attn.problem import Problem
@@ -65,7 +65,7 @@ class AmdLatent:
     sums, share = Sums.of(arch, p.dtype, p.writes_lse), Share(grid.wave, tile.row_tiles, tile.block_n, tile.key_parts)
     k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None, LINE)
     state = LatentState(new.registers(tile.row_tiles*tile.columns(p), ops.f32(mat.accumulator)), new.registers(1), new.registers(len(sums.kinds)),
-                     new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.told(p)))
+                     new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.scalar_places(p)))
     return AmdLatent(tile, new, Statements.of(new), state, Workgroup.of(p, arch, tile, args, grid, at), at, sums, share)
 
   # ***** sizes *****
@@ -76,7 +76,7 @@ class AmdLatent:
   @property
   def columns(self) -> int: return self.tile.columns(self.group.p)
   @property
-  def names(self) -> Told: return self.tile.told(self.group.p)
+  def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
     """Returns the number, counted from the block's first row, of this lane's row in a tile of queries."""
     return tile*self.mat.N + self.at.n

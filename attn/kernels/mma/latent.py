@@ -18,7 +18,7 @@ from attn.kernels.parts.memory.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.program.counts import round_up
 from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
-from attn.kernels.tiles.common import Told
+from attn.kernels.tiles.common import ScalarPlaces
 from attn.kernels.tiles.mma import MlaMmaTile
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
@@ -59,7 +59,7 @@ class MmaLatent:
     warps = Warps.of(p, arch, tile, tile.matrix, args)
     new = warps.group.grid.allocator
     state = LatentMmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(tile.row_tiles*tile.columns(p), nv.F4), new.registers(1, nv.F2),
-                        new.registers(tile.told(p).kinds, nv.F2), new.registers(tile.block_n//tile.key_parts//tile.matrix.N, nv.F4),
+                        new.registers(tile.scalar_places(p).kinds, nv.F2), new.registers(tile.block_n//tile.key_parts//tile.matrix.N, nv.F4),
                         new.registers(tile.row_tiles, nv.F2), Statements.of(new))
     return MmaLatent(warps, tile, state, Share(warps.at.wave, tile.row_tiles, tile.block_n, tile.key_parts))
 
@@ -69,7 +69,7 @@ class MmaLatent:
   @property
   def p(self) -> Problem: return self.warps.group.p
   @property
-  def names(self) -> Told: return self.tile.told(self.p)
+  def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.p)
   @property
   def columns(self) -> int: return self.tile.columns(self.p)
   @property

@@ -162,7 +162,7 @@ class MlaTile(MlaShape, SharingTile):
     return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
   def lds_bytes(self, p:Problem) -> int:
     k, weights = self.layouts(p)
-    return UNIT_BYTES*(k.size + weights.size + self.told(p).units(self.block_m))
+    return UNIT_BYTES*(k.size + weights.size + self.scalar_places(p).units(self.block_m))
   @property
   def options(self) -> str:
     """The options of the tile whose values are not the default, in words."""

@@ -44,7 +44,7 @@ def units_of_numbers(p:Problem, queries:int) -> int:
   return len(numbers_of_queries(p))*4*queries//UNIT_BYTES
 
 @dataclass(frozen=True)
-class Told:
+class ScalarPlaces:
   """Places of the fp32 values of one query row that the waves of a workgroup exchange through LDS. The place `factor` has the number that rescales O
   after an iteration. The place `reference` has, after the last iteration, the number that the softmax subtracts from the row's scores. The tile's
   keys are divided into `parts` parts. For each part, `top` returns the place of the row's largest score in an iteration. `total` returns the place of
@@ -75,4 +75,4 @@ class SharingTile:
   def threads(self) -> int: return self.waves*self.matrix.wave
   @property
   def pack_gqa(self) -> bool: return True
-  def told(self, p:Problem) -> Told: return Told(self.key_parts, 1 + p.writes_lse)
+  def scalar_places(self, p:Problem) -> ScalarPlaces: return ScalarPlaces(self.key_parts, 1 + p.writes_lse)

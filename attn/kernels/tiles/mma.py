@@ -70,7 +70,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
     return LongRows(self.block_m, units), LongRows(self.block_n, units), SwizzledRows(self.block_m, self.block_n//self.matrix.unit)
   def lds_bytes(self, p:Problem) -> int:
     q, k, weights = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages*k.size + weights.size + self.told(p).units(self.block_m))
+    return UNIT_BYTES*(q.size + self.stages*k.size + weights.size + self.scalar_places(p).units(self.block_m))
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
 from attn.kernels.parts.weights.scores import Scores
-from attn.kernels.tiles.common import Told
+from attn.kernels.tiles.common import ScalarPlaces
 from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RowScalars(InLds):
   rows: int
   base: UOp|int = 0
   @staticmethod
-  def of(new:Allocator, rows:int, told:Told) -> RowScalars: return RowScalars(new.lds(told.units(rows)), rows)
+  def of(new:Allocator, rows:int, places:ScalarPlaces) -> RowScalars: return RowScalars(new.lds(places.units(rows)), rows)
   def after(self, *deps:UOp) -> RowScalars: return replace(self, buffer=self.buffer.after(*deps))
   def place(self, i:int|UOp, row:UOp) -> UOp: return self.base*4 + i*self.rows + row
   def load(self, i:int|UOp, row:UOp) -> UOp: return self.buffer.bitcast(dtypes.float)[self.place(i, row)].load()
