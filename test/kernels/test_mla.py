@@ -25,7 +25,7 @@ from attn.kernels.mma import latent as mma_latent
 from attn.kernels.mma.latent import MmaLatent
 from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.amd import MlaTile
-from attn.kernels.tiles.common import Told
+from attn.kernels.tiles.common import ScalarPlaces
 from attn.kernels.tiles.mma import MlaMmaTile
 from attn.measure import decode
 from attn.ops.operation import statement
@@ -148,7 +148,7 @@ def own_keys_alone(m:pytest.MonkeyPatch) -> None:
   for of in (AmdLatent, MmaLatent): wrong(m, of, "highest", alone)
 def first_part_of_sums(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the kernel uses the sum of P over the first part of the keys as the sum over every part."""
-  wrong(m, Told, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
+  wrong(m, ScalarPlaces, "total", lambda total: lambda self, kind, part: total(self, kind, part if isinstance(part, UOp) else 0))
 
 AMD = tuple(unit for unit in UNITS if unit.startswith("gfx"))
 FAULTS:dict[Plant, tuple[str, ...]] = {     # units on which each fault breaks the law; by default the test runs the fault on the first unit
