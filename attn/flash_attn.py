@@ -182,7 +182,7 @@ def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
   return cache[:batch] if cache.ndim == 4 and isinstance(cache.shape[0], int) and cache.shape[0] > batch else cache
 
 def check_batches(numbers:Tensor, count:int) -> None:
-  """Raises ValueError if a number in a tensor is not the number of a batch of the cache. Checks only if the host can read the numbers at no cost."""
+  """Raises ValueError if a number in a tensor is not the index of a batch of the cache. Checks only if the host can read the numbers at no cost."""
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 

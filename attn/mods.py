@@ -36,7 +36,7 @@ def prefix_lm(length:int) -> Callable[..., UOp]:
 
 def documents(b:UOp, h:UOp, i:UOp, j:UOp, numbers:UOp) -> UOp:
   """Mask for several documents in one sequence: a query sees only the keys of its own document, numbers[b, i] == numbers[b, j]. `numbers`: int (B,
-  Sk), the number of the document at each place."""
+  Sk), the index of the document at each place."""
   return numbers[b, i] == numbers[b, j]
 
 def sliding_tile(width:int, radius:int, tile:int=1) -> Callable[..., UOp]:

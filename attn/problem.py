@@ -205,7 +205,7 @@ class Problem:
                  from the first of them
     k_view, v_view   the tensors k and v are larger buffers of one dimension; these say where the rows of k and v lie in them
     pages        only with k_view and v_view, whose batches are then pages. Tensor block_table int32 (B, pages.most): its entry n of batch b is the
-                 number of the page with rows n*pages.size to (n + 1)*pages.size - 1 of that batch. Sk is pages.rows
+                 index of the page with rows n*pages.size to (n + 1)*pages.size - 1 of that batch. Sk is pages.rows
     v_in_k       V is the first Dv columns of K: no tensor v and no v_view
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
@@ -319,7 +319,7 @@ class Problem:
     """Tells whether q may have rows that belong to no sequence. Such a row has 0 in o and -inf in lse."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
-    """Returns the position of row number `row` of q in its sequence."""
+    """Returns the position of row `row` of q in its sequence."""
     return row if self.dealt is None else self.dealt.place(row)
   @property
   def queries(self) -> int:
@@ -331,7 +331,7 @@ class Problem:
     return self.B*self.H if self.dealt is None else self.dealt.heads[1]*(self.H//self.Hkv)
   @property
   def first_head(self) -> int:
-    """Number of the first query head that the problem computes, counted over all batches."""
+    """Index of the first query head that the problem computes, counted over all batches."""
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:

@@ -82,7 +82,7 @@ def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softm
 
   Functions: score_mod(score, b, h, i, j, *tensors) returns the score to use instead. mask_mod(b, h, i, j, *tensors) says whether the query at i sees
   the key at j. Both are called once, with scalar UOps, and become part of the kernels, backward too: `lambda b, h, i, j: i >= j` is causal=True.
-  score is float32, after all other terms. b is the batch, or the packed sequence. h is the query head. j is the number of the key in its sequence. i
+  score is float32, after all other terms. b is the batch, or the packed sequence. h is the query head. j is the index of the key in its sequence. i
   is the place of the query on the axis of the keys: its row + Sk - Sq, or its row with causal="top-left". mod_tensors follow, and are indexed:
   table[h, i - j]. Write & | ~ and .where() in place of and, or, not and if. attn.mods has examples, docs/functions.md the rules.
 

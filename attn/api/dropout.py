@@ -34,7 +34,7 @@ def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start
     seed                     uint32 (2)
     p                        probability that an element becomes 0
     B, H, Sq, Sk             shape of the scores; in layout "thd" a batch is a sequence
-    batch_start, head_start  number of the first batch and of the first head, for a part of the mask
+    batch_start, head_start  index of the first batch and of the first head, for a part of the mask
 
   Element (b, h, i, j) is kept if its 16-bit random number is at least p * 2^16, rounded. That number comes from the generator Philox4x32-7 (Salmon et
   al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counter (i, j // 8, h, b) and the key `seed`: it is half j % 2 of the result's

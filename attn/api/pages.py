@@ -79,7 +79,7 @@ def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
   """Computes attention of keys and values in pages by tinygrad's own operations, without one of these kernels. An entry of the block table that is
-  not the number of a page stands for rows of zeros."""
+  not the index of a page stands for rows of zeros."""
   assert p.pages is not None
   if p.varlen:
     raise NotImplementedError("block_table with layout='thd': no kernel with matrix instructions supports this problem (attn.explain says why); "

@@ -131,7 +131,7 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the key to which the n-th score of a lane belongs. `h` is the number of the lane among the four lanes that share a row. n counts the
+    """Returns the key to which the n-th score of a lane belongs. `h` is the index of the lane among the four lanes that share a row. n counts the
     lane's scores in one row of S, over a row of tiles of S."""
     return n//self.block*self.N + h*self.block + n%self.block
   # (row, unit of 8 columns) of the address that a lane gives to ldmatrix

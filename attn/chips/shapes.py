@@ -30,7 +30,7 @@ class UpTo(Generic[AnyShape]):
   up_to: int
   shape: AnyShape
   _: KW_ONLY
-  matrix: int = 0                  # number of the matrix instruction that the shape uses, among the chip's instructions for the inputs' dtype
+  matrix: int = 0                  # index of the matrix instruction that the shape uses, among the chip's instructions for the inputs' dtype
   fills: int = 0                   # least number of workgroups: with fewer, a large tile would leave compute units idle
   large: bool = False              # whether there must be a workgroup for every compute unit
   beyond: int = 0                  # the problem must have more query rows than this, over all heads that share a key/value head

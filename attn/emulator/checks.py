@@ -79,8 +79,8 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """An error found in an access: the kind of error, the threads, and for each thread the other access to the same location. `other` is the number of
-  the wave that made the other access, or for NotWaitedFor the number of the asynchronous operation. `verb` says what this wave or operation did at
+  """An error found in an access: the kind of error, the threads, and for each thread the other access to the same location. `other` is the index of
+  the wave that made the other access, or for NotWaitedFor the index of the asynchronous operation. `verb` says what this wave or operation did at
   the location, such as "written"."""
   error: type[EmulatorError]
   threads: Array

@@ -4,8 +4,8 @@ Workgroups without atomic operations are independent. They run together, in rang
 has atomic operations, each workgroup has its own `Frame`. The frame stops before each atomic operation, so that other workgroups can run.
 
 Two environment variables choose what hardware leaves open. ATTN_EMU_RESIDENT is the number of workgroups that the chip holds at the same time;
-another one starts when one of them ends. ATTN_EMU_ORDER is the number of an order. In order 0 the workgroups start in the order of their numbers, and
-the first workgroup that can run does so. Any other number is the seed of a random order in which workgroups start, run and add."""
+another one starts when one of them ends. ATTN_EMU_ORDER chooses one of many orders. In order 0 the workgroups start in the order of their numbers,
+and the first workgroup that can run does so. Any other number is the seed of a random order in which workgroups start, run and add."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

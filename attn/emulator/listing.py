@@ -83,7 +83,7 @@ class Listing:
     return listing
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
-    """Maps the number of a line of the printed source (from 1) to the file and line of Python that emitted it. Leaves out lines for which no line of
+    """Maps the line number in the printed source (from 1) to the file and line of Python that emitted it. Leaves out lines for which no line of
     Python is known."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():

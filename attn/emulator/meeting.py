@@ -29,12 +29,12 @@ class Trace:
   wave: int
   clock: int
   step: int
-  elements: Array      # numbers of the elements of 4 bytes, each once, in ascending order
+  elements: Array      # indices of the elements of 4 bytes, each once, in ascending order
   verb: str
 
 @dataclass
 class Traces:
-  """The accesses to one allocation, in two lists: atomic operations and other accesses. For each element, `adder` holds the number of the wave that
+  """The accesses to one allocation, in two lists: atomic operations and other accesses. For each element, `adder` holds the index of the wave that
   last added to the element (-1: none), and `added` holds that wave's clock at the time."""
   adder: Array
   added: Array
@@ -64,7 +64,7 @@ class Meeting:
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
-    """Finds the waves that have threads for which `gate` is true. Returns for each of them the number of the wave in the launch, and these
+    """Finds the waves that have threads for which `gate` is true. Returns for each of them the index of the wave in the launch, and these
     threads."""
     threads = np.flatnonzero(gate)
     return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
@@ -89,7 +89,7 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited until a counter reached the number of their turn. Their waves now know everything that was complete when other
+    """Records that threads have waited until a counter reached the value of their turn. Their waves now know everything that was complete when other
     waves passed the turn."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):

@@ -12,7 +12,7 @@ from attn.emulator.ranges import Ranges
 from attn.ops.operation import Call
 from attn.tinygrad_compat import Ops, UOp
 
-OPERANDS = {"buffer_load": 2, "load_to_lds": 2}     # buffer instruction -> number of the operand that is its offset
+OPERANDS = {"buffer_load": 2, "load_to_lds": 2}     # buffer instruction -> index of the operand that is its offset
 
 @dataclass(frozen=True)
 class Part:

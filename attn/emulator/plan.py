@@ -29,8 +29,8 @@ class Plan(EmulatedProgram):
     self.steps = []
     self.uops, self.slot, self.constants = [], {}, []
     self.addresses: dict[UOp, Address] = {}
-    self.loops: dict[UOp, int] = {}           # RANGE -> number of its step
-    self.ends: dict[UOp, int] = {}            # RANGE -> number of its END's step
+    self.loops: dict[UOp, int] = {}           # RANGE -> index of its step
+    self.ends: dict[UOp, int] = {}            # RANGE -> index of its END's step
     self.params = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is not AddrSpace.ALU), key=lambda u: u.arg.slot)
     self.variables = sorted((u for u in uops if u.op is Ops.PARAM and u.addrspace is AddrSpace.ALU), key=lambda u: u.arg.slot)
     self.buffers = [u for u in uops if u.op is Ops.BUFFER]

@@ -8,7 +8,7 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer in a compiled program: the buffer, the type of the data, and for each index that was added to the pointer (number of the value that
+  """A pointer in a compiled program: the buffer, the type of the data, and for each index that was added to the pointer (index of the value that
   holds the index, bytes by which one step of the index moves the pointer)."""
   buffer: UOp
   dtype: DType
@@ -35,7 +35,7 @@ class EmulatedProgram:
   units: dict[UOp, int]                     # LOCAL buffer -> bytes of the narrowest access
   plain: set[UOp]                           # buffers that are accessed by operations which are not atomic
   atomics: set[UOp]                         # parameters that are accessed by atomic operations
-  meetings: set[int]                        # numbers of the steps that are atomic operations
+  meetings: set[int]                        # indices of the steps that are atomic operations
   waits: bool                               # a workgroup may wait for another one
   whole_waves: bool                         # waves are padded to full size, because operations across lanes are possible
   lds: int                                  # bytes of LDS per workgroup

@@ -32,7 +32,7 @@ class LdsShadow:
   So an access is safe only if a barrier lies between it and the other wave's access: it must be in a later interval.
 
   `writer` holds a tag for each location: interval * stride + wave of the last write, or 0 for a location that was never written. A write that is
-  under way (an asynchronous copy that is not complete) has the number of its operation, counted from `UNDER_WAY` on, in place of the interval.
+  under way (an asynchronous copy that is not complete) has the index of its operation, counted from `UNDER_WAY` on, in place of the interval.
   `reader` holds for each wave an array, called a plane, with the interval in which the wave last read each location.
 
   Locations are checked only if a conflict is possible: each access has a span, and accesses whose spans don't overlap can't conflict. So most reads
@@ -91,7 +91,7 @@ class LdsShadow:
     self.writer[at] = self.f.tag[by]
     self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
-    """Returns, for each of the locations `at`, 1 plus the number of an asynchronous product that still reads it, or 0 if there is none. No wave may
+    """Returns, for each of the locations `at`, 1 plus the index of an asynchronous product that still reads it, or 0 if there is none. No wave may
     write these locations before the product is waited for."""
     held = np.zeros(self.total, np.int32)
     for product, x in self.holding:

@@ -46,7 +46,7 @@ class Threads:
     self.mask: Array|None = None if width == threads else self.local_of < threads
     self.valid, self.stack = self.mask, list[Array|None]()
     self.everyone = np.ones(self.T, bool)
-    # number of each wave's current interval: see note_intervals
+    # index of each wave's current interval: see note_intervals
     self.interval = self.seen = np.ones((workgroups, self.waves), np.int32)
     self.arrived, self.waited = np.zeros(workgroups, np.int64), np.zeros(workgroups, np.int64)   # phases of the mbarrier
     self.arrivals = np.zeros((workgroups, 0), np.int32)                                          # the interval that each phase ended
@@ -56,7 +56,7 @@ class Threads:
     self.operands: list[Operand]|None = None        # while a product reads its operands, the list that collects them
 
   def start(self) -> int:
-    """Returns the number of a new asynchronous operation, which starts at the current step."""
+    """Returns the index of a new asynchronous operation, which starts at the current step."""
     self.started.append(self.pc)
     return len(self.started) - 1
 
@@ -65,7 +65,7 @@ class Threads:
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
-    """Makes an error of class `kind` that names the first of the `bad` threads. `text` returns the message for the number of a thread."""
+    """Makes an error of class `kind` that names the first of the `bad` threads. `text` returns the message for the index of a thread."""
     t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
     local, u = t % self.width, self.plan.uops[self.pc]
     where = self.workgroup(self.first + t//self.width)

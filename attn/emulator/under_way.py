@@ -2,7 +2,7 @@
 only here: the numpy function of an operation (attn/ops) calls methods of `Lanes` that start, commit and wait.
 
 Copies and products are checked as strictly as the documents allow. From the start of an operation until the thread that started it has waited for it,
-no thread may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays record the number
+no thread may access the data that the operation writes, or write the data that it reads. The shadow of LDS and the register arrays record the index
 of the operation, so that an error can name the operation."""
 from __future__ import annotations
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ QUERY, KEY = _number("i", -FAR, FAR), _number("j", 0, FAR)                      
 SYMBOLS = (SCORE, BATCH, QUERY_HEAD, QUERY, KEY)
 
 def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Makes the symbol of a tensor that a traced function reads: the tensor number `number` of mod_tensors. `dtype` is a name in
+  """Makes the symbol of a tensor that a traced function reads: the tensor with index `number` in mod_tensors. `dtype` is a name in
   FUNCTION_TENSOR_DTYPES."""
   return UOp.placeholder(shape, FUNCTION_TENSOR_DTYPES[dtype], slot=number)
 

@@ -40,7 +40,7 @@ def _instruction(text:str, line:int|None=None) -> Instruction:
   return Instruction(op, args.strip(), text, line)
 
 def _source_line(text:str) -> int|None:
-  """Returns the number of the source line in the comment of a .loc directive. If functions are inlined there, returns the line of the outermost call.
+  """Returns the source's line number in the comment of a .loc directive. If functions are inlined there, returns the line of the outermost call.
   The comment names that call last."""
   places = re.findall(r":(\d+):\d+", text.partition(";")[2])
   return int(places[-1]) if places else None

@@ -49,7 +49,7 @@ class Append:
 @dataclass(frozen=True)
 class NewRow:
   """A new row, as one of the threads that copy it sees it. `place` is the row of the cache at which it is stored, if `inside` is true. `batch` is the
-  number of its batch, or of its page."""
+  index of its batch, or of its page."""
   a: Append
   numbers: Allocator
   rows: UOp
@@ -103,7 +103,7 @@ def append(a:Append) -> Callable[..., UOp]:
   return kernel
 
 def new_row(a:Append, numbers:Allocator, row:UOp, thread:UOp, rows:UOp, lengths:UOp, table:list[UOp]) -> NewRow:
-  """Finds where the new row number `row`, counted over all batches and heads, comes from and goes to."""
+  """Finds where the new row `row`, counted over all batches and heads, comes from and goes to."""
   batch, head, i = row//(a.H*a.new), row//a.new%a.H, row%a.new
   sb, sh, ss = strides(a.layout, a.H, a.new, a.width)
   to = bounded(lengths[batch].load(), -a.new, a.capacity) + i

@@ -74,10 +74,10 @@ class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
   def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, from where the other kernels read it."""
 
 class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
-  """A workgroup that owns a block of a bias and loops over all scores to which the block is added. If all queries share the numbers of the bias, the
-  block is one row. If all keys share the numbers of the bias, the block is one column."""
+  """A workgroup that owns a block of a bias and loops over all scores to which the block is added. If all queries share the elements of the bias, the
+  block is one row. If all keys share the elements of the bias, the block is one column."""
   def begin(self) -> Carry: """Returns the state before the first tile: all sums are 0."""
-  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums. If each number of the bias is added to only one score, there is nothing
+  def sum(self, s:Carry, ds:Any, tile:Any) -> Carry: """Adds dS to the sums. If each element of the bias is added to only one score, there is nothing
                                                      to sum: then stores dS to memory."""
   def sums(self, s:Carry) -> list[UOp]: """Returns the stores of the block's sums to memory."""
 

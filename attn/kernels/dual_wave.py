@@ -161,7 +161,7 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. If masks are applied, `masked` is the number of this lane's
+    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. If masks are applied, `masked` is the index of this lane's
     query, otherwise None."""
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
@@ -175,7 +175,7 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Computes two numbers again after a loop: the lane's number, and the number of its query. No register then has to hold them during the loop."""
+    """Computes two numbers again after a loop: the lane's index, and the index of its query. No register then has to hold them during the loop."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)

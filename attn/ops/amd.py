@@ -144,7 +144,7 @@ def sched_barrier(*done:UOp) -> UOp:
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """Returns the integer x and hides its value from the compiler. The compiler repeats a load for every new `trip` if the address depends on the
-  result, and does not keep the loaded value in registers. `trip` is usually the number of a loop's iteration."""
+  result, and does not keep the loaded value in registers. `trip` is usually the index of a loop's iteration."""
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 
 instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm volatile("" :: "v"({"abcdefghijklmnop"[i]}[0]));' for i in range(n)]

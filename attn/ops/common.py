@@ -114,7 +114,7 @@ def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
 
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  """Sets each element whose column number is above `limit` to -inf. A select does this, and not an addition, so that a NaN score is replaced too."""
+  """Sets each element whose column index is above `limit` to -inf. A select does this, and not an addition, so that a NaN score is replaced too."""
   return c.masked(x, offsets, ">", limit, -c.inf)
 
 @compound("mask_beyond")
@@ -150,26 +150,26 @@ def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Val
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column number of each element. An element is masked if its column
+  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column
   number is above `limit`."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column number of each element. An element is masked if its column
+  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column
   number is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
   """Sets masked scores to -inf, as one statement. `scores` is a placeholder of registers with vectors of scores. Each vector holds scores of one row,
-  then as many scores of the next row. Score j of a row in vector i has the column number offsets[j] + i*apart. A score is masked if its column number
+  then as many scores of the next row. Score j of a row in vector i has the column index offsets[j] + i*apart. A score is masked if its column index
   is above the limit of its row (`side` "above") or below it (`side` "below"). `limits` has one limit for each row."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column number of each element. An element is set to 0 if its
-  column number is above `limit`."""
+  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column index of each element. An element is set to 0 if its
+  column index is above `limit`."""
   return emit("clear_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def clear_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column number of each element. An element is set to 0 if its
-  column number is not in `first`..`last`."""
+  """Sets elements of a vector to 0, even if they are NaN or infinite. `offsets` has the column index of each element. An element is set to 0 if its
+  column index is not in `first`..`last`."""
   return emit("clear_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
   """Returns a vector that takes each element from x if the element's condition is true, and from y otherwise. `conditions` has one condition for each
@@ -177,7 +177,7 @@ def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
   def element(v:UOp|float, i:int) -> Any: return v if isinstance(v, float) else extract(v, i)
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
-  """Subtracts the first column number of a vector from all of its column numbers `offsets`. The differences are the same for most vectors, so most
+  """Subtracts the first column index of a vector from all of its column indices `offsets`. The differences are the same for most vectors, so most
   vectors share one printed function."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
@@ -258,7 +258,7 @@ instruction("alone", _alone, "{0}", "{0}")
 instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """Returns `entry`, the number of a page in a block table. Only lanes where `there` is true use the result. The emulator stops if the number is not
+  """Returns `entry`, the index of a page in a block table. Only lanes where `there` is true use the result. The emulator stops if the number is not
   in 0..count-1 in such a lane."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, told:str) -> UOp:
@@ -271,7 +271,7 @@ def at_least_0(x:UOp) -> UOp:
   negative term (attn/emulator/offsets.py explains why this matters)."""
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
-  """Returns the page number `page`, and declares that this lane writes to the slot `slot` of the page if `gate` is true. The emulator stops if
+  """Returns `page`, the index of a page, and declares that this lane writes to the slot `slot` of the page if `gate` is true. The emulator stops if
   another lane of the grid writes to the same slot."""
   return emit("alone", dtypes.int, integer(page), slot, gate)
 

@@ -82,7 +82,7 @@ def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:s
   return x
 
 def turned(x:UOp, own:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes: lane number `own` of the eight has row `own` of each matrix and gets column `own`.
+  """Transposes four 8 x 8 matrices of bits across eight lanes: lane `own` of the eight has row `own` of each matrix and gets column `own`.
   `steps` has one distance for each bit of `own`: two lanes at this distance differ in this bit. The lanes exchange blocks of 1 x 1, then 2 x 2, then
   4 x 4 bits (Warren, Hacker's Delight, 7-3)."""
   return emit("turned", dtypes.uint, x, own.cast(dtypes.uint), steps=steps, exchange=exchange)
@@ -114,12 +114,12 @@ def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], 
 
 def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
   """Sets dropped elements to 0 in a vector of pairs of 16-bit numbers. `words` holds dropout bits. For each pair, `places` has two numbers: the index
-  of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword. `first` is the number of this
+  of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword. `first` is the index of this
   vector among the lane's vectors. The positions differ from vector to vector, so a separate function is printed for each `first`."""
   return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
 def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
   """Sets dropped elements of a vector of fp32 numbers to 0. `words` holds dropout bits. For each number, `places` has the index of the dword in
-  `words` that has the number's bit, and the position of this bit. `first` is the number of this vector among the lane's vectors; a separate function
+  `words` that has the number's bit, and the position of this bit. `first` is the index of this vector among the lane's vectors; a separate function
   is printed for each `first`."""
   return emit("drop_numbers", f32(length(x)), x, words, places=places, first=first)
 

@@ -6,8 +6,8 @@ A, from registers or shared memory, by up to 256 columns of B, from shared memor
 For every 8 columns of the result, a thread holds the same elements as in mma.m16n8k16. If A is in registers, its elements also lie as in
 mma.m16n8k16.
 
-A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes. The 16-byte units of a row are permuted: the number of a unit
-is changed by xor with the row number modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
+A tile in shared memory consists of panels of 64 columns. A panel's rows have 128 bytes. The 16-byte units of a row are permuted: the index of a unit
+is changed by xor with the row index modulo 8 (the 128-byte swizzle of 9.7.15.5.1). A tile begins at a multiple of 1024 bytes.
 
 The emulator is strict about asynchronous products. `scores`, `output` and `sums` start products. Until `wait_products` has waited for a product, no
 thread may access its accumulators, or write its operands in shared memory or registers."""
@@ -32,7 +32,7 @@ EVERYWHERE = UOp.const(True)
 
 def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], units:int, begin:Array|int=0) -> Array:
   """Reads an operand of each warpgroup from shared memory, as uint16 (warpgroups, lines, 8*units). The operand has `lines` lines, each of `units`
-  neighbouring units of 16 bytes. `line` maps the number of a line to the offset of its first byte from the start of the tile, before the swizzle.
+  neighbouring units of 16 bytes. `line` maps the index of a line to the offset of its first byte from the start of the tile, before the swizzle.
   `begin` is added to every offset; it may differ from thread to thread."""
   lanes.check_alignment(pointer, ATOM)
   groups = len(lanes.active)//GROUP
@@ -100,9 +100,9 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly that starts one group of products: the instructions `lines`, and the registers and predicates that they need. If operand
-  number `there` is 0, a thread skips the instructions and commits an empty group. So waits that count groups are the same for all threads. (The
-  branch is inside the assembly. With a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
+  """Returns inline assembly that starts one group of products: the instructions `lines`, and the registers and predicates that they need. If the
+  operand with index `there` is 0, a thread skips the instructions and commits an empty group. So waits that count groups are the same for all
+  threads. (The branch is inside the assembly. With a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "over: wgmma.commit_group.sync.aligned; }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))
@@ -188,7 +188,7 @@ def arrive(barrier:UOp, order:UOp) -> UOp:
   """Makes this thread arrive at the next phase of the mbarrier, once the copies that the thread has started are complete. Returns a statement."""
   return statement("arrive", barrier, order)
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
-  """Waits until all threads have arrived at phase number `phase`. After that wgmma may read the data that these threads have copied. Returns a
+  """Waits until all threads have arrived at phase `phase`. After that wgmma may read the data that these threads have copied. Returns a
   statement."""
   return statement("await_arrivals", barrier, integer(phase % 2), order)
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
@@ -204,8 +204,8 @@ def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|N
   return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, order:UOp, rows:int, dtype:str) -> UOp:
   """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16). X has 64 columns, and Y has 8 columns for each C fragment in `acc` (a
-  placeholder). `x` and `y` are INDEXes of the first units of panels. Y begins at unit number `unit` of its panel, and ends in this panel. Returns a
-  statement."""
+  placeholder). `x` and `y` are INDEXes of the first units of panels. Y begins at the 16-byte unit with index `unit` of its panel, and ends in this
+  panel. Returns a statement."""
   return statement("start_sums", acc[0], x, y, integer(unit), order, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, order:UOp) -> UOp:
   """Adds a warp's C fragments `acc` (a placeholder) to float32 sums in global memory. Each number is added atomically, in no fixed order. The sums of
@@ -225,5 +225,5 @@ def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   statement."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the number of this thread's warpgroup, and tells the compiler that this number is equal in the whole warp."""
+  """Returns the index of this thread's warpgroup, and tells the compiler that this number is equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -31,11 +31,11 @@ class Numbers:
   def select(self, condition:Value, x:Value, y:Value) -> Value: return np.where(condition, np.asarray(x, np.float32), np.asarray(y, np.float32))
   def number(self, x:float) -> Value: return np.float32(x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Replaces an element of x by `instead` if its column number in `offsets` is above the limit (operator ">") or below the limit (operator "<")."""
+    """Replaces an element of x by `instead` if its column index in `offsets` is above the limit (operator ">") or below the limit (operator "<")."""
     beyond = {">": np.greater, "<": np.less}[operator](np.array(offsets)[:, None], limit)
     return np.where(beyond, instead, x)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Replaces elements of x by `instead` if their column number in `offsets` is not in `first`..`last`."""
+    """Replaces elements of x by `instead` if their column index in `offsets` is not in `first`..`last`."""
     return self.masked(self.masked(x, offsets, ">", last, instead), offsets, "<", first, instead)
   def to_float(self, x:Value) -> Value: return x.astype(np.float32)
   # vectors
@@ -70,7 +70,7 @@ class Numbers:
     halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
     return halves.view(np.uint32)
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """Returns x where bit number `bit` of the dword `word` is 1, and 0 elsewhere."""
+    """Returns x where bit `bit` of the dword `word` is 1, and 0 elsewhere."""
     return np.where(word >> np.uint32(bit) & np.uint32(1), x, np.float32(0))
   # registers: arrays of vectors
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)

@@ -176,7 +176,7 @@ instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave
             cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
 
 def xor_lane(x:UOp, mask:int) -> UOp:
-  """Returns x of another lane. The numbers of the two lanes differ in the bits of `mask` (shfl.sync.bfly)."""
+  """Returns x of another lane. The indices of the two lanes differ in the bits of `mask` (shfl.sync.bfly)."""
   return emit("xor_lane", dtypes.float, x, mask=mask)
 
 def _transposed(lanes:Any, words:Array, in_quad:Array) -> Array:
@@ -193,5 +193,5 @@ instruction("transposed", _transposed, cuda=Body("\n".join([
   "return words;"]), "words lane"))
 
 def transposed(words:UOp, in_quad:UOp) -> UOp:
-  """Transposes 4 x 4 words across four neighbouring lanes: lane number `in_quad` gets word number `in_quad` of each of the four lanes."""
+  """Transposes 4 x 4 words across four neighbouring lanes: lane `in_quad` gets word `in_quad` of each of the four lanes."""
   return emit("transposed", U4, words, integer(in_quad))

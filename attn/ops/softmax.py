@@ -29,7 +29,7 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 @dataclass(frozen=True)
 class RowLanes:
   """Layout of rows in vectors of scores. A vector holds the scores of `rows` rows, one row after another. Several lanes share a row: lanes whose
-  numbers differ by one of `steps` exchange values. `exchange` names the kind of instruction by which they do so."""
+  indices differ by one of `steps` exchange values. `exchange` names the kind of instruction by which they do so."""
   rows: int
   steps: tuple[int, ...]
   exchange: str = "shuffle"

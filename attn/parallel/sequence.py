@@ -14,7 +14,7 @@ def check_axis(x:Tensor, axis:object) -> int:
   return values.whole_number("axis", axis, -x.ndim, x.ndim - 1, supported) % x.ndim
 
 def dealt(count:int, order:str) -> list[int]:
-  """Lists the pieces of a sequence in the order in which `count` devices hold them: the numbers of the first device's pieces, then those of the
+  """Lists the pieces of a sequence in the order in which `count` devices hold them: the indices of the first device's pieces, then those of the
   second device, and so on."""
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 

@@ -28,7 +28,7 @@ class SequencePiece:
   at: int
 
 def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
-  """Returns the numbers of the pieces that one of `count` devices holds, in the order in which the pieces lie on the device."""
+  """Returns the indices of the pieces that one of `count` devices holds, in the order in which the pieces lie on the device."""
   return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
 
 def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
@@ -168,7 +168,7 @@ class SequenceShards:
   def dealt(self, p:Problem, device:int, heads:tuple[int, int]) -> Problem:
     """Returns the problem of one launch on a device that gathers keys. The launch computes the key/value heads (first, count), counted over all
     batches. k and v are the gathered rows (rows, heads, width), or all of k and v if there is only one device. The problem holds the positions of
-    rows and the number of the first head only if something depends on them, because launches with equal problems share one kernel."""
+    rows and the index of the first head only if something depends on them, because launches with equal problems share one kernel."""
     assert self.queries is not None
     pieces, first, jump = self.queries_of(p, device), 0, 0
     if pieces and (goes_by_distance(p) or any(hiding(p)) or p.functions):

@@ -13,7 +13,7 @@ from attn.tinygrad_compat import UOp
 
 UNIT = CDNA3.matrix["float16"][0].unit    # elements in 16 bytes
 
-SHOWN_LANE = 5     # the lane whose elements are numbered
+SHOWN_LANE = 5     # the lane whose elements show their indices
 
 @dataclass(frozen=True)
 class Holder:
@@ -75,8 +75,8 @@ def mirrored(cells:Cells) -> Cells: return {(column, row): holders for (row, col
 
 def draw_matrix(d:Drawing, x:float, y:float, cells:Cells, size:float, colour:Callable[[int], int], outlined:set[int],
                 number_lanes:bool=False) -> None:
-  """Draws a matrix of cells, coloured by lane. Cells of the lanes `outlined` have an outline and show the number of the element. With `number_lanes`,
-  the other cells show the number of the lane."""
+  """Draws a matrix of cells, coloured by lane. Cells of the lanes `outlined` have an outline and show the index of the element. With `number_lanes`,
+  the other cells show the index of the lane."""
   d.cells((x + (column + i/len(holders))*size, y + row*size, size/len(holders), size, TINTS[colour(holder.lane)])
           for (row, column), holders in sorted(cells.items()) for i, holder in enumerate(holders))
   for (row, column), holders in sorted(cells.items()):

@@ -29,7 +29,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Panel:
-  """Drawing of a part of a tile: `rows` rows of `columns` pieces, one cell for each piece. `place` returns the number of a piece in LDS. `groups`
+  """Drawing of a part of a tile: `rows` rows of `columns` pieces, one cell for each piece. `place` returns the index of a piece in LDS. `groups`
   neighbouring pieces fill all banks once."""
   title: str
   words: tuple[str, ...]
@@ -40,7 +40,7 @@ class Panel:
   accesses: tuple[Access, ...]
   width: float = 24
   def group(self, piece:Piece) -> int:
-    """Returns the number of the group of banks that holds a piece."""
+    """Returns the index of the group of banks that holds a piece."""
     x = self.place(*piece)
     return (x if isinstance(x, int) else int(x.simplify().vmin)) % self.groups
 

@@ -49,7 +49,7 @@ class Lifted:
     self.at, self.told, self.raw, self.factor = at, told, raw, factor
     self.lengths = [len(columns) for columns in at.columns]
     own, begin = integer(at.row.index), integer(at.begin)
-    shift = integer(at.walk.diagonal(UOp.const(0)))              # from the number of a row to the column where the diagonal meets it
+    shift = integer(at.walk.diagonal(UOp.const(0)))              # from the index of a row to the column where the diagonal meets it
     self.walked = KEY if at.over == "keys" else QUERY            # the symbol that differs between columns
     self.first = begin if at.over == "keys" else begin - shift   # its value at the lane's first column
     owned = {QUERY: own + shift} if at.over == "keys" else {KEY: own}

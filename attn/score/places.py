@@ -13,7 +13,7 @@ class Walk:
   place meet on the diagonal."""
   p: Problem
   over: str            # "keys" or "queries"
-  offset: int|UOp      # from the number of a row to the column where the diagonal meets it
+  offset: int|UOp      # from the index of a row to the column where the diagonal meets it
   count: int|UOp
   own: int|UOp
   def place(self, row:Any) -> Any:
@@ -43,7 +43,7 @@ class Positions:
     return replace(self, counted=(batch + first[0], query, key), head=self.head + first[1])
   @property
   def place_of_key(self) -> Tensor:
-    """Number of a key in its sequence, counted from the sequence's first key."""
+    """Index of a key in its sequence, counted from the sequence's first key."""
     return self.counted[2]
   @property
   def place_of_query(self) -> Tensor:

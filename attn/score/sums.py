@@ -48,14 +48,14 @@ def has_sum(p:Problem) -> bool:
 
 def problems_of_sums(p:Problem) -> tuple[Problem, ...]:
   """Returns a problem for each sum over scores that a kernel must compute for the gradients of this problem's tensors. For the sum of a bias this is
-  the problem itself. For each element of mod_tensors that score_mod reads it is a copy with `by_element` set to the number of the element. Elements
+  the problem itself. For each element of mod_tensors that score_mod reads it is a copy with `by_element` set to the index of the element. Elements
   of tensors for which `why_not_summed` gives a reason are left out."""
   elements = [] if p.score_mod is None else float_elements(p)
   wanted = [n for n, u in enumerate(elements) if why_not_summed(p, number_of_tensor(u)) is None]
   return (*[p]*has_sum(p), *(replace(p, by_element=n) for n in wanted))
 
 def why_not_summed(p:Problem, number:int) -> str|None:
-  """Returns the reason why no kernel sums the gradient of tensor number `number` of mod_tensors, or None if a kernel does."""
+  """Returns the reason why no kernel sums the gradient of the tensor with index `number` in mod_tensors, or None if a kernel does."""
   if p.first_batch_and_head or p.dealt is not None: return "the problem lies on several devices"
   for index in (simple_index(u) for u in float_elements(p) if number_of_tensor(u) == number):
     if index is None: return OTHER_INDEX

@@ -48,7 +48,7 @@ class Fragment:
   row: Row
   first: Row                          # the workgroup's first head and first row (row 0 where a tile has rows of several heads), the same in all lanes
   walk: Walk                          # the workgroup's walk over the columns, which are keys or queries
-  tile: UOp                           # number of the tile
+  tile: UOp                           # index of the tile
   size: int                           # columns of a tile
   group: UOp                          # the lane's group: its first column lies group*block beyond the tile's first column
   block: int                          # columns of a group that lie side by side

@@ -81,7 +81,7 @@ def with_inlined_functions(body:UOp) -> UOp:
 def numbered(uret:UOp) -> UOp:
   """Prepares the body of a FUNCTION, in place of tinygrad's own function for this. The buffers inside get the numbers -1, -2 and so on, so that equal
   functions are the same UOp. tinygrad gives the numbers 0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a
-  new number is the old number of another buffer in the function, or the number of a tensor's buffer."""
+  new number is the old number of another buffer in the function, or the index of a tensor's buffer."""
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name
@@ -97,7 +97,7 @@ def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, 
 
 gradient._compact_params = compact_params   # type: ignore[assignment]
 
-_wanted: list[set[int]] = []     # for each call being differentiated: numbers of the sources whose gradients are wanted. The innermost is last
+_wanted: list[set[int]] = []     # for each call being differentiated: indices of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
   """Returns, inside a grad_fxn, the names of the call's sources whose gradients are needed. tinygrad knows them, but does not tell the grad_fxn.

@@ -65,7 +65,7 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
   fast, groups = v_columns(block_n), block_n//4
   def item(thread:int) -> tuple[int, int]:
-    """Returns which group of rows and which 16-byte unit of them a thread copies. Units u and u + 1 are copied by threads whose numbers differ by
+    """Returns which group of rows and which 16-byte unit of them a thread copies. Units u and u + 1 are copied by threads whose indices differ by
     `fast` times the number of groups: see Staging.item."""
     near = min(groups, 8)
     group, unit = thread % near + thread//near//units*near, thread//near % units

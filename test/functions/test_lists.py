@@ -38,7 +38,7 @@ CASES = {
                            lambda b, h, i, j: ((i//32 + j//32)%3 == h%3) | ((h == 3) & ((i + j)%2 == 0)))}
 
 def documents(p:Problem, seed:int=0, rows:int=20) -> np.ndarray:
-  """Returns for each key the number of its document. Documents have about `rows` rows."""
+  """Returns for each key the index of its document. Documents have about `rows` rows."""
   return np.sort(np.random.default_rng(seed).integers(0, p.Sk//rows, (p.B, p.Sk)), 1).astype(np.int32)
 
 def seen(p:Problem, case:Case, d:np.ndarray) -> np.ndarray:

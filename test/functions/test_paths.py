@@ -63,7 +63,7 @@ def test_pages(chip:str) -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_packed_sequences(kernel:str) -> None:
-  """A function gets as b the number of the packed sequence, and i and j count within this sequence."""
+  """A function gets as b the index of the packed sequence, and i and j count within this sequence."""
   ends_q, ends_k = (0, 20, 50), (0, 40, 70)
   q, k, v = drawn(50, H, D, seed=1), drawn(70, HKV, D, seed=2), drawn(70, HKV, D, seed=3)
   with emulated("gfx942", kernel):

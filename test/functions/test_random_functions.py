@@ -71,7 +71,7 @@ class Case:
     return SCORE if found is None else found.value
   @functools.cached_property
   def elements(self) -> dict[int, list[UOp]]:
-    """Returns the elements of float tensors that the score_mod reads, as UOps, by the number of the tensor."""
+    """Returns the elements of float tensors that the score_mod reads, as UOps, by the index of the tensor."""
     of_floats = [u for u in elements_of(self.value) if dtypes.is_float(u.dtype)]
     return {n: [u for u in of_floats if number_of_tensor(u) == n] for n in sorted({number_of_tensor(u) for u in of_floats})}
 

@@ -224,7 +224,7 @@ def sparse(nbytes:int) -> View:
   return View(a, 0, nbytes)
 
 def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
-  """Runs only workgroup number `number` of the kernel; -1 is the last one."""
+  """Runs only the workgroup with index `number` of the kernel; -1 is the last one."""
   uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
   plan, sizes = Plan(uops, "attn_large", arch), {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")

@@ -165,8 +165,8 @@ def test_planted_fault(monkeypatch:pytest.MonkeyPatch, plant:Plant, arch:str) ->
   with pytest.raises(AssertionError, match="o: "): check_mla(arch, lambda p: make(p, 0), Sk=139, D=80, Dv=72, lse=False)
 
 def barriers_but(m:pytest.MonkeyPatch, left_out:int) -> Callable[[], int]:
-  """Makes the emulator skip barrier number `left_out` of the next program. Returns a function that returns the number of barriers that the program
-  had."""
+  """Makes the emulator skip the barrier with index `left_out` in the next program. Returns a function that returns the number of barriers that the
+  program had."""
   seen, barrier = [0], Plan.barrier
   def some(self:Plan, u:UOp) -> None:
     if seen[0] != left_out: barrier(self, u)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class GroupWork:
   """What one workgroup does: which rows it loops over, and in how many iterations."""
-  rows: int         # number of the set of rows that it loops over
+  rows: int         # index of the set of rows that it loops over
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:

@@ -59,8 +59,8 @@ class _Groups:
   def __init__(self, waves:Sequence[Wave]):
     self.members = {g: [i for i, w in enumerate(waves) if w.group == g] for g in {w.group for w in waves}}
     self.arrived = [0]*len(waves)
-    self.complete: dict[tuple[int, int], int] = {}      # (workgroup, number of a barrier) -> cycle when its last wave arrived
-    self.parked: dict[int, int] = {}                    # wave -> number of the barrier it waits at
+    self.complete: dict[tuple[int, int], int] = {}      # (workgroup, index of a barrier) -> cycle when its last wave arrived
+    self.parked: dict[int, int] = {}                    # wave -> index of the barrier it waits at
   def arrive(self, wave:int, group:int, now:int) -> list[int]:
     """Records that a wave arrives at a barrier, and returns the waves that the barrier then releases."""
     self.arrived[wave] += 1

@@ -86,7 +86,7 @@ class AmdBackward:
   wanted: tuple[str, ...]
   head: UOp
   known: tuple[Normaliser, UOp]|None = None      # normaliser and delta of the lane's query, if queries are owned
-  outer_trip: UOp|None = None      # number of the outer iteration, if all outer iterations read the same tile of keys
+  outer_trip: UOp|None = None      # index of the outer iteration, if all outer iterations read the same tile of keys
   sharing: DqOfTile|None = None    # what the workgroup needs to add its part of dQ to memory, if it owns keys and does so
 
   @staticmethod
@@ -128,7 +128,7 @@ class AmdBackward:
   def walked(self) -> tuple[str, str]: return OF_QUERIES if self.tile.keys else OF_KEYS
   @functools.cached_property
   def row(self) -> Row:
-    """Number of the row that this lane owns: a query, or a key."""
+    """Index of the row that this lane owns: a query, or a key."""
     group, in_block = self.group, self.own[0].in_block[0]
     if not self.tile.keys: return group.row(in_block)
     key = group.first_row + in_block
@@ -269,8 +269,8 @@ class DqOfTile:
   same columns, summed over all keys of the workgroup. The wave keeps its columns of K in registers."""
   at: Lane
   columns: list[UOp]      # operand B: the lane's column of K, all keys of the workgroup
-  column: UOp             # number of the matrix tile in a row of dQ
-  rows: list[UOp]         # numbers of the matrix tiles in a column of the tile's dQ
+  column: UOp             # index of the matrix tile in a row of dQ
+  rows: list[UOp]         # indices of the matrix tiles in a column of the tile's dQ
   stride: int             # 16-byte units from a row of dS in LDS to the next
 
   @staticmethod

@@ -99,9 +99,9 @@ class AmdBias:
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
   def sums(self, s:Any) -> list[UOp]:
-    """Returns the stores of the sums. If all keys share the numbers of the bias, first adds up the keys in registers. If all queries share them, adds
-    up the rows in LDS. If each score has a number of its own, each iteration has already stored its tile of dS: then only returns the stores of 0 to
-    the tiles of keys that no query sees."""
+    """Returns the stores of the sums. If all keys share the elements of the bias, first adds up the keys in registers. If all queries share them,
+    adds up the rows in LDS. If each score has an element of the bias to itself, each iteration has already stored its tile of dS: then only returns
+    the stores of 0 to the tiles of keys that no query sees."""
     of, share = self.of, self.bias.share
     if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]

@@ -18,11 +18,11 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
-NUMBERS_OF_PIECE = 4      # neighbouring numbers of a row of dQ that a thread reads or writes
+NUMBERS_OF_PIECE = 4      # neighbouring elements of a row of dQ that a thread reads or writes
 
 def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
-  """Returns the index, in the sums of dQ, of the first number of a matrix tile. `first_query` is the first query of the tile, a multiple of mat.M.
-  `column` is the number of the tile in its row of tiles."""
+  """Returns the index, in the sums of dQ, of the first element of a matrix tile. `first_query` is the first query of the tile, a multiple of mat.M.
+  `column` is the index of the tile in its row of tiles."""
   rows = (group.batch*group.p.H + head)*(dq_sums(group.p)[0][1]*QUERIES_OF_SUMS) + first_query
   return rows*group.p.D + column*(mat.M*mat.N)
 

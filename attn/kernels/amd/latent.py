@@ -82,7 +82,7 @@ class AmdLatent:
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
-    """Number of the query whose scores this lane computes, counted from the block's first row."""
+    """Index of the query whose scores this lane computes, counted from the block's first row."""
     return self.in_block(self.share.tile)
   @functools.cached_property
   def query(self) -> Row: return self.group.row(self.own)
@@ -183,7 +183,7 @@ class AmdLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores two kinds of numbers of each row to LDS, from where all waves read them: the number that the softmax subtracts from the row's scores,
+    """Stores two values of each row to LDS, from where all waves read them: the number that the softmax subtracts from the row's scores,
     and the sums of P that this wave has computed. Returns the state after these stores."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]

@@ -46,7 +46,7 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def held(self, row:UOp) -> UOp:
-    """Clamps `row`, the number of a row of the block, to the block's rows. tinygrad cannot see that the number lies within these bounds, because it
+    """Clamps `row`, the index of a row of the block, to the block's rows. tinygrad cannot see that the number lies within these bounds, because it
     depends on a value that is hidden from the compiler."""
     return bounded(row, 0, self.block_m - 1)
 
@@ -72,7 +72,7 @@ class OwnRows:
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
     """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps; `steps` selects the steps whose
-    operands are returned. `t` is the number of the iteration: operands that registers do not keep are read again in each iteration."""
+    operands are returned. `t` is the index of the iteration: operands that registers do not keep are read again in each iteration."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
@@ -122,7 +122,7 @@ class Products:
 
   def column_operands(self, tile:LdsTile, block_n:int, dt:int) -> list[UOp]:
     """Reads operand A from a tile of `block_n` rows that lies transposed in LDS. A matrix instruction takes a group of M columns of the tile; `dt` is
-    the number of the group."""
+    the index of the group."""
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
 
@@ -132,7 +132,7 @@ class Products:
     rows. The product sums over the `block_n` rows. `first` is operand A of the first matrix tile, if it has been read already."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
-      done = dt - 1 - self.read_ahead      # number of the tile whose product comes before this read; if negative, only the weights come before
+      done = dt - 1 - self.read_ahead      # index of the tile whose product comes before this read; if negative, only the weights come before
       before = accs[-1][done] if done >= 0 else weights[-1][-1]
       fenced = self.fenced and (done >= 0 or not dt)
       if fenced or (not dt and first is None): tile = tile.after(self.statements.do(amd.sched_barrier(before)))

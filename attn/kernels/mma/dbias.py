@@ -2,8 +2,8 @@
 and the stores of the sums.
 
 The steps are the steps of attn/kernels/mma/backward.py for a block that owns queries. In each iteration Q and dO of a block of queries of one head
-are copied to shared memory. If the thread block owns a tile of keys, this tile of K and V is copied in each iteration, too. Otherwise (all keys share
-the numbers of the bias, or no two scores do) all tiles of K and V pass through a ring buffer in each iteration. The sums are fp32 numbers in
+are copied to shared memory. If the thread block owns a tile of keys, this tile of K and V is copied in each iteration, too. Otherwise (allkeysshare
+theelementsofthebias,ornotwoscoresdo) all tiles of K and V pass through a ring buffer in each iteration. The sums are fp32 numbers in
 registers.
 """
 from __future__ import annotations
@@ -104,7 +104,7 @@ class MmaBias:
     return self.stores(self.of, t, [[ops.splat(0.0, 4)]*len(self.fragments(0))]*self.of.tile.row_tiles)
 
   def sums(self, s:MmaBackwardState) -> list[UOp]:
-    """Returns the stores of the sums. If keys or rows share numbers of the bias, first sums over keys, in registers and over the lanes of a row, and
+    """Returns the stores of the sums. If keys or rows share elements of the bias, first sums over keys, in registers and over the lanes of a row, and
     over rows through shared memory. If nothing is summed, each iteration has stored its tile of dS itself: then only returns the stores of 0 to tiles
     of keys that no query sees."""
     if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.nothing), s.statements.do(s.done)]

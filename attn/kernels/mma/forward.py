@@ -32,7 +32,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
-  """The state between iterations of the loop over keys: the accumulators of O, and for each tile of queries three numbers of each row. These are m,
+  """The state between iterations of the loop over keys: the accumulators of O, and for each tile of queries three values of each row. These are m,
   the number that the softmax subtracts from the scores; addend = -m*Scores.to_log2; and l, the row's sum of rounded P. O divided by l is a weighted
   mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of unrounded P. Within an iteration the state also holds the
   scores, P as operand A of the product P V, and the sums of this iteration. Further fields are shared memory, the statements so far, and Q."""
@@ -90,11 +90,11 @@ class MmaForward:
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Number of the first row of each of the warp's tiles of queries, counted from the block's first row."""
+    """Index of the first row of each of the warp's tiles of queries, counted from the block's first row."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """Number of this warp among the warps that compute the same queries. These warps divide the keys of each tile among them."""
+    """Index of this warp among the warps that compute the same queries. These warps divide the keys of each tile among them."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
@@ -173,8 +173,8 @@ class MmaForward:
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns where a lane's i-th 16 bytes of results lie in shared memory. The lane belongs to the warp that computes part number `share` of the
-    keys, and has the same number in that warp as this thread has in its own."""
+    """Returns where a lane's i-th 16 bytes of results lie in shared memory. The lane belongs to the warp that computes part `share` of the keys
+    , and has the same index in that warp as this thread has in its own."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane

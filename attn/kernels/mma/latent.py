@@ -81,7 +81,7 @@ class MmaLatent:
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """Returns the numbers of the lane's two rows among the 16 rows from row `first` of the block on."""
+    """Returns the indices of the lane's two rows among the 16 rows from row `first` of the block on."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****
@@ -203,7 +203,7 @@ class MmaLatent:
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
     """Returns the layout of the rows of K in shared memory, moved so that it begins in this warp's columns of V. These columns take several lines of
-    128 bytes, and `line` is the number of the line at which the layout begins. If the warp has no such line, the last line is read instead: the
+    128 bytes, and `line` is the index of the line at which the layout begins. If the warp has no such line, the last line is read instead: the
     columns of O that are computed from it are not stored."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)

@@ -75,7 +75,7 @@ class WarpRows(Generic[L]):
 
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Number of the first row of each tile of rows that the warp owns, counted from the block's first row."""
+    """Index of the first row of each tile of rows that the warp owns, counted from the block's first row."""
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
@@ -160,7 +160,7 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The steps of backward between the matrix products, for tile number `tile_number` of the rows over which the block loops. A tile has
+  """The steps of backward between the matrix products, for the tile with index `tile_number` of the rows over which the block loops. A tile has
   `score.block_n` rows."""
   warp_rows: WarpRows[L]
   score: Scores

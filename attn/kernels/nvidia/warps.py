@@ -50,7 +50,7 @@ class Warps:
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """Returns the numbers of the lane's two queries, among the 16 rows that begin at row `first` of the block."""
+    """Returns the indices of the lane's two queries, among the 16 rows that begin at row `first` of the block."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****
@@ -108,7 +108,7 @@ class Warps:
     lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds` says for each of them how
     it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each lane has only the sum of its
     own elements, and this function adds up the four lanes of a row. If several warps have the same queries, each stores a part of the columns of O:
-    this warp stores part number `share`. The first warp stores the LSE."""
+    this warp stores part `share`. The first warp stores the LSE."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
@@ -120,7 +120,7 @@ class Warps:
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
     """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores. The values are multiplied by
-    `factor`. `accs` are the C fragments of the whole row, or of part number `share` of the row. A lane holds two numbers of the row in each fragment.
+    `factor`. `accs` are the C fragments of the whole row, or of part `share` of the row. A lane holds two elements of the row in each fragment.
     If rows consist of whole units of 16 bytes, the four lanes of a row first exchange their numbers, so that each lane can store whole units: every
     fourth unit of the row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0

@@ -188,7 +188,7 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps of backward on one part of a tile. `t` is the number of this part, counted over all tiles. Accesses to local memory come after
+  """The steps of backward on one part of a tile. `t` is the index of this part, counted over all tiles. Accesses to local memory come after
   `ready`."""
   of: PlainBackward
   t: UOp

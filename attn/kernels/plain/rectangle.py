@@ -158,7 +158,7 @@ class Rectangle:
     """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""
     return Section(self.memory.after(*deps), self.sections.places[name], self.sections.shapes[name])
   def loop(self, n:int) -> tuple[UOp, list[UOp]]:
-    """Makes a loop over n parts, if n > 1. Returns (number of the part, list with the loop); the list is empty if n is 1."""
+    """Makes a loop over n parts, if n > 1. Returns (index of the part, list with the loop); the list is empty if n is 1."""
     if n == 1: return UOp.const(0), []
     part = self.new.range(n, AxisType.LOOP)
     return part, [part]
@@ -281,7 +281,7 @@ class Rectangle:
     return UOp.group(*[to.memory[place].store(x) for i in items for x, place in self.quad_of(portion, i)]).end(*loop)
 
   def quad_of(self, portion:Portion, item:UOp) -> list[tuple[UOp, UOp]]:
-    """Loads one group of four elements of the data `portion`. `item` is the number of the group among the groups that this thread copies. Returns the
+    """Loads one group of four elements of the data `portion`. `item` is the index of the group among the groups that this thread copies. Returns the
     elements in fp32, each with its place in local memory."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
     turned, convert = to.shape.turned, self.converted(portion.tensor)
@@ -312,7 +312,7 @@ class Rectangle:
     return [stores, *(self.fetched(then, ahead.after(stores)) if then is not None else [])]
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Combines the numbers of all threads that share a row into one number, by the function `join` (such as a sum or maximum). `parts` has this
+    """Combines the values of all threads that share a row into one value, by the function `join` (such as a sum or maximum). `parts` has this
     thread's number for each of its own rows. The threads exchange the numbers through local memory, after the statements `done`. Returns the results,
     and the statements after which local memory may be used for something else."""
     if self.tile.alone: return parts, [*ready, *done]

@@ -137,7 +137,7 @@ class TiledBackwardTile(RectangleTile):
   keys: bool = False
   def sections(self, p:Problem) -> Sections:
     """Sections (matrices) of local memory. Section `p` holds P, if a gradient is a sum with weights P, and section `ds` holds dS. Section `exchanged`
-    holds one number of each query from each thread."""
+    holds one value of each query from each thread."""
     weights = SectionShape(self.block_n, self.block_m)
     of_keys = {"p": weights} if self.keys else {"exchanged": SectionShape(0 if self.alone else self.down, self.block_m)}
     kept = dict(zip(KEPT, map(self.kept_rows, (p.D, p.Dv))))

@@ -61,7 +61,7 @@ class WgmmaBackwardState(Arrivals):
 @dataclass(frozen=True)
 class RingPlace:
   """The position of a tile in the order in which a block uses the tiles. The block loops over the tiles of one head after another, in each pass.
-  `tile` is the number of the tile within the loop over one head, `turn` the number of that loop (counted over heads and passes), and `index` the
+  `tile` is the index of the tile within the loop over one head, `turn` the index of that loop (counted over heads and passes), and `index` the
   number of tiles that the block has used before."""
   tile: UOp
   turn: UOp|int
@@ -71,8 +71,8 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 
 @dataclass(frozen=True)
 class WgmmaBackward:
-  """A backward kernel of one problem, or the kernel's pass number `pass_number`, as one thread sees it: the values that are equal for all tiles, and
-  the steps of the algorithm."""
+  """A backward kernel of one problem, or the kernel's pass with index `pass_number`, as one thread sees it: the values that are equal for all tiles,
+  and the steps of the algorithm."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first iteration

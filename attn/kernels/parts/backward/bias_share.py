@@ -80,7 +80,7 @@ class BiasShare:
     return ceildiv(self.p.Sk, self.block_n) if self.owns_keys and not self.summed.diagonals else 1
   @property
   def stored_at_once(self) -> bool:
-    """Whether nothing has to be summed, because each number of the bias is added to only one score. Each tile of dS is then stored unchanged."""
+    """Whether nothing has to be summed, because each element of the bias is added to only one score. Each tile of dS is then stored unchanged."""
     return not any(self.broadcast) and not self.summed.diagonals
   @property
   def workgroups(self) -> int: return math.prod(self.owned)*self.key_tiles
@@ -95,9 +95,9 @@ class BiasShare:
 class BiasPart:
   """The part of a bias's gradient that one workgroup computes."""
   share: BiasShare
-  grid: Grid             # with numbers of a head and a block among the owned heads and the owned blocks of queries
-  key_tile: UOp          # number of the owned tile of keys; 0 where a workgroup loops over all tiles, or over a diagonal
-  part: UOp              # number of the part of the sum that this workgroup computes
+  grid: Grid             # with indices of a head and a block among the owned heads and the owned blocks of queries
+  key_tile: UOp          # index of the owned tile of keys; 0 where a workgroup loops over all tiles, or over a diagonal
+  part: UOp              # index of the part of the sum that this workgroup computes
   parts: int             # number of parts in which the sum is left; 0: the sum is complete
 
   @staticmethod

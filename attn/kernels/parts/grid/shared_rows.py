@@ -21,15 +21,15 @@ class Share:
     return self.block_n//self.key_parts
   @property
   def tile(self) -> UOp:
-    """Number of the matrix tile of queries whose scores this wave computes."""
+    """Index of the matrix tile of queries whose scores this wave computes."""
     return self.wave%self.row_tiles
   @property
   def part(self) -> UOp:
-    """Number of this wave's part of the keys: the part whose scores the wave computes."""
+    """Index of this wave's part of the keys: the part whose scores the wave computes."""
     return self.wave//self.row_tiles
   def scores(self, of_all:Scores) -> Scores:
     """Returns the `Scores` of this wave: the rows of the workgroup's scores `of_all`, but only the wave's part of the keys. The wave counts tiles by
-    the size of its own part: in iteration t its keys are the tile with the number `tile_number(t)`."""
+    the size of its own part: in iteration t its keys are the tile with the index `tile_number(t)`."""
     return replace(of_all, block_n=self.keys)
   def tile_number(self, t:UOp) -> UOp: return t*self.key_parts + self.part
 

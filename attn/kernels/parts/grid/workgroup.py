@@ -30,8 +30,8 @@ class Grid:
   rows a workgroup computes, and which lane and wave a thread is."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
-  head: UOp                   # number of the workgroup's head, or group of heads, among all that are computed
-  block: UOp                  # number of its block of queries, or of keys
+  head: UOp                   # index of the workgroup's head, or group of heads, among all that are computed
+  block: UOp                  # index of its block of queries, or of keys
   lane: UOp
   wave: UOp
 
@@ -96,7 +96,7 @@ def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
-  """Returns the number of the part of a divided sum that this workgroup computes. Returns None if the sum is not divided (`parts` is 0), and 0 if it
+  """Returns the index of the part of a divided sum that this workgroup computes. Returns None if the sum is not divided (`parts` is 0), and 0 if it
   has a single part."""
   return None if not parts else split[0] if split else UOp.const(0)
 
@@ -130,7 +130,7 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
 def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:UOp, block:UOp) -> TileList|None:
-  """Returns the list of the tiles that a workgroup walks over, or None if the problem has no lists. `block` is the number of the workgroup's block of
+  """Returns the list of the tiles that a workgroup walks over, or None if the problem has no lists. `block` is the index of the workgroup's block of
   rows."""
   if p.tile_list is None: return None
   batches, heads, blocks, length = p.tile_list
@@ -159,7 +159,7 @@ class Workgroup:
   sequence: Extent
   scores: Scores
   walked: Blocks              # the tiles of keys, or of queries, that the workgroup loops over
-  part: UOp|None = None       # where the sum of a gradient is divided: number of the fp32 part that the workgroup writes
+  part: UOp|None = None       # where the sum of a gradient is divided: index of the fp32 part that the workgroup writes
   walked_heads: int = 1       # query heads that the workgroup loops over
 
   @staticmethod
@@ -219,7 +219,7 @@ class Workgroup:
   def heads(self) -> int: return heads_of(self.p, self.tile)
   @property
   def walked_end(self) -> UOp:
-    """Number of the row (key or query) at which the workgroup's loop ends. The loop reads neither this row nor a later one."""
+    """Index of the row (key or query) at which the workgroup's loop ends. The loop reads neither this row nor a later one."""
     count = self.scores.walk.count
     return as_index(count) if self.scores.order is not None else (self.walked.end*self.tile.block_n).minimum(count)
   @property

@@ -9,7 +9,7 @@ from attn.tinygrad_compat import UOp
 @dataclass(frozen=True)
 class Lane:
   """A thread's place in a matrix tile on AMD. `n` is the column of the tile of which the thread holds elements. `h` is its lane group: all lanes of a
-  group hold the same rows. `thread` is its number in the workgroup."""
+  group hold the same rows. `thread` is its index in the workgroup."""
   lane: UOp
   wave: UOp
   matrix: Matrix
@@ -34,7 +34,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class MmaLane:
-  """A thread's place in a matrix tile of NVIDIA's instruction mma.sync. `h` says which columns of C the thread holds, `thread` is its number in the
+  """A thread's place in a matrix tile of NVIDIA's instruction mma.sync. `h` says which columns of C the thread holds, `thread` is its index in the
   workgroup."""
   lane: UOp
   wave: UOp

@@ -17,8 +17,8 @@ WAVE_UNITS = 64       # units that a wave loads straight to LDS with one instruc
 
 @dataclass(frozen=True)
 class SharedLayout:
-  """Layout of a tile of `rows` rows in shared memory. A row is `units` units of 16 bytes long. The tile begins at unit number `base` of shared
-  memory."""
+  """Layout of a tile of `rows` rows in shared memory. A row is `units` units of 16 bytes long. The tile begins at the 16-byte unit with index
+  `base` of shared memory."""
   rows: int
   units: int
   base: UOp|int = field(default=0, kw_only=True)
@@ -27,7 +27,7 @@ class SharedLayout:
     """Number of 16-byte units that the tile takes in shared memory, including gaps."""
     raise NotImplementedError
   def place(self, row:UOp, unit:UOp) -> UOp:
-    """Returns the position, in shared memory, of unit number `unit` of a row. Positions are counted in units of 16 bytes."""
+    """Returns the position, in shared memory, of the 16-byte unit with index `unit` of a row. Positions are counted in units of 16 bytes."""
     raise NotImplementedError
   def moved_to(self, base:UOp|int) -> Self:
     """Returns the same layout for a tile that begins at unit `base`."""

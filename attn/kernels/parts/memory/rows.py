@@ -59,7 +59,7 @@ class GlobalRows:
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Loads the `unit`-th 16 bytes of row `first` + `row`. Rows beyond the last one and columns beyond the width read as zero.
 
-    `first` is the same number in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read
+    `first` is equal in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read
     element by element.
     """
     left = (self.count - first).maximum(0).minimum(rows)
@@ -94,7 +94,7 @@ class GlobalRows:
     return self._unit_of(unit, gate, load)
 
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
-    """Returns the `unit`-th 16 bytes of a row: loaded at once, or element by element where rows are not made of whole units. `load` takes the number
+    """Returns the `unit`-th 16 bytes of a row: loaded at once, or element by element where rows are not made of whole units. `load` takes the index
     of the first element in the unit, whether that element exists, and how many bytes to load."""
     def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
     if self.in_units: return load(0, inside(unit, self.width//self.unit), UNIT_BYTES)
@@ -115,7 +115,7 @@ def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UO
 @dataclass(frozen=True)
 class Table:
   """Block table: the list of the pages in which the rows of one sequence lie. The table begins at index `first` of `entries`. Each entry is the
-  number of a page of `size` rows. There are `count` pages in memory, and each begins `apart` elements after the page before it. If `whole` is true, a
+  index of a page of `size` rows. There are `count` pages in memory, and each begins `apart` elements after the page before it. If `whole` is true, a
   tile that begins at a multiple of its own length always lies within one page."""
   entries: UOp
   first: UOp
@@ -125,8 +125,8 @@ class Table:
   whole: bool
   checked: bool = True
   def page(self, row:UOp, there:UOp) -> UOp:
-    """Returns the number of the page in which a row lies. If the row does not exist (`there` is false), its table entry is not read. If an entry is
-    not the number of a page, the emulator stops; on a device the entry is clamped to the pages that exist."""
+    """Returns the index of the page in which a row lies. If the row does not exist (`there` is false), its table entry is not read. If an entry is
+    not the index of a page, the emulator stops; on a device the entry is clamped to the pages that exist."""
     entry = self.entries[(self.first + row//self.size).valid(left_alone(there))].load()
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)

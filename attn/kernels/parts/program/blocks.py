@@ -41,7 +41,7 @@ def counted(n:Count) -> UOp:
   return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
 
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
-  """Returns the sequence that a workgroup works on. `batch` is the number of the batch or of the packed sequence, `given` has the optional tensors by
+  """Returns the sequence that a workgroup works on. `batch` is the index of the batch or of the packed sequence, `given` has the optional tensors by
   name."""
   def keys_of() -> tuple[UOp, int|UOp]:
     """Returns how many keys the batch has, and its first key, from kv_lengths and kv_starts."""
@@ -78,7 +78,7 @@ class Outside:
   after: UOp
   total: int      # all rows of the tensor: of all sequences, and between them
   def row(self, i:UOp) -> UOp:
-    """Returns the number, within the tensor, of the i-th row of this object."""
+    """Returns the index, within the tensor, of the i-th row of this object."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
@@ -104,13 +104,13 @@ class Blocks:
   masked_first: bool
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Divides the tiles into `of` parts, and returns the part with the number `index`. The parts are as equal as possible. The last parts may be
+    """Divides the tiles into `of` parts, and returns the part with the index `index`. The parts are as equal as possible. The last parts may be
     empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Cuts these tiles to one range of the sequence. The sequence is divided into ranges of `tiles` tiles, counted from tile 0. `index` is the number
+    """Cuts these tiles to one range of the sequence. The sequence is divided into ranges of `tiles` tiles, counted from tile 0. `index` is the index
     of the range."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
@@ -139,7 +139,7 @@ class TileList:
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   @property
   def blocks(self) -> Blocks:
-    """The tiles of the list, numbered in their order."""
+    """The tiles of the list, with indices in their order."""
     parts, count = self.entry(0), self.entry(1)
     return Blocks(UOp.const(0), parts, count, count, True)
 
@@ -164,7 +164,7 @@ class Descending:
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:
-    """The tiles, numbered in the order of the loop."""
+    """The tiles, with indices in the order of the loop."""
     x = self.tiles
     return Blocks(x.begin, self.mirrored(x.full_end), self.mirrored(x.full_begin) if x.masked_first else x.end, x.end, True)
 

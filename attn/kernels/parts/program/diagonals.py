@@ -11,7 +11,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem's tiles: lists of tiles that have equal i - j at equal places. A diagonal is numbered by (phase, offset). Its n-th
+  """The diagonals of a problem's tiles: lists of tiles that have equal i - j at equal places. A diagonal has the index (phase, offset). Its n-th
   tile has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`, for each n for which both exist."""
   queries: int
   keys: int

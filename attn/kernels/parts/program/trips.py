@@ -20,7 +20,7 @@ class TileLoop(Generic[Crossing]):
   def __init__(self, first:UOp, count:UOp, masked:bool, new:Allocator) -> None:
     self.first, self.count, self.masked, self.new = first, count, masked, new
   def begin(self, s:Crossing) -> tuple[Crossing, UOp]:
-    """Begins the loop's body, given the state before the loop. Returns the state inside the loop, and the number of the iteration's tile."""
+    """Begins the loop's body, given the state before the loop. Returns the state inside the loop, and the index of the iteration's tile."""
     self.before, self.trip = s, self.new.range(self.count, AxisType.LOOP)
     return s.after(self.trip), self.first + self.trip
   def end(self, done:UOp) -> Crossing:

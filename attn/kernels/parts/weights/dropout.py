@@ -33,7 +33,7 @@ class Kept:
     """Number of pairs of neighbouring scores of one row in a vector of scores."""
     return self.at.matrix.row_part//2
   def bit(self, n:int) -> tuple[int, int]:
-    """Returns (number of the dword that holds the bit of the n-th score of a row, position of the bit in this dword)."""
+    """Returns (index of the dword that holds the bit of the n-th score of a row, position of the bit in this dword)."""
     word, row = divmod(self.at.matrix.key_of(0, n), WORD)
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
@@ -45,7 +45,7 @@ class Kept:
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Replaces dropped elements by 0 in P that is packed to 16 bits. `x` holds the lane's vectors of P, from the vector with the number `first` on.
+    """Replaces dropped elements by 0 in P that is packed to 16 bits. `x` holds the lane's vectors of P, from the vector with the index `first` on.
     Each vector has the elements of the lane's rows, one row after another."""
     if not self.words: return x
     rows, pairs = range(len(self.words)), range(self.pairs)
@@ -67,7 +67,7 @@ def alternate(at:Lane|MmaLane|ThreadPlace) -> bool:
   return at.matrix.block == 1
 
 def kept_scores(scores:Scores, rows:list[Row], tile:UOp) -> Kept:
-  """Returns which of a lane's scores dropout keeps. `rows` are the rows that the lane owns, and `tile` is the number of a tile of the rows that the
+  """Returns which of a lane's scores dropout keeps. `rows` are the rows that the lane owns, and `tile` is the index of a tile of the rows that the
   workgroup loops over."""
   if not scores.p.dropout_p: return Kept(scores.at)
   count = scores.block_n//OCTET      # groups of eight keys, or of eight queries, in a tile
@@ -83,7 +83,7 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
   """Returns a dword with the dropout bits of a lane's scores: each bit says whether a score is kept. The scores are those of row `row` with `count`
-  octets of the rows over which the workgroup loops. An octet is eight rows with consecutive numbers, and `first` is the number of the first octet."""
+  octets of the rows over which the workgroup loops. An octet is eight neighbouring rows, and `first` is the index of the first octet."""
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)
   shared = min(at.matrix.groups, count)           # number of lanes that share the octets: each computes every `shared`-th one

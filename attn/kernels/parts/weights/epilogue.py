@@ -48,7 +48,7 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (the row's index in lse, the flat index at which the row begins in o). If `split`, the number of a key range, is given, both belong to
+  """Returns (the row's index in lse, the flat index at which the row begins in o). If `split`, the index of a key range, is given, both belong to
   lse_partial and o_partial instead."""
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
@@ -83,8 +83,8 @@ def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, va
 def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch:UOp, heads:list[UOp], block:tuple[UOp, int], thread:tuple[UOp, int],
                   new:Allocator, *split:UOp) -> list[UOp]:
   """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence (`blocks.outside`), for each of `heads`. Such rows exist
-  if sequences are packed or if devices share a sequence. The stores are divided over blocks and threads: `block` is (number of the block, number of
-  blocks), `thread` is (number of the thread, number of threads). If the keys are split into key ranges, these rows get the lse OF_NO_SEQUENCE instead
+  if sequences are packed or if devices share a sequence. The stores are divided over blocks and threads: `block` is (index of the block, number of
+  blocks), `thread` is (index of the thread, number of threads). If the keys are split into key ranges, these rows get the lse OF_NO_SEQUENCE instead
   of -inf. From it `combine` knows that they get no sink, unlike rows that only see no key."""
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
@@ -102,7 +102,7 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
   """Returns the loop over the rows that belong to no sequence. Each row has `columns` pieces of `vec` elements. The pieces are divided over blocks
-  and threads: `block` is (number of the block, number of blocks), `thread` is (number of the thread, number of threads). The function `stores` makes
+  and threads: `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads). The function `stores` makes
   the stores to one piece from (row, first element, whether the piece exists)."""
   together = block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []

@@ -65,11 +65,11 @@ class Scores:
     """Returns these scores for another head."""
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Converts the position of a row in the workgroup's loop to the row's number in the sequence. The two differ if the loop has an `order` of
+    """Converts the position of a row in the workgroup's loop to the row's index in the sequence. The two differ if the loop has an `order` of
     its own."""
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Converts the number of an iteration's tile to the number of a tile of the sequence. The two differ if the loop has an `order` of its
+    """Converts the index of an iteration's tile to the index of a tile of the sequence. The two differ if the loop has an `order` of its
     own."""
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
