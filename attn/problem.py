@@ -99,8 +99,8 @@ class TensorOfTerm:
     return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
 
 def of_tensor(name:str, *axes:str, **more:Any) -> Any:
-  """Makes a field of the class Problem for a term that reads the tensor `name`. The field is None if the problem has no such tensor. Otherwise it
-  says for each dimension of the tensor whether it has full size."""
+  """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias. The field is None if the problem has no such
+  tensor. Otherwise it says for each dimension of the tensor whether it has full size."""
   tensor = TensorOfTerm(name, axes, **more)
   return field(default=None, metadata={"check": tensor.check, "of": "term", "tensor": tensor})
 

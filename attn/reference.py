@@ -129,7 +129,8 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
 
 @dataclass(frozen=True)
 class TermStep:
-  """Application of one term to scores: the scores before it, the scores after it, and the term's slope at each score. A slope of None means 1."""
+  """What one score term (softcap, ALiBi, bias, score_mod) does: the scores before it, the scores after it, and its derivative at each score. A
+  `slope` of None means that the derivative is 1."""
   name: str
   before: Array
   after: Array
@@ -158,7 +159,7 @@ TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] =
                                                                                     "score_mod": _modified}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
-  """Applies the terms to raw scores, and returns the steps in order."""
+  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores, and returns one step for each term, in order."""
   found = list[TermStep]()
   for name, value in TEXTBOOK.items():
     if isinstance(given := getattr(x, name), np.ndarray) or given:
@@ -167,7 +168,8 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns the slope of all terms together, at each score. With `after`, only the terms that come after the term of this name count."""
+  """Returns the derivative of all score terms (softcap, ALiBi, bias, score_mod) together, at each score. With `after`, only the terms that come after
+  the term of this name count."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -177,8 +179,8 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """Applies terms and masks to raw scores. Returns the scores that go into the softmax, and the terms applied. A score is -inf where the query does
-  not see the key."""
+  """Applies score terms (softcap, ALiBi, bias, score_mod) and masks to raw scores. Returns the scores that go into the softmax, and one step for each
+  term. A score is -inf where the query does not see the key."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
   return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps

@@ -13,8 +13,8 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """Reason why the loop of a kernel needs more registers than its matrix tiles do: masks, options and terms. The members are in order of weight, and
-  each includes the members before it."""
+  """Reason why the loop of a kernel needs more registers than its matrix tiles do: masks, options and score terms (softcap, ALiBi, bias). The members
+  are in order of weight, and each includes the members before it."""
   PLAIN = 0
   MASK = 1
   OPTIONS = 2

@@ -15,7 +15,8 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
-  """Returns the heaviest `Burden` of a problem: the mask, option or term that needs the most registers in the kernel's loop."""
+  """Returns the heaviest `Burden` of a problem: the mask, option or score term (softcap, ALiBi, bias) that needs the most registers in the kernel's
+  loop."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS
@@ -35,7 +36,7 @@ def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape]
 
 def misfit(p:Problem, arch:Chip, row:UpTo[Any], tile:Any, load:Burden=Burden.PLAIN) -> str|None:
   """Returns the reason why a tile does not fit a problem on `arch`, or None if it fits. `row` is the table row from which the tile was made. `load`
-  says which mask, option or term of the problem needs the most registers."""
+  says which mask, option or score term (softcap, ALiBi, bias) of the problem needs the most registers."""
   if isinstance(tile, BackwardTile) and tile.torn: return f"tile {tile}: fenced={tile.fenced} is less than the number of units in one operand"
   if max(p.D, p.Dv) > row.up_to: return f"tile {tile} is for D and Dv up to {row.up_to}"
   if load > row.burden or arch.name in row.spills_on:

@@ -1,4 +1,5 @@
-"""Functions that the caller supplies: score_mod, which is a term, and mask_mod, which is a mask. attn/functions traces them."""
+"""Functions that the caller supplies: score_mod, which changes scores as softcap, ALiBi and a bias do (a score term), and mask_mod, which is a mask.
+attn/functions traces them."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping
@@ -48,8 +49,8 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   return with_gradients(score_function(p).value, s, at, given)
 
 def _of(p:Problem) -> ScoreTerm:
-  """Returns the row of the table of terms (ScoreTerm) for the score_mod of one problem: its value and its derivative for kernels. A function that
-  only adds to the score has the derivative 1. A function that attn cannot differentiate is marked as not differentiable."""
+  """Returns the row of the table of score terms (ScoreTerm) for the score_mod of one problem: its value and its derivative for kernels. A function
+  that only adds to the score has the derivative 1. A function that attn cannot differentiate is marked as not differentiable."""
   mod = score_function(p)
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)
   return replace(SCORE_MOD, derivative=one) if is_additive(mod.value, _variable(p)) else SCORE_MOD

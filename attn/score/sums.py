@@ -15,13 +15,13 @@ OTHER_INDEX = "an index is more than b, h, i, j or i - j and a constant; index b
 
 @dataclass(frozen=True)
 class Summed:
-  """A sum over scores that a kernel computes for a gradient.
+  """A sum of dS (the gradients of scores) that a kernel computes for the gradient of a tensor, such as a bias.
 
     name: name of the tensor whose gradient the sum is, or is a part of
-    sizes: sizes of the sum along batches, heads, queries and keys. 1 along an axis over which the scores are added
+    sizes: sizes of the sum along batches, heads, queries and keys. 1 along an axis over which dS is added up
     dtype: dtype in which the kernel stores a complete sum
-    derivatives: names of the terms whose derivatives a score's gradient is multiplied by
-    diagonals: whether scores with equal i - j are added. The kernel then stores, for each diagonal of tiles, the sum of its tiles"""
+    derivatives: names of the score terms by whose derivatives dS is multiplied before it is added
+    diagonals: whether dS of scores with equal i - j is added up. The kernel then stores, for each diagonal of tiles, the sum of its tiles"""
   name: str
   sizes: tuple[int, ...]
   dtype: str
@@ -29,8 +29,8 @@ class Summed:
   diagonals: bool = False
 
 def sum_over_scores(p:Problem) -> Summed:
-  """Returns the sum that a kernel of a problem computes. Needs a problem with a sum: `Problem.by_element` names an element of a mod_tensor, or there
-  is a bias."""
+  """Returns the sum of dS that a kernel of a problem computes. Needs a problem with a sum: `Problem.by_element` names an element of a mod_tensor, or
+  there is a bias."""
   if p.by_element is not None: return _of_element(p, float_elements(p)[p.by_element])
   (term, tensor), = ((term, tensor) for term in score_terms(p) for tensor in term.tensors if tensor.summed)
   return Summed(tensor.name, *p.extras[tensor.name], tuple(terms_after(term)))
@@ -43,7 +43,7 @@ def _of_element(p:Problem, element:UOp) -> Summed:
   return Summed(f"mod_tensor{number_of_tensor(element)}", sizes, "float32", ("score_mod",), "i - j" in counted)
 
 def has_sum(p:Problem) -> bool:
-  """Says whether a term of a problem reads a tensor whose gradient is a sum that a kernel computes."""
+  """Says whether a problem has a tensor, such as a bias, whose gradient is a sum of dS that a kernel computes."""
   return any(tensor.summed for term in score_terms(p) for tensor in term.tensors)
 
 def problems_of_sums(p:Problem) -> tuple[Problem, ...]:

@@ -72,7 +72,7 @@ class Fragment:
 # ***** terms *****
 
 class TermRegisters(IntEnum):
-  """Classes of the number of registers that a term needs besides the scores, from the smallest to the largest."""
+  """Classes of the number of registers that a score term (softcap, ALiBi, bias) needs besides the scores, from the smallest to the largest."""
   FEW = 0        # one or two numbers
   COLUMNS = 1    # a number for each column
   SCORES = 2     # a number for each score
@@ -85,15 +85,15 @@ TermDerivative = Callable[[list[UOp], list[UOp], Fragment, Unit], list[UOp]]
 PlainTerm = Callable[[Tensor, Problem, Positions, Mapping[str, Tensor]], Tensor]
 
 def one(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
-  """Returns 1, the derivative of a term that only adds to a score. Kernels leave out the product with this derivative."""
+  """Returns 1, the derivative of a score term that only adds to a score, such as a bias."""
   return [ops.splat(1.0, ops.length(x)) for x in after]
 
 def tensor_as_given(name:str, t:Tensor) -> Tensor: return t
 
 @dataclass(frozen=True)
 class TermTensor:
-  """An optional tensor of Problem that a term reads. `given` holds its name, axes and dtypes. Along an axis of size 1 all scores share the tensor's
-  elements.
+  """An optional tensor of Problem that a score term reads, such as a bias. `given` holds its name, axes and dtypes. Along an axis of size 1 all
+  scores share the tensor's elements.
 
     summed: whether a kernel computes the gradient of the tensor: the gradient of the scores after the term, summed over the axes that the tensor
       lacks. A problem has at most one such tensor. tinygrad computes the gradients of other tensors
@@ -116,7 +116,8 @@ class TermTensor:
 
 @dataclass(frozen=True)
 class ScoreTerm:
-  """One row of the table of terms. All code that computes with terms reads it.
+  """One row of the table of score terms (softcap, ALiBi, bias, score_mod): an operation on scores between Q K^T and the softmax. Kernels, tensor
+  operations and checks all read this row.
 
     derivative: computes the derivative in the backward kernels. None: they cannot, and tinygrad differentiates `plain`
     differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name

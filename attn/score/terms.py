@@ -1,4 +1,5 @@
-"""Table of all terms, in the order in which they apply to a score, and questions about the terms of a problem."""
+"""Table of all score terms (softcap, ALiBi, bias, score_mod), in the order in which they apply to a score, and questions about the terms of a
+problem."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ TERMS: tuple[ScoreTerm, ...] = (SOFTCAP, ALIBI, BIAS, SCORE_MOD)
 TERM_TENSORS: dict[str, TermTensor] = {tensor.name: tensor for term in TERMS for tensor in term.tensors}
 
 def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
-  """Returns the terms that a problem has, in the order of the table."""
+  """Returns the score terms (softcap, ALiBi, bias, score_mod) that a problem has, in the order of the table."""
   return tuple(term if term.of is None else term.of(p) for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:
@@ -38,18 +39,19 @@ def varies(p:Problem) -> bool:
   return any(term.derivative is not one for term in score_terms(p))
 
 def check_differentiable(p:Problem) -> None:
-  """Raises NotImplementedError for a term that has no derivative."""
+  """Raises NotImplementedError if a score term of the problem, such as a score_mod, has no derivative."""
   for term in score_terms(p):
     if not term.differentiable: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: it has no derivative, so attention has no gradient")
 
 def check_derivatives(p:Problem) -> None:
-  """Raises NotImplementedError for a term whose derivative the backward kernels cannot compute."""
+  """Raises NotImplementedError if the backward kernels cannot compute the derivative of a score term (softcap, ALiBi, bias, score_mod) of the
+  problem."""
   check_differentiable(p)
   for term in score_terms(p):
     if term.derivative is None: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: the backward kernels have no derivative of it")
 
 def terms_after(term:ScoreTerm) -> set[str]:
-  """Returns the names of the terms that apply to a score after `term`."""
+  """Returns the names of the score terms (softcap, ALiBi, bias, score_mod) that apply to a score after `term`."""
   names = [x.name for x in TERMS]
   return {*names[names.index(term.name) + 1:]}
 

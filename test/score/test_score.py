@@ -1,5 +1,5 @@
-"""Tests of the terms of a score: each derivative agrees with finite differences of the term's value, and the operations of kernels compute the
-derivative and the value. A term without a derivative refuses gradients."""
+"""Tests of score terms (softcap, ALiBi, bias, score_mod): each derivative agrees with finite differences of the term's value, and the operations of
+kernels compute the derivative and the value. A term without a derivative refuses gradients."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any

@@ -190,7 +190,7 @@ def test_a_cpu() -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80", "sm_90", "gfx1030"))
 @pytest.mark.parametrize("options", ({"softcap": 20.0}, {"extras": {"alibi_slopes": np.float32([0.5, 0.25])}}), ids=("softcap", "slopes"))
 def test_a_row_of_nan(arch:str, options:dict[str, Any]) -> None:
-  """Scores of NaN stay NaN if another term of the score follows, and infinite scores keep their effect."""
+  """Scores of NaN stay NaN if softcap or ALiBi changes the scores before the bias is added, and infinite scores keep their effect."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:, :, 3], x.k[:, :, 5, 0] = np.nan, -np.inf
