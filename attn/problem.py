@@ -308,7 +308,7 @@ class Problem:
     return (self.bias is not None and self.bias_dtype != "float16") or (self.score_mod is not None and self.score_mod.huge)
   @property
   def writes_lse(self) -> bool:
-    """Tells whether the forward kernel writes an lse, either of whole rows or of one key range."""
+    """Tells whether the forward kernel writes an lse, either of whole rows or of one key range (KV split)."""
     return self.return_lse or self.num_splits > 1
   @property
   def outputs(self) -> tuple[str, ...]:
@@ -363,8 +363,8 @@ class Problem:
 
   @property
   def shapes(self) -> Shapes:
-    """All tensors of the problem: {name: (shape, dtype)}, in the order in which a kernel takes them. These are o, lse and lse_rest (if they are
-    written), q, k, v, and `extras`."""
+    """All tensors of the problem: {name: (shape, dtype)}, in the order in which a kernel takes them. These are o, lse and lse_rest (what
+    rounding to fp32 lost of lse) if they are written, q, k, v, and `extras`."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width),
               "nsd": (self.B*heads, length, width), "thd": (total, heads, width)}[self.layout]

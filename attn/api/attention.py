@@ -146,8 +146,8 @@ def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
 def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
-  """Prints which kernel `attention` chooses for these arguments, with its tile and its number of key ranges, and why it doesn't choose the other
-  kernels. Returns the choice. Runs no kernel.
+  """Prints which kernel `attention` chooses for these arguments, with its tile and its number of key ranges (KV splits), and why it doesn't choose
+  the other kernels. Returns the choice. Runs no kernel.
 
     attn.explain(q, k, v, causal=True)                                # for the device of q
     attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients

@@ -36,7 +36,7 @@ class CheckedCall:
   variables: tuple[UOp, ...] = ()     # bound Variables, whose sums are the problem's numbers of rows
   shards: SequenceShards|None = None
   part: bool = False              # this call is one device's part of a call whose rows devices share
-  into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is the buffer for o), then the whole buffers that these lie in
+  into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is for o), then the whole buffers that these lie in
   @property
   def log_sums(self) -> tuple[str, ...]:
     """Names of the outputs besides o: lse, lse_rest (what rounding to float32 removed from lse), both or none."""

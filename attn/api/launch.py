@@ -56,7 +56,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
 
 def launched(p:Problem) -> list[tuple[str, ...]]:
   """Returns, for each kernel launch, the names of the tensors that it gets: the arguments of its kernel. The kernel `combine`, which merges the
-  results of key ranges, also gets the inputs that need a gradient."""
+  results of key ranges (KV splits), also gets the inputs that need a gradient."""
   if p.num_splits == 1: return [tuple(arguments(p))]
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]

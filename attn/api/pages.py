@@ -78,7 +78,7 @@ def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
   return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes attention of keys and values in pages by tinygrad's own operations, without one of these kernels. An entry of the block table that is
+  """Computes attention of keys and values in pages by tinygrad's own operations, without one of attn's kernels. An entry of the block table that is
   not the index of a page stands for rows of zeros."""
   assert p.pages is not None
   if p.varlen:

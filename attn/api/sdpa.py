@@ -155,10 +155,10 @@ def install() -> deque[Decision]:
   serves all lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If the length of such a slice is an int, one kernel serves all
   lengths from the second length on, except where TRAINING is set.
 
-  Other names of tinygrad's method, such as the one that extra/models/unet.py binds when it is imported, reach these kernels as well. Attention that a
-  model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions, counts as a call, also with sinks as tinygrad's
-  examples/mlperf/models/gpt_oss.py computes them, and with seen.where(scores, -inf) or masked_fill. Such a mask replaces a NaN score of a hidden key;
-  a mask that is added leaves it NaN. The latent attention (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
+  Other names of tinygrad's method, such as the one that extra/models/unet.py binds when it is imported, reach attn's kernels as well. Attention that
+  a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions, counts as a call, also with sinks as
+  tinygrad's examples/mlperf/models/gpt_oss.py computes them, and with seen.where(scores, -inf) or masked_fill. Such a mask replaces a NaN score of a
+  hidden key; a mask that is added leaves it NaN. The latent attention (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
 
   A second `install` changes nothing."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:

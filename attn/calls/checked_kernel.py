@@ -116,7 +116,7 @@ class CheckedKernel:
     return called
 
 def default_arch() -> str:
-  """Returns the name of the chip of tinygrad's default device. Raises ValueError if the device has no matrix unit that these kernels support."""
+  """Returns the name of the chip of tinygrad's default device. Raises ValueError if the device has no matrix unit that attn's kernels support."""
   device = Device.DEFAULT
   target = device_of(device).renderer.target
   if device.split(":")[0] not in MATRIX_DEVICES:

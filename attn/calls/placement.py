@@ -45,8 +45,8 @@ def device_names(name:str, x:Any) -> tuple[str, ...]:
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
-  """Returns on which devices q, k and v lie, and along which axis they are sharded. Raises ValueError for a sharding that these kernels do not
-  support."""
+  """Returns on which devices q, k and v lie, and along which axis they are sharded. Raises ValueError for a sharding that attn's kernels do
+  not support."""
   for name, t in (("k", k), ("v", v)):
     if t.device != q.device:
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")

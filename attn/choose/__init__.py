@@ -1,1 +1,1 @@
-"""Choices for a problem on a chip: which kernel computes it, with which tile, and with how many key ranges."""
+"""Choices for a problem on a chip: which kernel computes it, with which tile, and with how many key ranges (KV splits)."""

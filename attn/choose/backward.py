@@ -204,13 +204,13 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
 def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return BYTES[tensor[1]]*math.prod(tensor[0])
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Returns the tiles of the backward kernels for a problem `p`. Requires that these kernels can compute the gradient of `p`."""
+  """Returns the tiles of the backward kernels for a problem `p`. Requires that the backward kernels can compute the gradient of `p`."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
 def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
-  """Returns the tiles of the backward kernels for `p` on `arch`, or the reason why these kernels do not compute its gradient: they cannot, or
+  """Returns the tiles of the backward kernels for `p` on `arch`, or the reason why the backward kernels do not compute its gradient: they cannot, or
   ATTN_KERNEL asks tinygrad to compute it. Raises NotImplementedError if ATTN_KERNEL asks for the backward kernels and they cannot."""
   if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} forces another"
   if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)

@@ -40,7 +40,7 @@ STAGGERED_UP_TO = 128  # largest head dimension: three tiles of K and of V fill 
 
 @dataclass(frozen=True)
 class Work:
-  """The way in which a kernel divides a problem: its tile (None if tinygrad makes the schedule), and the number of key ranges."""
+  """The way in which a kernel divides a problem: its tile (None if tinygrad makes the schedule), and the number of key ranges (KV splits)."""
   tile: AnyTile|None
   splits: int = 1
 
@@ -236,15 +236,15 @@ def program_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
   return program(p, choice.arch, choice.work.tile)
 
 def combine_of(choice:Choice, p:Problem) -> Callable[..., UOp]:
-  """Returns the kernel that merges the results of the key ranges of `p`. It is made of plain UOps if the chosen forward kernel is made of plain
-  UOps."""
+  """Returns the kernel that merges the results of the key ranges (KV splits) of `p`. It is made of plain UOps if the chosen forward kernel is made of
+  plain UOps."""
   assert choice.arch is not None
   merge = combine(p, choice.arch, p.num_splits)
   return (lambda *args: plain(merge(*args))) if choice.kernel == "tiled" else merge
 
 def memory_of_forward(name:str, p:Problem, work:Work) -> int:
   """Returns the least number of bytes that forward needs besides inputs and outputs: for the partial results of key ranges, or for the score matrix
-  of `three_pass`."""
+  of `three_pass` (attention in plain tensor operations)."""
   if name == "three_pass": return 4*p.H*(p.total_q*p.total_k if p.varlen else p.B*p.Sq*p.Sk)
   return 4*p.rows*(p.Dv + 1)*work.splits if work.splits > 1 else 0
 

@@ -69,8 +69,8 @@ def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, plac
   return min(choices, key=lambda parts: (time(parts), parts))
 
 def fixed_ranges(p:Problem, tile:AnyTile) -> int:
-  """Returns the number of key ranges of a batch-invariant problem. If its queries fill at most one tile, as in decoding, there is one range for every
-  INVARIANT_KEYS keys; otherwise there is one range for all keys. Raises NotImplementedError for more than MAX_SPLITS ranges."""
+  """Returns the number of key ranges (KV splits) of a batch-invariant problem. If its queries fill at most one tile, as in decoding, there is one
+  range for every INVARIANT_KEYS keys; otherwise there is one range for all keys. Raises NotImplementedError for more than MAX_SPLITS ranges."""
   if p.Sq*heads_of(p, tile) > tile.block_m: return 1
   ranges = ceildiv(key_tiles(p, tile), ceildiv(INVARIANT_KEYS, tile.block_n))
   if ranges > MAX_SPLITS:

@@ -48,13 +48,13 @@ class NewFile(click.Path):
 OF_FILES = ("dv", "kernel", "queries", "lds", "threads", "products", "behind")
 
 def check_options_of_files(word:str) -> None:
-  """Raises UsageError if an option for files is given together with one of our kernels. For our kernels these values follow from the kernel."""
+  """Raises UsageError if an option for files is given together with a kernel of attn. For attn's kernels these values follow from the kernel."""
   given = click.get_current_context()
   for name in OF_FILES:
     if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of ours")
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
-  """Returns the report on the file `word`, or on one of our kernels if `word` is the kernel's name."""
+  """Returns the report on the file `word`, or on a kernel of attn if `word` is the kernel's name."""
   path, amd = Path(word), f"reports are of AMD's chips, {', '.join(MODELLED)}"
   if path.is_file() and arch is not None and arch not in MODELLED: raise ValueError(f"--arch {arch}: {amd}")
   if path.is_file(): return analyse(_text_of(path), arch, d, title=path.name, **options)
@@ -102,7 +102,7 @@ def file_options(command:Any) -> Any: return with_options(command, FILE_OPTIONS)
 def main() -> None:
   """The machine code of kernels, without a GPU and without ROCm.
 
-  One of our kernels is named by options or by a word, ARCH/D[/DTYPE[/MASK[/KERNEL]]]. `--arch gfx942 --d 128 --causal` is
+  A kernel of attn is named by options or by a word, ARCH/D[/DTYPE[/MASK[/KERNEL]]]. `--arch gfx942 --d 128 --causal` is
   gfx942/128/float16/causal. With `--gradient dkdv` it is gfx942/128/float16/causal/dkdv: backward takes two kernels, dq and dkdv. `--decode` is
   one query against a long cache, gfx942/128/float16/full/decode."""
 
@@ -135,7 +135,7 @@ def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bo
 @kernel_options
 @click.option("--hip", "--cuda", "source_alone", is_flag=True, help="The source alone: HIP, or CUDA for sm_xx.")
 def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, source_alone:bool) -> None:
-  """Print the machine code of WHAT, the word of one of our kernels. If WHAT is a HIP file, print its assembly for --arch.
+  """Print the machine code of WHAT, the word of a kernel of attn. If WHAT is a HIP file, print its assembly for --arch.
 
   For sm_xx print the CUDA source. Print the SASS after it if a CUDA toolkit is installed (nvcc, and cuobjdump or nvdisasm).
   """
@@ -178,7 +178,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
                  kernel:str|None, queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, behind:int|None, batch:int, heads:int,
                  hkv:int|None, length:int, card:str|None, ghz:float|None, top:int, lines:bool, svg:Path|None, png:Path|None, trips:int, machine:bool,
                  as_json:bool) -> None:
-  """Predict the time of the hot loop of WHAT: a .s file, a code object, or a kernel of ours. This is a prediction, not a measurement."""
+  """Predict the time of the hot loop of WHAT: a .s file, a code object, or a kernel of attn. This is a prediction, not a measurement."""
   words = list(what) or _specs(arch, d, dtype, causal, decode, gradient)
   if len(words) != 1: raise click.UsageError("name one file, one kernel such as gfx942/128/float16/causal, or --arch and --d")
   problem = source.Shape(batch, heads, hkv or heads, length)
@@ -208,7 +208,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare with this file; fail if a line differs.")
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
-  """Print a line of costs for each of our kernels on each chip, or with --compilers for each forward kernel under other compilers."""
+  """Print a line of costs for each of attn's kernels on each chip, or with --compilers for each forward kernel under other compilers."""
   file = costs.costs_under([toolchain_of(llvm) for llvm in OLDER]) if compilers else costs.costs()
   lines = file.lines_of([s for s in costs.SPECS if (not arch or s.arch in arch) and (not compilers or s.kernel == source.FORWARD)])
   if write is not None:
@@ -240,7 +240,7 @@ def check_command(what:tuple[str, ...], arch:tuple[str, ...], compilers:bool) ->
 @main.command()
 @click.option("--arch", type=click.Choice(list(MODELLED)), default="gfx942", show_default=True, help="The chip of DEV=AMD.")
 def version(arch:str) -> None:
-  """Show the compiler of these reports, and the compiler of our kernels with DEV=AMD."""
+  """Show the compiler of these reports, and the compiler of attn's kernels with DEV=AMD."""
   click.echo(f"reports: {clang.toolchain().version}")
   click.echo(f"DEV=AMD: {in_use(arch)}")
 

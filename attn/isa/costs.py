@@ -35,7 +35,7 @@ def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:b
 def _report(spec:Spec, kernel:Source, tools:Toolchain) -> Report: return report_of_text(spec, kernel, assembly(kernel.text, spec.arch, tools=tools))
 
 def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
-  """Compiles one of our kernels and reports on its machine code. By default the figure `useful` (share of the matrix unit's peak rate that goes to
+  """Compiles a kernel of attn and reports on its machine code. By default the figure `useful` (share of the matrix unit's peak rate that goes to
   useful products) counts all kernels that do the work together, such as both backward kernels. With another `rank` or with `every_block`, which
   choose what `report_of_text` counts, `useful` counts only this kernel."""
   if not rank and not every_block: return reports_of([spec])[0]
@@ -43,9 +43,9 @@ def report_of(spec:Spec, rank:int=0, every_block:bool=False) -> Report:
   return report_of_text(spec, kernel, assembly(kernel.text, spec.arch), rank, every_block)
 
 def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
-  """Compiles several of our kernels and reports on their machine code. Kernels are rendered one after another, because tinygrad's lowering is Python,
-  while clang compiles on every core. The figure `useful` of a report (share of the matrix unit's peak rate that goes to useful products) counts all
-  kernels that do the work together, such as both backward kernels."""
+  """Compiles several of attn's kernels and reports on their machine code. Kernels are rendered one after another, because tinygrad's lowering is
+  Python, while clang compiles on every core. The figure `useful` of a report (share of the matrix unit's peak rate that goes to useful products)
+  counts all kernels that do the work together, such as both backward kernels."""
   tools = tools or toolchain()
   with ThreadPoolExecutor(os.cpu_count()) as pool:
     jobs = {spec: pool.submit(_report, spec, source.kernel_source(spec, llvm=tools.llvm), tools)

@@ -1,5 +1,6 @@
-"""Names our kernels and prints their source. A word such as gfx942/128/float16/causal names a forward kernel. gfx942/128/float16/causal/dq names a
-backward kernel. gfx942/128/float16/full/decode names the kernel of one query against a long cache. Only this module of attn.isa knows the kernels."""
+"""Names attn's kernels and renders their source. A word such as gfx942/128/float16/causal names a forward kernel. gfx942/128/float16/causal/dq names
+a backward kernel. gfx942/128/float16/full/decode names the kernel of one query against a long cache. Only this module of attn.isa knows the
+kernels."""
 from __future__ import annotations
 import functools, hashlib, json
 from collections.abc import Iterable, Mapping
@@ -35,7 +36,7 @@ KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   
 
 @dataclass(frozen=True, order=True)
 class Spec:
-  """Name of one of our kernels, in parts: chip, head dimension, dtype, mask and kernel."""
+  """Name of a kernel of attn, in parts: chip, head dimension, dtype, mask and kernel."""
   arch: str
   d: int
   dtype: str = "float16"
@@ -76,7 +77,7 @@ class Source:
   block_m: int   # queries of a workgroup, or keys of a workgroup that owns keys
   products: LoopProducts = PRODUCTS
   heads: int = 1       # query heads whose rows a workgroup has
-  splits: int = 1      # number of key ranges; each range has its own workgroups
+  splits: int = 1      # number of key ranges (KV splits); each range has its own workgroups
   python: Mapping[int, PythonLine] = field(default_factory=dict)   # line of the text -> line of Python that emitted it, if `lines` was given
 
 @dataclass(frozen=True)

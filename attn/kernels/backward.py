@@ -24,7 +24,7 @@ from attn.tinygrad_compat import UOp
 Carry = TypeVar("Carry")
 
 class BackwardTrip(Protocol[Carry]):
-  """The steps of the backward algorithms on one tile, as one thread sees them. Either the workgroup owns queries and the tile holds keys, or the
+  """The operations of the backward algorithms on one tile, as one thread sees them. Either the workgroup owns queries and the tile holds keys, or the
   workgroup owns keys and the tile holds queries. The state passes results from step to step: sums in registers, and tiles in LDS."""
   def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously. Otherwise does nothing."""
   def lse(self, s:Carry) -> Any: """Returns the lse of the queries that take part in this iteration: the workgroup's queries, or the tile's

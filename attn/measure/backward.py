@@ -72,7 +72,7 @@ def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) ->
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of our kernels: a function that returns the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
+  """Returns a timer of attn's kernels: a function that returns the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
   schedule = compiled(*outputs)
   count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)
@@ -80,7 +80,7 @@ def our_seconds(*outputs:Tensor) -> Callable[[], float]:
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
                      peers:bool=True) -> dict[str, Any]:
   """Times one problem, and returns a row of the table. `tiles` are the tiles of dq and of dkdv; by default attn chooses the tiles. With peers=False
-  only our kernels are timed."""
+  only attn's kernels are timed."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))

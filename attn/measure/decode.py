@@ -6,8 +6,8 @@ round every peer runs in turn. The peers are two backends of PyTorch's SDPA, Fla
 once, per second. `python -m attn.measure.decode 576` prints the rows of latent attention, for which PyTorch has no kernels.
 
 `TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have. Each tile is timed with
-the number of key ranges that dispatch would give it. The command keeps the fastest tile for dispatch, like TUNE=1 of bench.py. A word NAME=NUMBER
-changes this number in every row: B=8 keys=32768 page=16."""
+the number of key ranges (KV splits) that dispatch would give it. The command keeps the fastest tile for dispatch, like TUNE=1 of bench.py. A word
+NAME=NUMBER changes this number in every row: B=8 keys=32768 page=16."""
 from __future__ import annotations
 import dataclasses, math, os, sys
 from collections.abc import Callable

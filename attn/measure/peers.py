@@ -98,7 +98,7 @@ def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
   return {name: statistics.median(times[name] for times in found) for name in names}
 
 def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
-  """Times our kernel and its peers on one problem, and returns a row of the table."""
+  """Times attn's kernel and its peers on one problem, and returns a row of the table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))

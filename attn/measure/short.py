@@ -25,7 +25,7 @@ class ShortRow(MeasuredRow):
     return f"{self.B}, {self.heads}, {self.Sq} x {self.Sk}, {self.D} {'causal' if self.causal else 'full'}"
   @property
   def problem(self) -> Problem:
-    """Problem that our kernel and its peers compute."""
+    """Problem that attn's kernel and its peers compute."""
     return Problem(self.B, self.H, self.Hkv, self.Sq, self.Sk, self.D, self.D, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=self.D**-0.5,
                    window=(-1, 0 if self.causal else -1), num_splits=1)
 
@@ -51,7 +51,7 @@ def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tup
   return seconds, out
 
 def compare_short(row:ShortRow) -> dict[str, Any]:
-  """Times our kernel and its peers for one row. Returns the results by column."""
+  """Times attn's kernel and its peers for one row. Returns the results by column."""
   import torch
   torch.cuda.init()
   p = row.problem

@@ -68,8 +68,8 @@ class SharedRows:
   def first_gathering(self) -> Problem: return self.gathering(0)[0][1]
   @property
   def gathers(self) -> bool:
-    """Returns whether each device gathers the keys of all devices. This is not done if every device has all of q, if only tinygrad can compute the
-    problem (`three_pass`), or if the device can't pass a region of a buffer to a kernel (OpenCL)."""
+    """Returns whether each device gathers the keys of all devices. This is not done if every device has all of q, if only tinygrad's tensor
+    operations can compute the problem (`three_pass`), or if the device can't pass a region of a buffer to a kernel (OpenCL)."""
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
     return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
@@ -358,9 +358,9 @@ def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
   return first.cat(*rest).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Makes a part: one buffer that holds all results of a launch (o, lse, and lse_rest if there is one). `p` is the problem of the launch. The
-  function `write` runs the launch: it gets the regions for the results and the whole buffer, and returns the CALL. The whole buffer is a source of
-  the CALL, because tinygrad's memory planner then knows that the buffer is in use."""
+  """Makes a part: one buffer that holds all results of a launch (o, lse, and lse_rest, what rounding to fp32 lost of lse, if there is one). `p` is
+  the problem of the launch. The function `write` runs the launch: it gets the regions for the results and the whole buffer, and returns the CALL. The
+  whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in use."""
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
   buffer = new_buffer((size,), dtypes.float, device)
   results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()

@@ -74,7 +74,8 @@ def test_attention(page:int, Sq:int, lengths:tuple[int, ...], d:int, options:dic
 
 @pytest.mark.parametrize("layout, arch", [("bshd", "gfx942"), pytest.param("nsd", "sm_80", marks=pytest.mark.thorough)])
 def test_with_options_in_any_layout(layout:str, arch:str) -> None:
-  """Pages that are views of one tensor work with a window, softcap, sinks and packed GQA in any layout. three_pass gives equal results."""
+  """Pages that are views of one tensor work with a window, softcap, sinks and packed GQA in any layout. three_pass (attention in plain tensor
+  operations) gives equal results."""
   x, q = Paged.of((9, 5), 4), np.random.default_rng(5).standard_normal((2, H, 2, D)).astype(np.float16)
   sinks = np.random.default_rng(6).standard_normal(H).astype(np.float32)
   for kernel in ("", "three_pass"):

@@ -1,4 +1,4 @@
-"""Tests of three_pass, the fallback kernel, with every length, dtype, head dimension and option."""
+"""Tests of three_pass, the fallback of plain tensor operations, with every length, dtype, head dimension and option."""
 import numpy as np
 import pytest
 import attn

@@ -1,4 +1,4 @@
-"""Predicts the time of kernels. One of our kernels is given by its name (a word such as gfx942/128/float16/causal), any other kernel by its assembly
+"""Predicts the time of kernels. A kernel of attn is given by its name (a word such as gfx942/128/float16/causal), any other kernel by its assembly
 text."""
 from __future__ import annotations
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The steps of backward by AMD's matrix instructions.
+"""Implementation of backward with AMD's matrix instructions, MFMA and WMMA.
 
 A workgroup owns queries and loops over tiles of keys, or it owns keys and loops over tiles of queries. The rows of these tiles are the walked rows.
 Each lane has one own row, a row that the workgroup owns (attn/chips/matrix.py). A workgroup that owns queries computes S^T = K Q^T and dP^T = V dO^T.
@@ -75,7 +75,8 @@ class AllState(QueriesState):
 @dataclass(frozen=True)
 class AmdBackward:
   """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that stay equal while the workgroup loops over the
-  rows of `head`, and the steps of the algorithm. `own` holds the rows that the workgroup owns: rows of q and dO, or rows of k and v."""
+  rows of `head`, and one method for each operation of the algorithm. `own` holds the rows that the workgroup owns: rows of q and dO, or rows of k and
+  v."""
   tile: BackwardTile
   new: Allocator
   statements: Statements
@@ -193,7 +194,7 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The steps of backward on tile number t, which lies in LDS."""
+  """The operations of backward on the tile with index t, which lies in LDS."""
   of: AmdBackward
   t: UOp
   masked: bool

@@ -1,9 +1,9 @@
-"""The gradient of a bias by AMD's matrix instructions: the block of the bias that a workgroup owns, the loop over all scores to which this block is
-added, and the stores of the sums.
+"""The gradient of a bias, with AMD's matrix instructions: the block of the bias that a workgroup owns, the loop over all scores to which this block
+is added, and the stores of the sums.
 
-The steps are the steps of attn/kernels/amd/backward.py for a workgroup that owns queries. Each iteration of the loop loads other queries. If the
-workgroup owns a tile of keys, the iteration reads this tile. Otherwise the iteration loops over all keys that its queries see.
-"""
+One iteration computes what an iteration of attn/kernels/amd/backward.py computes for a workgroup that owns queries. Each iteration of the loop loads
+other queries. If the workgroup owns a tile of keys, the iteration reads this tile. Otherwise the iteration loops over all keys that its queries
+see."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable

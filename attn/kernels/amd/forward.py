@@ -1,4 +1,4 @@
-"""The steps of forward by AMD's matrix instructions.
+"""Implementation of forward with AMD's matrix instructions, MFMA and WMMA.
 
 The matrix unit computes S^T = K Q^T and O^T = V^T P^T, so that each lane holds only scores of one query (attn/chips/matrix.py). K and V tiles are
 loaded from global memory to registers and then stored to LDS; V is transposed in registers. By default the loads of the next tile start before the
@@ -39,7 +39,8 @@ class ForwardState(TripState):
 
 @dataclass(frozen=True)
 class AmdForward:
-  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
+  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and one method for each operation of
+  the algorithm."""
   tile: Tile
   new: Allocator
   statements: Statements

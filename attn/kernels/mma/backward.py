@@ -1,4 +1,4 @@
-"""The steps of backward by NVIDIA's mma.sync (sm_80 and later).
+"""Implementation of backward with NVIDIA's mma.sync (sm_80 and later).
 
 A thread block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each of its warps owns 16 or 32 of these rows,
 the own rows. The rows of the tiles are the walked rows. Shared memory holds Q and dO of the queries, and K and V of the keys. The own rows stay
@@ -52,7 +52,7 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 @dataclass(frozen=True)
 class MmaBackward:
   """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that stay equal while the block loops over the
-  rows of a head, and the steps of the algorithm."""
+  rows of a head, and one method for each operation of the algorithm."""
   warp_rows: WarpRows[SwizzledRows]
   tile: MmaBackwardTile
   state: MmaBackwardState      # before the first iteration
@@ -154,7 +154,7 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The steps of backward on one part of tile t. A tile is computed part by part to save registers."""
+  """The operations of backward on one part of tile t. A tile is computed part by part to save registers."""
   of: MmaBackward
   t: UOp
   part: int

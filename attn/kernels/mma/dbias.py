@@ -1,11 +1,10 @@
-"""The gradient of a bias by NVIDIA's mma.sync: the block of the bias that a thread block owns, the loop over all scores to which this block is added,
-and the stores of the sums.
+"""The gradient of a bias, with NVIDIA's mma.sync: the block of the bias that a thread block owns, the loop over all scores to which this block is
+added, and the stores of the sums.
 
-The steps are the steps of attn/kernels/mma/backward.py for a block that owns queries. In each iteration Q and dO of a block of queries of one head
-are copied to shared memory. If the thread block owns a tile of keys, this tile of K and V is copied in each iteration, too. Otherwise (allkeysshare
-theelementsofthebias,ornotwoscoresdo) all tiles of K and V pass through a ring buffer in each iteration. The sums are fp32 numbers in
-registers.
-"""
+One iteration computes what an iteration of attn/kernels/mma/backward.py computes for a block that owns queries. In each iteration Q and dO of a block
+of queries of one head are copied to shared memory. If the thread block owns a tile of keys, this tile of K and V is copied in each iteration, too.
+Otherwise (all keys share the elements of the bias, or no two scores do) all tiles of K and V pass through a ring buffer in each iteration. The sums
+are fp32 numbers in registers."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass

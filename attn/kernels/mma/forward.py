@@ -1,4 +1,4 @@
-"""The steps of forward by mma.sync (sm_80 and later). Queries are the rows of the matrices.
+"""Implementation of forward with mma.sync (sm_80 and later). Queries are the rows of the matrices.
 
 A warp computes 16 or 32 queries of its block. cp.async copies K and V tiles into a ring of `stages` tiles in shared memory. One barrier in each
 iteration is enough: after it, the iteration's tile has arrived, and no warp reads the previous tile any more. ldmatrix reads the operands from rows
@@ -49,7 +49,8 @@ class MmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaForward:
-  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
+  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and one method for each operation of
+  the algorithm."""
   warps: Warps
   tile: MmaTile
   state: MmaState      # before the first iteration

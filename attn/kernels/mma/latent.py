@@ -1,10 +1,9 @@
-"""The steps of latent attention by mma.sync (sm_80 and later). Queries are the rows of the matrices. The warps divide the work as the waves do in
-attn/kernels/amd/latent.py.
+"""Implementation of latent attention with mma.sync (sm_80 and later). Queries are the rows of the matrices. The warps divide the work as the waves do
+in attn/kernels/amd/latent.py.
 
 A block owns the queries of many heads and reads each key once for all these queries. For the scores S = Q K^T of a tile of keys, each warp computes
 16 queries and a part of the keys. For O += P V each warp computes some columns of all queries. The warps exchange P through shared memory. cp.async
-copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py.
-"""
+copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator

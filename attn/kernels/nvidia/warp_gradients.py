@@ -1,4 +1,4 @@
-"""The steps of backward that the kernels with mma.sync and with wgmma share. A warp owns rows (queries or keys). This file computes lse and delta of
+"""What the backward kernels with mma.sync and with wgmma have in common. A warp owns rows (queries or keys). This file computes lse and delta of
 queries, P and dS of the own rows, and the stores of gradients. Walked rows are the rows of the other kind, over which the warp loops in tiles."""
 from __future__ import annotations
 import functools
@@ -160,7 +160,7 @@ class WarpRows(Generic[L]):
 
 @dataclass(frozen=True)
 class WarpTrip(Generic[L]):
-  """The steps of backward between the matrix products, for the tile with index `tile_number` of the rows over which the block loops. A tile has
+  """The operations of backward between the matrix products, for the tile with index `tile_number` of the rows over which the block loops. A tile has
   `score.block_n` rows."""
   warp_rows: WarpRows[L]
   score: Scores

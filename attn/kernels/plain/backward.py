@@ -1,6 +1,6 @@
-"""The steps of backward in plain UOps, for every device that tinygrad renders for.
+"""Implementation of backward without matrix instructions, in UOps that every device of tinygrad can render.
 
-The threads form a rectangle (rectangle.py). The same steps serve a workgroup that owns queries and loops over tiles of keys, and a workgroup that
+The threads form a rectangle (rectangle.py). The same code serves a workgroup that owns queries and loops over tiles of keys, and a workgroup that
 owns keys and loops over tiles of queries. The rows of the tiles are the walked rows. Scores and dP are products of the walked rows with the own rows.
 Each gradient is a sum over the walked rows, with P or dS as weights. P and dS are stored to local memory before this sum.
 """
@@ -188,7 +188,7 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps of backward on one part of a tile. `t` is the index of this part, counted over all tiles. Accesses to local memory come after
+  """The operations of backward on one part of a tile. `t` is the index of this part, counted over all tiles. Accesses to local memory come after
   `ready`."""
   of: PlainBackward
   t: UOp

@@ -1,12 +1,12 @@
-"""The steps of forward in plain UOps, for every device that tinygrad renders for, every dtype of inputs, and rows of at most MAX_WIDTH elements.
+"""Implementation of forward without matrix instructions, in UOps that every device of tinygrad can render, for every dtype of inputs and rows of at
+most MAX_WIDTH elements.
 
 The threads of a workgroup form a rectangle (rectangle.py). They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A thread
 computes some rows of S^T and of O^T. Of each of these rows it computes some quads (elements of four neighbouring queries). Local memory holds K and Q
 transposed, V not transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far. For every tile of keys, O and the
 row sum l are rescaled to the new maximum.
 
-The steps use the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps.
-"""
+The steps use the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Iterator

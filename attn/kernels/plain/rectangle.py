@@ -36,7 +36,7 @@ ROWS_TOGETHER = 8    # rows of a portion: neighbouring threads copy one quad of 
 MOST_UNROLLED = 8    # most quads that a thread copies without a loop: their loads run at the same time
 
 def beyond_registers(p:Problem) -> str|None:
-  """Returns the reason if rows of the problem are too long for these kernels, otherwise None."""
+  """Returns the reason if rows of the problem are too long for the kernels of plain UOps, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: this kernel supports at most {MAX_WIDTH}"
                for name, value in widths if value > MAX_WIDTH), None)

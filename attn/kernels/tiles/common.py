@@ -35,8 +35,8 @@ def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
 def numbers_of_queries(p:Problem) -> tuple[str, ...]:
-  """Names of the tensors that have one number for each query: lse and delta, and lse_rest if scores may be as large as fp32 allows. A kernel whose
-  workgroups own keys copies these numbers to shared memory."""
+  """Names of the tensors that have one number for each query: lse and delta, and, if scores may be as large as fp32 allows, lse_rest, the part of lse
+  that rounding to fp32 lost. A kernel whose workgroups own keys copies these numbers to shared memory."""
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
 def units_of_numbers(p:Problem, queries:int) -> int:

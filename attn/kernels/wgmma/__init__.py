@@ -1,1 +1,1 @@
-"""The steps of the kernels by wgmma, the matrix instructions of Hopper."""
+"""Implementation of the kernels with wgmma, the matrix instructions of Hopper."""

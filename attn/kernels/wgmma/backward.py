@@ -1,4 +1,4 @@
-"""The steps of backward by Hopper's wgmma (sm_90).
+"""Implementation of backward with Hopper's wgmma (sm_90).
 
 A block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each warpgroup owns 64 of the block's rows. In each
 iteration a warpgroup starts the products S and dP of its own rows and a tile in shared memory. It turns S and dP into P and dS in registers. Then it
@@ -192,7 +192,7 @@ class WgmmaBackward:
 
 @dataclass(frozen=True)
 class WgmmaTrip(WarpTrip[SwizzledPanels]):
-  """The steps of backward on one tile. Products run asynchronously: one statement starts a product, and a later statement waits for it."""
+  """The operations of backward on one tile. Products run asynchronously: one statement starts a product, and a later statement waits for it."""
   of: WgmmaBackward
   ring_place: RingPlace
 

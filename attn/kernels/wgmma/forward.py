@@ -1,4 +1,4 @@
-"""The steps of forward by Hopper's wgmma (sm_90). The warpgroups overlap products and softmax without a fixed schedule.
+"""Implementation of forward with Hopper's wgmma (sm_90). The warpgroups overlap products and softmax without a fixed schedule.
 
 A warpgroup computes 64 queries of its block. For each tile of keys a warpgroup starts S = Q K^T, turns S into P in registers and starts O += P V. The
 tensor cores compute the products of one warpgroup while the other warpgroups compute the softmax. The warpgroups wait for each other only at the
@@ -55,7 +55,8 @@ class WgmmaState(Arrivals):
 
 @dataclass(frozen=True)
 class WgmmaForward:
-  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and the steps of the algorithm."""
+  """The forward kernel of one problem, as one thread sees it: the values that are equal for all tiles of keys, and one method for each operation of
+  the algorithm."""
   warps: Warps
   tile: WgmmaTile
   state: WgmmaState      # before the first iteration

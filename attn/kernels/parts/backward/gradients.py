@@ -1,4 +1,4 @@
-"""Steps from scores and dP to P and dS. They need these values of each query: its lse, its delta, and with wide scores (scores that may be as large
+"""Turns scores and dP into P and dS. They need these values of each query: its lse, its delta, and with wide scores (scores that may be as large
 as fp32 allows) also lse_rest, the part of the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math

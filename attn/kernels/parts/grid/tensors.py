@@ -47,7 +47,7 @@ def of_backward(p:Problem) -> Problem:
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """Picks lse and, if it exists, lse_rest from a mapping of tensors by name."""
+  """Picks lse and, if it exists, lse_rest (the part of lse that rounding to fp32 lost) from a mapping of tensors by name."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:

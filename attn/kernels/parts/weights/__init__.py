@@ -1,1 +1,2 @@
-"""Steps between and after the matrix products: scores, softmax, dropout, the final O and LSE of each row, and merging of partial results."""
+"""What kernels compute between and after the matrix products: scores, softmax, dropout, the final O and LSE of each row, and merging of partial
+results."""

@@ -1,5 +1,5 @@
-"""Steps shared by the kernels that merge partial results. Each partial result is normalised attention of the same queries over some of the keys, with
-its natural-log LSE:
+"""What the kernels that merge partial results have in common. Each partial result is normalised attention of the same queries over some of the keys,
+with its natural-log LSE:
 
   o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))      (FlashAttention-2, arXiv 2307.08691, section 2.3.1)
 
@@ -74,8 +74,8 @@ def weight_of(lse:UOp, reference:UOp, rest:UOp|None=None) -> UOp:
   return ops.exp2(found if rest is None else ops.fma(rest, LOG2E, found))
 
 def store_merged(at:MergedRow, given:Mapping[str, UOp], values:UOp, weights:UOp, largest:UOp) -> list[UOp]:
-  """Returns the stores of a merged row: to o the quotient `values` / `weights`, and to lse and lse_rest if they are among the tensors `given`.
-  `values` is the weighted sum of the partial results, and `weights` is the sum of the weights."""
+  """Returns the stores of a merged row: to o the quotient `values` / `weights`, and to lse and lse_rest (the part of lse that rounding to fp32 lost)
+  if they are among the tensors `given`. `values` is the weighted sum of the partial results, and `weights` is the sum of the weights."""
   p, (batch, head, query) = at.p, at.coordinates
   values = ops.mul(values, weights.eq(0.0).where(0.0, ops.rcp(weights)))
   sb, sh, ss = strides(p.layout, p.H, at.length, p.Dv)

@@ -1,4 +1,4 @@
-"""Steps from raw scores Q K^T to the input of the softmax. First the problem's terms (bias, softcap, ALiBi: attn/score) change the scores, then masks
+"""Turns raw scores Q K^T into the input of the softmax. First the problem's terms (bias, softcap, ALiBi: attn/score) change the scores, then masks
 hide some of them.
 
 Without a term the scores stay raw. One fma then multiplies a raw score by softmax_scale * log2(e) and subtracts the number that the softmax subtracts
