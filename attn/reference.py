@@ -168,8 +168,8 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns the derivative of all score terms (softcap, ALiBi, bias, score_mod) together, at each score. With `after`, only the terms that come after
-  the term of this name count."""
+  """Returns the derivative of the finished score by the raw score, at each score: the product of the derivatives of all terms (softcap, score_mod,
+  ...). With `after`, only the terms that come after the term of this name count."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]

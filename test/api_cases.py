@@ -23,7 +23,7 @@ def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]
 
 @contextlib.contextmanager
 def lists(wanted:bool) -> Iterator[None]:
-  """Context in which every kernel that can loop over lists of tiles does so, or, with `wanted` false, no kernel does."""
+  """Context in which every kernel that can loop over a list of the visible tiles does so, or, with `wanted` false, no kernel does."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(tile_lists, "LEAST_TILES", 0 if wanted else 2**62)
     patch.setattr(tile_lists, "LEAST_HEADS", 1)

@@ -161,8 +161,8 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. If masks are applied, `masked` is the index of this lane's
-    query, otherwise None."""
+    """Does `count` iterations of the loop, of two tiles each, from tile `first` on. `masked` is this lane's query if masks are applied, and None
+    otherwise."""
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
     inside = replace(s, statements=replace(s.statements, effects=())).after(r)
@@ -175,7 +175,7 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Computes two numbers again after a loop: the lane's index, and the index of its query. No register then has to hold them during the loop."""
+    """Computes the lane's place in its wave and the lane's query once more, after a loop. No register then has to hold them during the loop."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)

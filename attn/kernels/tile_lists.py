@@ -71,9 +71,9 @@ class ListedBlocks:
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
-  """Returns the tensors of the kernels that make lists of tiles: for each kernel the (shape, dtype) of its tensors by name, in the order in which the
-  kernels run. The dictionary has each kernel under the name of its first tensor, which the kernel writes. The kernel that writes "extremes" is left
-  out if no expression of the mask depends on the row alone or on the column alone."""
+  """Returns the tensors of the kernels that make lists of visible tiles: for each kernel the (shape, dtype) of its tensors by name, in the order in
+  which the kernels run. The dictionary has each kernel under the name of its first tensor, which the kernel writes. The kernel that writes "extremes"
+  is left out if no expression of the mask depends on the row alone or on the column alone."""
   in_tiles: Shapes = {"in_tiles": ((x.lists, x.blocks, x.tiles), "uint8")}
   read: Shapes = {name: of for name, of in x.p.extras.items() if name in (*MOD_TENSORS, "first_batch_and_head")}
   length = Sides.of(x).length
@@ -82,7 +82,7 @@ def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
   return found | {"in_tiles": in_tiles | extremes | read, "tile_list": {"tile_list": (x.shape, "int32"), **in_tiles}}
 
 def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
-  """Returns the kernels that make lists, in order, each with the (shape, dtype) of its tensors by name."""
+  """Returns the kernels that make lists of visible tiles, in the order in which they run, each with the (shape, dtype) of its tensors by name."""
   kernels = {"extremes": extremes_of_expressions, "in_tiles": seen_in_tiles, "tile_list": tiles_in_order}
   return [(kernels[written](x), shapes) for written, shapes in list_arguments(x).items()]
 
@@ -90,8 +90,8 @@ def list_kernels(x:ListedBlocks) -> list[tuple[Callable[..., UOp], Shapes]]:
 
 @dataclass(frozen=True)
 class Items:
-  """The items of work of a kernel that makes lists of tiles. An item is, for example, one tile. Either a thread does an item alone, or all threads of
-  a workgroup do it together."""
+  """The items of work of a kernel that makes lists of visible tiles. An item is, for example, one tile. Either a thread does an item alone, or all
+  threads of a workgroup do it together."""
   new: Allocator
   ranges: tuple[UOp, ...]
   @property

@@ -267,8 +267,8 @@ def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, siz
   0..size-1. `told` says in the message whose index it is."""
   return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, told=told)
 def at_least_0(x:UOp) -> UOp:
-  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into terms. So an offset that is computed from the result has no
-  negative term (attn/emulator/offsets.py explains why this matters)."""
+  """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into summands. An offset that is computed from the result then has no
+  negative summand (attn/emulator/offsets.py explains why this matters)."""
   return emit("at_least_0", dtypes.int, x)
 def alone(page:UOp, slot:UOp, gate:UOp) -> UOp:
   """Returns `page`, the index of a page, and declares that this lane writes to the slot `slot` of the page if `gate` is true. The emulator stops if
@@ -291,7 +291,7 @@ def opaque_uniform(x:UOp) -> UOp:
   """Returns the integer x, which is equal in the whole workgroup, and hides its value from tinygrad and from the compiler."""
   return emit("opaque_uniform", dtypes.int, integer(x))
 def not_negative(x:UOp, most:int) -> UOp:
-  """Returns the integer x in a form that neither tinygrad nor the compiler can split into terms. x must be in 0..most and equal in the whole
-  workgroup. So an offset that is computed from the result has no negative term (attn/emulator/offsets.py explains why this matters)."""
+  """Returns the integer x in a form that neither tinygrad nor the compiler can split into summands. x must be in 0..most and equal in the whole
+  workgroup. An offset that is computed from the result then has no negative summand (attn/emulator/offsets.py explains why this matters)."""
   bits = (1 << most.bit_length()) - 1     # lowering keeps the bounds of a mask, but loses the bounds of a maximum
   return (opaque_uniform(x).cast(dtypes.weakint) & bits).minimum(most) if most else UOp.const(0)

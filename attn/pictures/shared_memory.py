@@ -29,8 +29,8 @@ class Access:
 
 @dataclass(frozen=True)
 class Panel:
-  """Drawing of a part of a tile: `rows` rows of `columns` pieces, one cell for each piece. `place` returns the index of a piece in LDS. `groups`
-  neighbouring pieces fill all banks once."""
+  """Drawing of a part of a tile: `rows` rows of `columns` pieces of 8 or 16 bytes, one cell for each piece. `place` returns the index of a piece in
+  LDS, counted in pieces. `groups` neighbouring pieces fill all banks once."""
   title: str
   words: tuple[str, ...]
   rows: int

@@ -239,7 +239,7 @@ def flat_index(indices:list[UOp], shape:list[int]) -> UOp:
   return functools.reduce(lambda flat, of: flat*of[1] + of[0], zip(indices, shape), UOp.const(0, dtypes.int))
 
 def has_negative_term(x:UOp) -> bool:
-  """Returns whether an integer may be negative, or, if it is a sum, whether one of its terms may be negative."""
+  """Returns whether an integer expression may be negative, or, if it is a sum, whether one of its summands may be negative."""
   return any(map(has_negative_term, x.src)) if x.op is Ops.ADD else x.vmin < 0
 
 def within(index:UOp, size:int) -> UOp:

@@ -247,7 +247,7 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {     # the functi
 
 def with_functions(name:str, D:int, kernel:str) -> Problem:
   """Returns a problem with the score_mod or mask_mod called `name`, on whole tiles. With a mask_mod that is not an interval, such as `documents`,
-  kernels loop over lists of tiles."""
+  kernels loop over lists of visible tiles."""
   given, tensors = FUNCTIONS[name]
   traced = functions_of(given.get("score_mod"), given.get("mask_mod"), tuple((t.shape, str(t.dtype)) for t in tensors.values()))
   return problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=D, lse=kernel != "forward", extras=tensors, **traced)

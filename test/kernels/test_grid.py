@@ -52,7 +52,7 @@ def test_heads_whose_keys_have_room(heads:int, kv_heads:int, rows:int, together:
 @pytest.mark.parametrize("arch, shape", [
   ("gfx1201", dict(B=2, H=4, Sq=150, Sk=100, D=64, causal=True)), ("gfx1100", dict(B=1, H=6, Hkv=3, Sq=70, Sk=140, D=64, dtype="bfloat16"))])
 def test_kernels_with_groups_of_heads(two_heads, arch:str, shape:dict) -> None:
-  """Forward and backward are right by the accuracy law if the grid has several groups of heads."""
+  """Forward and backward results agree with float64 if the grid has several groups of heads."""
   two_heads(max(shape["Sq"], shape["Sk"]), arch)
   p = problem(**shape)
   assert 1 < heads_together(p, get_chip(arch), 1) < p.all_heads and 1 <= heads_together(p, get_chip(arch)) < p.B*p.Hkv

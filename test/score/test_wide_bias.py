@@ -137,7 +137,7 @@ def test_dropout_of_a_mean() -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_80", pytest.param("gfx1030", marks=pytest.mark.thorough)))
 def test_key_ranges(arch:str) -> None:
-  """The merge weights key ranges of unequal length by their numbers of keys."""
+  """The merge of key ranges of unequal length is right for rows whose biases are all large and negative: each range weighs as much as it has keys."""
   x = Given.of(Sq=16, Sk=400)
   with emulated(arch): hold(x, dict(zip(("o", "lse"), map(array, attn.attention(**x.tensors, num_splits=3, return_lse=True)))))
 

@@ -80,7 +80,7 @@ class MmaLatent:
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """Returns the indices of the lane's two rows among the 16 rows from row `first` of the block on."""
+    """Returns the indices, within the block, of the lane's two rows among the 16 rows from row `first` on."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****

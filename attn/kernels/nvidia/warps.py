@@ -50,7 +50,7 @@ class Warps:
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """Returns the indices of the lane's two queries, among the 16 rows that begin at row `first` of the block."""
+    """Returns the lane's two queries, among the 16 rows that begin at row `first` of the block."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****

@@ -130,8 +130,8 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
 def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:UOp, block:UOp) -> TileList|None:
-  """Returns the list of the tiles that a workgroup walks over, or None if the problem has no lists. `block` is the index of the workgroup's block of
-  rows."""
+  """Returns the list of the tiles that a workgroup sees and loops over, or None if the problem has no such lists. `block` is the index of the
+  workgroup's block of rows."""
   if p.tile_list is None: return None
   batches, heads, blocks, length = p.tile_list
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))

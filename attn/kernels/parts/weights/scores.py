@@ -69,8 +69,8 @@ class Scores:
     its own."""
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
-    """Converts the index of an iteration's tile to the index of a tile of the sequence. The two differ if the loop has an `order` of its
-    own."""
+    """Converts the index of an iteration to the index of the tile of the sequence that this iteration computes. The two differ if the loop has an
+    `order` of its own."""
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
