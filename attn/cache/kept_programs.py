@@ -1,9 +1,9 @@
-"""Keeps the sources of kernels between processes: the first process lowers and prints a kernel, and later processes read its source.
+"""Keeps the sources of kernels between processes: the first process lowers and renders a kernel, and later processes read its source.
 
 The user's cache directory holds the source and the launch parameters of each kernel. The compilers keep the machine code themselves.
 
 The key of an entry covers everything that a source depends on: the kernel's AST and tinygrad's settings, as in tinygrad's own cache within a process;
-the text of attn's operations; and the files of tinygrad that lower and print kernels. Only attn's kernels for CUDA and AMD are kept, and no kernel
+the text of attn's operations; and the files of tinygrad that lower and render kernels. Only attn's kernels for CUDA and AMD are kept, and no kernel
 with a Variable."""
 from __future__ import annotations
 import functools, hashlib, json
@@ -37,7 +37,7 @@ def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 
 def kept_program(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
-  """Returns the compiled PROGRAM of a kernel. `lowered` is tinygrad's function that lowers, prints and compiles a kernel. If an earlier process has
+  """Returns the compiled PROGRAM of a kernel. `lowered` is tinygrad's function that lowers, renders and compiles a kernel. If an earlier process has
   lowered this kernel, `lowered` only compiles the kept source."""
   if (key := key_of(ast, renderer)) is None: return lowered(ast, renderer)
   made = list[UOp]()

@@ -51,7 +51,7 @@ class AMDHIPCCRenderer(OperationsHIPCCRenderer):
 
 class AMDClangRenderer(OperationsHIPRenderer):
   """Subclass of tinygrad's HIPRenderer that compiles attn's kernels with attn's compiler, and other kernels with the clang of clang.py. DEV=AMD uses
-  this renderer if comgr can't be loaded. It prints the same text as tinygrad's HIPRenderer, except for the sine, and exp2 and log2 of doubles:
+  this renderer if comgr can't be loaded. It renders the same text as tinygrad's HIPRenderer, except for the sine, and exp2 and log2 of doubles:
   tinygrad expands these functions."""
   def __init__(self, target:Target):
     super().__init__(target, use_hipcc=True)   # with HIPCC the constructor needs nothing installed
@@ -92,7 +92,7 @@ def check_opens(device:str) -> None:
 
 def require(devices:str|tuple[str, ...]|None) -> None:
   """Raises an error if attn's kernels can't be compiled for one of `devices`. For an AMD GPU it is the NoCompiler or ValueError of `compiler_for`, or
-  NotImplementedError if its renderer doesn't print HIP (DEV=AMD:LLVM). For a CPU device without a clang it is NoCompiler."""
+  NotImplementedError if its renderer doesn't emit HIP (DEV=AMD:LLVM). For a CPU device without a clang it is NoCompiler."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if (missing := missing_c_compiler(name)) is not None: raise NoCompiler(missing)
     if name.split(":")[0] != "AMD": continue

@@ -5,7 +5,7 @@ Each kind of error is a class. An indented class is a subclass of the one above 
 
 - `AccessError`: an access that the memory cannot serve.
   - `OutOfBounds`: a load or store outside its buffer (global, LDS or register array), by an active, ungated thread.
-  - `Misaligned`: a vector access whose address is not a multiple of its width (the printed C cast promises alignment); an operand of
+  - `Misaligned`: a vector access whose address is not a multiple of its width (the rendered C cast promises alignment); an operand of
     wgmma in shared memory that does not begin at the alignment which the hardware requires.
   - `NegativePart`: the offset of a buffer instruction is a sum with a negative term, even if the sum is not negative. The compiler may leave that
     term alone in the register, and the memory unit may treat the register as an address out of range (attn/emulator/offsets.py).
@@ -35,7 +35,7 @@ Each kind of error is a class. An indented class is a subclass of the one above 
 - `BadOperand`: a matrix instruction that the chip does not have, or operands whose size does not fit the instruction.
 - `BadEntry`: a number in a tensor that names a place which does not exist, such as an entry of a block table beyond its pages.
 - `Overflow`: an integer of one of attn's kernels that does not fit its type, although its exact value matters (it counts or addresses something).
-- `OutOfScope`: a value from inside a loop is used after the loop. The C that the renderer prints would not compile.
+- `OutOfScope`: a value from inside a loop is used after the loop. The C that the renderer emits would not compile.
 """
 from __future__ import annotations
 from typing import Any

@@ -1,7 +1,7 @@
 """tinygrad device `EMU`: with `DEV=EMU::gfx942` the emulator runs kernels as lowered for that chip.
 
-The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and printed as for hardware. The "binary" is the pickled list
-of the printed UOps. The list has to contain everything that a run needs, because tinygrad lowers several kernels at the same time in worker
+The renderer is tinygrad's HIPRenderer (CUDARenderer for sm_xx), so a kernel is lowered and rendered as for hardware. The "binary" is the pickled list
+of the rendered UOps. The list has to contain everything that a run needs, because tinygrad lowers several kernels at the same time in worker
 processes. fp8 is not a supported type: tinygrad emulates fp8 with integers, as on hardware without fp8.
 """
 from __future__ import annotations
@@ -20,8 +20,8 @@ from attn.emulator.plan import Plan
 DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
-  """Compiler from source text to the emulator's binary. The renderer in this process records the UOps of each text that it prints. The compiler looks
-  up these UOps."""
+  """Compiler from source text to the emulator's binary. The renderer in this process records the UOps of each text that it renders. The compiler
+  looks up these UOps."""
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache
   @classmethod

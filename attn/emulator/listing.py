@@ -1,5 +1,5 @@
 """Finds the place that each operation of a program comes from: the line of Python that emitted it, and its statement in the source that the renderer
-prints.
+renders.
 
 The UOps of a program contain neither the line nor the statement, and nothing is recorded while a kernel is made and run. The device only remembers,
 for the latest kernels of `Tensor.custom_kernel`, a function that makes the kernel's AST a second time. When a kernel fails, its AST is made and
@@ -46,7 +46,7 @@ class Place:
   statement: str
 
   def __str__(self) -> str:
-    """Describes the place for an error message: one line about Python and one line about the printed source. Leaves out a line that is not known."""
+    """Describes the place for an error message: one line about Python and one line about the rendered source. Leaves out a line that is not known."""
     found = []
     if self.python is not None:
       file, line = self.python
@@ -67,14 +67,14 @@ def _stores(ast:UOp) -> tuple[UOp, ...]:
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
-  """The place of each UOp of a program: its line in the printed source, and the line of Python that emitted it."""
+  """The place of each UOp of a program: its line in the rendered source, and the line of Python that emitted it."""
   def __init__(self, uops:list[UOp], name:str, renderer:Any):
     self.source, self.lines = statements(renderer, uops)
     self.python = self._python(uops, name, renderer)
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """Lists the places of the UOps of a kernel that `make` returns as an AST. Lowers the AST, and finds for each UOp its line in the printed source
+    """Lists the places of the UOps of a kernel that `make` returns as an AST. Lowers the AST, and finds for each UOp its line in the rendered source
     and in Python."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
@@ -83,7 +83,7 @@ class Listing:
     return listing
 
   def python_lines(self) -> dict[int, tuple[str, int]]:
-    """Maps the line number in the printed source (from 1) to the file and line of Python that emitted it. Leaves out lines for which no line of
+    """Maps the line number in the rendered source (from 1) to the file and line of Python that emitted it. Leaves out lines for which no line of
     Python is known."""
     found: dict[int, tuple[str, int]] = {}
     for u, line in self.lines.items():

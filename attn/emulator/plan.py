@@ -21,7 +21,7 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """A program compiled for the interpreter. `renderer` makes the renderer that lowered and printed the program. Error messages use this renderer to
+  """A program compiled for the interpreter. `renderer` makes the renderer that emitted the program. Error messages use this renderer to
   find the place of an operation in the source."""
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
@@ -302,7 +302,7 @@ class Plan(EmulatedProgram):
       alive -= sum(size[s] for s in frees[i])
     return frees, peak + registers
 
-_NAMED = {Ops.CUSTOM, Ops.WMMA}   # UOps that the renderer always prints as a variable
+_NAMED = {Ops.CUSTOM, Ops.WMMA}   # UOps that the renderer always emits as a variable
 
 _RULES: dict[Ops, Callable[[Plan, UOp], None]] = {
   Ops.SPECIAL: Plan.special, Ops.CAST: Plan.cast, Ops.BITCAST: Plan.bitcast, Ops.STACK: Plan.stack, Ops.INDEX: Plan.lane, Ops.LOAD: Plan.load,

@@ -20,7 +20,7 @@ class EmulatedProgram:
   arch: str
   chip: EmulatedChip
   linear: list[UOp]
-  renderer: Callable[[], Any]|None          # makes the renderer that lowered and printed it; errors use it to find an operation's place
+  renderer: Callable[[], Any]|None          # makes the renderer that lowered and rendered it; errors use it to find an operation's place
   steps: list[Callable[[Any], int|None]]    # functions of a Frame; each returns the next program counter, or None for the following step
   uops: list[UOp]                           # the UOp of each step, for error messages
   slot: dict[UOp, int]
@@ -43,7 +43,7 @@ class EmulatedProgram:
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Finds the place that an operation comes from: the line of Python that emitted it, and its statement in the printed source."""
+    """Finds the place that an operation comes from: the line of Python that emitted it, and its statement in the rendered source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)

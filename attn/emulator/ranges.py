@@ -140,7 +140,7 @@ class Ranges:
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
     """Returns the range of a WHERE, which chooses between two values by a condition such as x < y. The condition narrows the ranges of x and y in the
-    two branches. Maxima and minima are printed as such choices; a branch may be x or y cast to another type."""
+    two branches. Maxima and minima are rendered as such choices; a branch may be x or y cast to another type."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     possible = [(low, high) for low, high in map(self._taken, branches, self._known_by(condition)) if low <= high]    # one branch may never be taken

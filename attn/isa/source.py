@@ -122,7 +122,7 @@ def _placeholders(shapes:Shapes) -> list[UOp]:
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
   """Returns the `Chip` record of a kernel's chip, with `llvm` as the release of LLVM that decides which rows of the tile tables are used. By default
   this is the release of the clang that reports use. If no clang is installed, it is the release that the record has, so that a kernel's source can be
-  printed without a compiler."""
+  rendered without a compiler."""
   if llvm is not None: return replace(get_chip(spec.arch), llvm=llvm)
   try: return replace(get_chip(spec.arch), llvm=toolchain().llvm)
   except NoCompiler: return get_chip(spec.arch)
@@ -174,13 +174,13 @@ def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]
   return _chosen(spec, problem_of_spec(spec), llvm)[:2]
 
 def text_of(spec:Spec) -> str:
-  """Returns the HIP or CUDA text that tinygrad's renderer prints for the kernel and tile that dispatch chooses."""
+  """Returns the HIP or CUDA text that tinygrad's renderer emits for the kernel and tile that dispatch chooses."""
   p = problem_of_spec(spec)
   name, tile, splits = _chosen(spec, p, None)
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """Returns the source of a kernel, as tinygrad's renderer prints it. Dispatch chooses the kernel and its tile. If `tile` is given, the source is of
+  """Returns the source of a kernel, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile. If `tile` is given, the source is of
   the kernel that `spec` names, with this tile. `shape` replaces the usual size of the problem. `lines` also asks for the line of Python that emitted
   each line of the source."""
   p = problem_of_spec(spec, shape)

@@ -40,7 +40,7 @@ class Append:
   pages: Pages|None = None
   scales: Scales|None = None
   threads: bool = True   # False on a device without threads: loops do everything
-  checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't print this operation
+  checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't render this operation
   @property
   def columns(self) -> int:
     """Number of threads that copy a row."""

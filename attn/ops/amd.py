@@ -1,4 +1,4 @@
-"""Instructions of AMD's chips that tinygrad has no UOp for. Each instruction is defined twice: by the HIP text that is printed, and by the numpy
+"""Instructions of AMD's chips that tinygrad has no UOp for. Each instruction is defined twice: by the HIP text that is rendered, and by the numpy
 function with which the emulator computes it. Operations for the chips of all vendors are in common.py."""
 from __future__ import annotations
 from typing import Any
@@ -122,17 +122,19 @@ instruction("opaque", lambda lanes, x, _: x, Body('asm volatile("" : "+v"(x));\n
 
 def barrier(*done:UOp) -> UOp:
   """Makes a barrier of the workgroup, after the values `done` are computed. The compiler moves no access to LDS across the barrier. (The kernel
-  places this barrier; tinygrad does not insert it.) Returns a statement."""
+  places this barrier; tinygrad does not insert it.) Returns a statement (an operation with a side effect)."""
   return statement("barrier", *done)
 def barrier_of(waves:UOp, *done:UOp) -> UOp:
   """Makes a barrier that a wave executes only if `waves` is not 0 in this wave. From then on, each wave that has not executed the barrier is one
-  barrier behind. Returns a statement."""
+  barrier behind. Returns a statement (an operation with a side effect)."""
   return statement("barrier_of", integer(waves), *done)
 def wait_loads(n:int, *done:UOp) -> UOp:
-  """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement."""
+  """Waits until at most `n` of this wave's loads to LDS are still under way (s_waitcnt vmcnt). Returns a statement (an operation with a side
+  effect)."""
   return statement("wait_loads", *done, n=n)
 def priority(level:int, *done:UOp) -> UOp:
-  """Sets this wave's priority among the waves of its SIMD to `level`, which is 0 to 3 (s_setprio). Returns a statement."""
+  """Sets this wave's priority among the waves of its SIMD to `level`, which is 0 to 3 (s_setprio). Returns a statement (an operation with a side
+  effect)."""
   return statement("priority", *done, level=level)
 def fp32_apart(*done:UOp) -> UOp:
   """Keeps clang from packing two fp32 operations of this kernel into one instruction. (GLOBAL_UNPACKED in ops.renderers says why.) Returns a
@@ -152,7 +154,7 @@ instruction("made_here", nothing, lambda printer, out, n: Body("\n".join([f'asm 
 
 def made_here(*values:UOp) -> UOp:
   """Makes the compiler compute the vectors `values` at this point. Without this operation the compiler may move their computation behind a barrier,
-  into a later branch. Returns a statement."""
+  into a later branch. Returns a statement (an operation with a side effect)."""
   return statement("made_here", *values, n=len(values))
 
 # ***** memory *****
@@ -204,7 +206,8 @@ def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
   """Copies 16 bytes per lane from memory directly to LDS. `base`, `records` and `offset` have the same meaning as in `buffer_load`. Lane l's bytes go
-  to `lds` (a wave-uniform INDEX) + 16*l. The copy is not complete until `wait_loads` has waited for it. Returns a statement."""
+  to `lds` (a wave-uniform INDEX) + 16*l. The copy is not complete until `wait_loads` has waited for it. Returns a statement (an operation with a side
+  effect)."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
   """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive

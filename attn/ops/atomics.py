@@ -107,7 +107,7 @@ def atomic_add(at:UOp, x:UOp, *done:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ..
   """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `steps` has one constant distance from `at` (an INDEX)
   for each element, counted in elements; by default the distances are 0, 1, 2 and so on. If `together` is 2 or 4, one instruction adds this many
   neighbouring elements, whose address is a multiple of their size; `steps` then has one distance for each instruction. Only NVIDIA's chips from sm_90
-  on can do this. Raises ValueError if `together` or `steps` does not fit the elements of x. Returns a statement."""
+  on can do this. Raises ValueError if `together` or `steps` does not fit the elements of x. Returns a statement (an operation with a side effect)."""
   n = length(x)
   if together not in (1, 2, 4) or n % together: raise ValueError(f"together={together}: must be 1, 2 or 4, and divide the {n} elements of x")
   if len(steps := steps or tuple(range(0, n, together))) != n//together: raise ValueError(f"steps={steps}: must be {n//together} distances")
@@ -186,10 +186,11 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *done:UOp) -> UOp:
   """Waits until `counter` (an INDEX) is equal to `number`, in lanes where `first` is true. Everything that other workgroups did before they passed
-  this turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier. Returns a statement."""
+  this turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier. Returns a statement (an operation with a side
+  effect)."""
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *done)
 def settle(*done:UOp) -> UOp:
-  """Waits until this wave's additions and stores to global memory are complete. Returns a statement."""
+  """Waits until this wave's additions and stores to global memory are complete. Returns a statement (an operation with a side effect)."""
   return statement("settle", *done)
 def pass_turn(counter:UOp, first:UOp, *done:UOp) -> UOp:
   """Adds 1 to `counter` (an INDEX), in lanes where `first` is true. A wave that waits for the new number then sees what this wave did before. If

@@ -2,7 +2,7 @@
 
 A store under a condition becomes a branch that only the storing lanes take. clang may move the computation of the value into that branch. But an
 operation across lanes needs all lanes, and LLVM does not know this for every instruction. For v_permlane16_swap_b32, v_permlane32_swap_b32 and
-v_permlanex16_b32 LLVM knows it from release 21 on; for matrix instructions, release 22 does not know it yet. So the renderer (ops.renderers) prints
+v_permlanex16_b32 LLVM knows it from release 21 on; for matrix instructions, release 22 does not know it yet. So the renderer (ops.renderers) renders
 an empty assembly text before the branch. The assembly text reads every stored value that depends on such an operation, so clang must compute the
 value before the branch. Any other value, such as a tile on its way from memory to LDS, may be computed in the branch: a wave that has nothing to
 store then skips the computation. `python -m attn.isa check` finds operations that this analysis misses."""

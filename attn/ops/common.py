@@ -58,7 +58,7 @@ def add(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.ADD, x, y)
 def sub(x:UOp, y:UOp) -> UOp: return arithmetic(Ops.SUB, x, y)
 def mul(x:UOp, y:UOp|float) -> UOp: return arithmetic(Ops.MUL, x, y if isinstance(y, UOp) else UOp.const(y, dtypes.float))
 
-# tinygrad has UOps for the next operations, but HIPRenderer prints exp2 and log2 as calls that handle denormals, and CStyleLanguage prints a maximum
+# tinygrad has UOps for the next operations, but HIPRenderer emits exp2 and log2 as calls that handle denormals, and CStyleLanguage renders a maximum
 # as compare and select, which gives NaN for a NaN.
 @compound("fma", inline=True)
 def _fma(c:Any, x:Value, y:Value, z:Value) -> Value: return c.fma(x, y, z)
@@ -178,7 +178,7 @@ def select_each(conditions:list[UOp], x:UOp|float, y:UOp|float) -> UOp:
   return build(*[condition.where(element(x, i), element(y, i)) for i, condition in enumerate(conditions)])
 def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   """Subtracts the first column index of a vector from all of its column indices `offsets`. The differences are the same for most vectors, so most
-  vectors share one printed function."""
+  vectors share one rendered function."""
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
   """Computes P = exp2(scores*scale + addend). The vector `scores` holds several rows one after another; `addend` has one number for each row."""

@@ -1,4 +1,4 @@
-"""Instructions of Hopper's warpgroup kernels. Each instruction is defined twice: by the CUDA text that is printed, and by the numpy function with
+"""Instructions of Hopper's warpgroup kernels. Each instruction is defined twice: by the CUDA text that is rendered, and by the numpy function with
 which the emulator computes it.
 
 Section numbers refer to the PTX ISA 8.7. A warpgroup of 128 threads executes wgmma.mma_async (9.7.15) together. The instruction multiplies 64 rows of
@@ -185,7 +185,8 @@ def init(barrier:UOp, first:UOp, threads:int) -> UOp:
   initialises it. Returns a statement, which a block barrier must follow."""
   return statement("init_arrivals", barrier, first, threads=threads)
 def arrive(barrier:UOp, order:UOp) -> UOp:
-  """Makes this thread arrive at the next phase of the mbarrier, once the copies that the thread has started are complete. Returns a statement."""
+  """Makes this thread arrive at the next phase of the mbarrier, once the copies that the thread has started are complete. Returns a statement (an
+  operation with a side effect)."""
   return statement("arrive", barrier, order)
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
   """Waits until all threads have arrived at phase `phase`. After that wgmma may read the data that these threads have copied. Returns a
@@ -194,27 +195,27 @@ def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T. Q has 64 rows, K has 8 rows for each C fragment in `acc` (a placeholder), and both have 16*steps columns. `q` and `k` are
   INDEXes of the first unit of Q and of K. `panels` has the distance between panels of Q, and the distance between panels of K, in bytes. Warpgroups
-  where `there` is false start an empty group. Returns a statement."""
+  where `there` is false start an empty group. Returns a statement (an operation with a side effect)."""
   return statement("start_scores", acc[0], q, k, there, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
 def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc += P V. `p` is a placeholder with A fragments, one for each 16 keys, and V has one row for each key. `v` is the INDEX of V's first
   unit, and `panel` is the distance between V's panels in bytes. `place` selects C fragments of `acc`; None selects all. Warpgroups where `there` is
-  false start an empty group. Returns a statement."""
+  false start an empty group. Returns a statement (an operation with a side effect)."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, order:UOp, rows:int, dtype:str) -> UOp:
   """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16). X has 64 columns, and Y has 8 columns for each C fragment in `acc` (a
   placeholder). `x` and `y` are INDEXes of the first units of panels. Y begins at the 16-byte unit with index `unit` of its panel, and ends in this
-  panel. Returns a statement."""
+  panel. Returns a statement (an operation with a side effect)."""
   return statement("start_sums", acc[0], x, y, integer(unit), order, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, order:UOp) -> UOp:
   """Adds a warp's C fragments `acc` (a placeholder) to float32 sums in global memory. Each number is added atomically, in no fixed order. The sums of
   the first fragment come first: four neighbouring sums for each lane, lane after lane. Then the next fragment follows. `to` is the INDEX of this
   lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy engine adds them from there. The warp does not wait for
-  the additions; `sent` does. Returns a statement."""
+  the additions; `sent` does. Returns a statement (an operation with a side effect)."""
   return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), order, accs=acc.max_numel())
 def sent(order:UOp) -> UOp:
-  """Waits until everything that this thread has sent is added to the sums. Returns a statement."""
+  """Waits until everything that this thread has sent is added to the sums. Returns a statement (an operation with a side effect)."""
   return statement("sent", order)
 def publish(order:UOp) -> UOp:
   """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (9.7.13.4, fence.proxy.async). Returns

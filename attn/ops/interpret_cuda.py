@@ -1,5 +1,5 @@
-"""Interpreter that prints the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the printed text computes
-element by element."""
+"""Interpreter that renders the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the rendered text
+computes element by element."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -8,7 +8,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 
 class Cuda(Printer):
-  """Prints the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the printed text computes element by
+  """Renders the definition of an operation as CUDA. CUDA's vectors have named elements but no arithmetic, so the rendered text computes element by
   element."""
   header = "static __device__ __forceinline__ "
   functions_of_numbers: ClassVar[dict[str, str]] = {"log2": "log2f({0})", "max": "fmaxf({0}, {1})"}
@@ -26,22 +26,22 @@ class Cuda(Printer):
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
     return self.vector(*[self.elementwise(name, scalar, *[self.element(t, i) if length_of(t.type) > 1 else t for t in terms]) for i in range(n)])
   def vector_operator(self, operator:str, x:str, y:str) -> None:
-    """Declares a C++ operator between vectors of types x and y. tinygrad prints such operators for its own UOps."""
+    """Declares a C++ operator between vectors of types x and y. tinygrad renders such operators for its own UOps."""
     out, n = max((x, y), key=length_of), max(length_of(x), length_of(y))
     values = [f"{self.at('x', x, i)} {operator} {self.at('y', y, i)}" for i in range(n)]
     self.declare(f"operator{operator}({x}, {y})",
                  f"{self.header}{out} operator{operator}({x} x, {y} y) {{\n{returned(self.vector_text(out, values))}\n}}")
   def approximate(self, name:str, instruction:str, x:Value) -> Value:
-    """Prints a call of the function `name`, which is one PTX instruction with one operand and one result. The call is printed for each element of
+    """Renders a call of the function `name`, which is one PTX instruction with one operand and one result. The call is rendered for each element of
     x."""
     self.declare(f"{name}(float)", f'{self.header}float {name}(float x) {{\n  float y;\n  asm("{instruction} %0, %1;" : "=f"(y) : "f"(x));\n'
                                    "  return y;\n}")
     return self.elementwise(name, f"{name}({{0}})", x)
   def exp2(self, x:Value) -> Value:
-    """Prints 2^x as ex2.approx (PTX ISA 9.7.3.24)."""
+    """Renders 2^x as ex2.approx (PTX ISA 9.7.3.24)."""
     return self.approximate("exp2_of", "ex2.approx.ftz.f32", x)
   def rcp(self, x:Value) -> Value:
-    """Prints 1/x as rcp.approx, which is accurate to 1 unit in the last place, like AMD's v_rcp_f32. A division would call a function for extreme
+    """Renders 1/x as rcp.approx, which is accurate to 1 unit in the last place, like AMD's v_rcp_f32. A division would call a function for extreme
     operands, and ptxas spills registers around such a call."""
     return self.approximate("rcp_of", "rcp.approx.ftz.f32", x)
   def fma(self, x:Value, y:Value, z:Value) -> Value: return self.elementwise("fma_of", "fmaf({0}, {1}, {2})", x, y, z)
@@ -61,14 +61,14 @@ class Cuda(Printer):
     return self.vector(*[element(i, key) for i, key in enumerate(offsets)])
   def as_float(self, x:Value) -> Value: return self.elementwise("as_float", "__uint_as_float({0})", x)
   def widen(self, bits:Value, dtype:str) -> Value:
-    """Prints the conversion of a 16-bit float to fp32: cvt for fp16 (PTX ISA 9.7.9.21), a shift for bf16, because a bf16 is the upper half of an
+    """Renders the conversion of a 16-bit float to fp32: cvt for fp16 (PTX ISA 9.7.9.21), a shift for bf16, because a bf16 is the upper half of an
     fp32."""
     if dtype == "bfloat16": return Term(self, f"__uint_as_float({bits.text} << 16)", "float")
     self.declare("widen_half(unsigned)", f'{self.header}float widen_half(unsigned x) {{\n  float y;\n'
                                          '  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)x));\n  return y;\n}')
     return self.call("widen_half", "float", bits)
   def pack(self, x:Value, dtype:str) -> Value:
-    """Prints the rounding of each pair of fp32 numbers to a dword of two 16-bit floats, as cvt (PTX ISA 9.7.9.21). The first operand of cvt becomes
+    """Renders the rounding of each pair of fp32 numbers to a dword of two 16-bit floats, as cvt (PTX ISA 9.7.9.21). The first operand of cvt becomes
     the high half."""
     name, ptx = {"float16": ("pack_half", "f16x2"), "bfloat16": ("pack_bfloat", "bf16x2")}[dtype]
     self.declare(f"{name}(float, float)", f'{self.header}unsigned {name}(float low, float high) {{\n  unsigned y;\n'
@@ -80,7 +80,7 @@ class Cuda(Printer):
     low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
     return Term(self, f"({low} | {high})", "unsigned")
   def sign_halves(self, x:Value) -> Value:
-    """Prints prmt (PTX ISA 9.7.9.7), which here sets all bits of each half of a dword to the half's highest bit. In prmt a selector with its highest
+    """Renders prmt (PTX ISA 9.7.9.7), which here sets all bits of each half of a dword to the half's highest bit. In prmt a selector with its highest
     bit set replicates a byte's sign."""
     self.declare("sign_halves(unsigned)", f"{self.header}unsigned sign_halves(unsigned x) {{\n  unsigned y;\n"
                                           '  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));\n  return y;\n}')

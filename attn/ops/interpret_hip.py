@@ -1,4 +1,4 @@
-"""Interpreter that prints the definition of an operation as HIP for clang. clang's vector types have arithmetic and access to elements."""
+"""Interpreter that renders the definition of an operation as HIP for clang. clang's vector types have arithmetic and access to elements."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from attn.ops.operation import Value
 from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
 class Hip(Printer):
-  """Prints the definition of an operation as HIP. clang's vector types have arithmetic and access to elements."""
+  """Renders the definition of an operation as HIP. clang's vector types have arithmetic and access to elements."""
   header = "static inline __attribute__((device, always_inline)) "
   functions_of_numbers: ClassVar[dict[str, str]] = {
     "log2": "__builtin_amdgcn_logf({0})", "rcp": "__builtin_amdgcn_rcpf({0})", "max": "__builtin_fmaxf({0}, {1})"}
@@ -27,13 +27,13 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Prints one comparison of vectors. If the text compared the elements one by one, clang would keep all results in scalar registers, and there are
-    too few scalar registers for that."""
+    """Renders one comparison of vectors. If the text compared the elements one by one, clang would keep all results in scalar registers, and there
+    are too few scalar registers for that."""
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Prints one comparison of vectors instead of two, if a wave has 64 lanes: there each result of a comparison takes two scalar registers. The
+    """Renders one comparison of vectors instead of two, if a wave has 64 lanes: there each result of a comparison takes two scalar registers. The
     comparison uses the unsigned distances from `first`: an offset below `first` has a large unsigned distance."""
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
@@ -87,7 +87,7 @@ class Hip(Printer):
     if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
     return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")
   def pack(self, x:Value, dtype:str) -> Value:
-    """Prints the rounding to 16 bits. If the chip has no instruction that converts to bf16, the text adds half a unit of bf16's last place to the
+    """Renders the rounding to 16 bits. If the chip has no instruction that converts to bf16, the text adds half a unit of bf16's last place to the
     fp32 bits (and the odd bit, for ties), and keeps the upper half."""
     n = length_of(x.type)
     if dtype == "float16":
@@ -99,7 +99,7 @@ class Hip(Printer):
     return self._words("pack_bfloat", x, [f"__builtin_bit_cast(unsigned, __builtin_convertvector((float2){{x[{i}], x[{i + 1}]}}, bfloat2))"
                                           for i in range(0, n, 2)])
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Prints the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, two fp32 operations round an element x to the 8
+    """Renders the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, two fp32 operations round an element x to the 8
     significant bits of bf16, to nearest even: less = x*(1 - 2^16), and then the fma x*2^16 + less. CDNA executes each of the two operations for two
     elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
     if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
@@ -108,18 +108,18 @@ class Hip(Printer):
     return self._upper_halves("pack_weights", x, f"  {x.type} less = x*{float_literal(1 - factor)};\n"
                               f"  uint{n} u = __builtin_bit_cast(uint{n}, {rounded});\n")
   def _upper_halves(self, name:str, x:Value, rounded:str) -> Value:
-    """Prints a call of a function `name` that packs the upper halves of the dwords u, two halves into each dword. The lines `rounded` compute u from
+    """Renders a call of a function `name` that packs the upper halves of the dwords u, two halves into each dword. The lines `rounded` compute u from
     x."""
     return self._words(name, x, [f"__builtin_amdgcn_perm(u[{i + 1}], u[{i}], 0x07060302u)" for i in range(0, length_of(x.type), 2)], rounded)
   def _words(self, name:str, x:Value, words:list[str], before:str="") -> Value:
-    """Prints a call of a function `name`, and declares this function. The function executes the lines `before`, and then computes the dwords `words`
+    """Renders a call of a function `name`, and declares this function. The function executes the lines `before`, and then computes the dwords `words`
     from the elements of x."""
     out = vector_of("unsigned", len(words))
     result = returned(self.vector_text(out, words) if len(words) > 1 else words[0])
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """Prints an expression that sets each half of a dword to 1 if the half is at least `least`, and else to 0. The expression subtracts least - 1
+    """Renders an expression that sets each half of a dword to 1 if the half is at least `least`, and else to 0. The expression subtracts least - 1
     from the half, saturated at 0 (v_pk_sub_u16 with clamp), and limits the difference to 1 (v_pk_min_u16). The 1 is hidden from clang, which would
     otherwise compare the halves one by one."""
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
@@ -128,11 +128,11 @@ class Hip(Printer):
                  "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
-    """Prints v_perm_b32, which here sets all bits of each half of a dword to the half's highest bit. Its selectors 8 and 9 give the signs of the two
+    """Renders v_perm_b32, which here sets all bits of each half of a dword to the half's highest bit. Its selectors 8 and 9 give the signs of the two
     halves of its second operand."""
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
-    """Prints an expression that is x where a bit of `word` is 1, and 0 where the bit is 0: an AND of x and the sign-extended bit (v_bfe_i32). A
+    """Renders an expression that is x where a bit of `word` is 1, and 0 where the bit is 0: an AND of x and the sign-extended bit (v_bfe_i32). A
     function with a scalar parameter computes the AND, because clang's __builtin_bit_cast, applied to an element of a vector such as v[1], would
     wrongly take v[0]."""
     self.declare("masked(int, float)", f"{self.header}float masked(int mask, float x) {{\n"
@@ -142,7 +142,7 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Prints an exchange between lanes. Returns x of this lane and x of another lane, in either order. `how` selects the instruction:
+    """Renders an exchange between lanes. Returns x of this lane and x of another lane, in either order. `how` selects the instruction:
     v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32. Eight neighbouring lanes exchange by
     DPP or ds_swizzle_b32."""
     x = self.term(x)
@@ -159,11 +159,11 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Prints a hint that keeps each packed dword of x in its register, on chips for which clang would otherwise pack a dword again at each use. (On
+    """Renders a hint that keeps each packed dword of x in its register, on chips for which clang would otherwise pack a dword again at each use. (On
     other chips the hint would cost registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Prints a call of a function that adds the two 16-bit numbers of a dword to a sum. The function has a scalar parameter, because clang's
+    """Renders a call of a function that adds the two 16-bit numbers of a dword to a sum. The function has a scalar parameter, because clang's
     __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
     p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{TWO_ONES[dtype]:08x}u"))

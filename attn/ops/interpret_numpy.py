@@ -88,7 +88,7 @@ class Numbers:
     odd = lane//step % 2 == 1     # the odd rows (of `step` lanes) of the first operand are swapped with the even rows of the second
     return np.where(odd, other, x), np.where(odd, x, other)
   def whole(self, x:Value) -> None:
-    """Does nothing. In printed text `whole` is a hint that all of x is in its registers at this point."""
+    """Does nothing. In rendered text `whole` is a hint that all of x is in its registers at this point."""
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
     """Adds the two 16-bit numbers in each dword of x to c."""
     return self.lanes.dot(x, np.full(x.shape, TWO_ONES[dtype], np.uint32), c, dtype)

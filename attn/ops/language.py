@@ -5,7 +5,7 @@ Python's operators: + - * for numbers, < > <= == for comparisons, & | ~ for cond
 `c.select(condition, x, y)`, registers, branches, exchanges between lanes, and `c.let("m", x)`, which gives a value a name in the text. A vector of n
 numbers is one value. An operation on a vector and a scalar applies the scalar to every element.
 
-attn/ops/interpret_numpy.py computes numbers. interpret_hip.py and interpret_cuda.py print text; printer.py is their common base. interpret_uops.py
+attn/ops/interpret_numpy.py computes numbers. interpret_hip.py and interpret_cuda.py render text; printer.py is their common base. interpret_uops.py
 makes UOps, for devices whose renderer does not know attn's operations (attn/ops/plain.py)."""
 from __future__ import annotations
 import inspect
@@ -26,7 +26,7 @@ class KernelText:
   language: str
   arch: str
   functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after its callees
-  compounds: dict[Any, tuple[str, list[Any]]] = field(default_factory=dict)        # functions and operands of the compound operations printed so far
+  compounds: dict[Any, tuple[str, list[Any]]] = field(default_factory=dict)        # functions and operands of the compound operations rendered so far
   def printer(self) -> Printer: return LANGUAGES[self.language](self.arch, self.functions)
 
   def call(self, call:Call, out:str, types:Sequence[str], sources:Sequence[str]) -> str:
@@ -42,7 +42,7 @@ class KernelText:
     return function_text(call.name, found, printer, out, types, sources)
 
   def compound(self, call:Call, definition:Callable[..., Any], out:str, types:Sequence[str], sources:Sequence[str]) -> str:
-    """Returns the C++ expression that calls the function of a compound operation. The function is printed once for all calls with these types."""
+    """Returns the C++ expression that calls the function of a compound operation. The function is rendered once for all calls with these types."""
     names = operands_of(definition)
     types, sources = types[:len(names)], [bare(x) for x in sources[:len(names)]]     # further sources only order the call after other statements
     key = (call, out, *types)
@@ -86,9 +86,9 @@ def compound_function(call:Call, definition:Callable[..., Any], printer:Printer,
   return name, operands
 
 def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Decorator that makes a Python function the definition of the operation `name`. The operation is printed as one C++ function for each combination
-  of operand types; with `inline` it is printed as an expression. If functions for the same types also differ by static parameters, `suffix` must be a
-  format string of these parameters. The formatted suffix is added to the C++ function's name."""
+  """Decorator that makes a Python function the definition of the operation `name`. The operation is rendered as one C++ function for each combination
+  of operand types; with `inline` it is rendered as an expression. If functions for the same types also differ by static parameters, `suffix` must be
+  a format string of these parameters. The formatted suffix is added to the C++ function's name."""
   def define(definition:Callable[..., Any]) -> Callable[..., Any]:
     taken = None if inline else len(operands_of(definition))
     def meaning(lanes:Lanes, *sources:Any, **static:Any) -> Any: return definition(Numbers(lanes), *sources[:taken], **static)

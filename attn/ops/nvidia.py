@@ -1,5 +1,5 @@
-"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for. Each instruction is defined twice: by the CUDA text that is printed, and by
-the numpy function with which the emulator computes it.
+"""Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for. Each instruction is defined twice: by the CUDA text that is rendered, and
+by the numpy function with which the emulator computes it.
 
 Section numbers refer to the PTX ISA 8.7. A C fragment is a float4: a lane has elements of two rows. A number per row, such as the row's maximum, is a
 float2: one element for each of the lane's two rows. An A fragment is a uint4. The B fragments of two neighbouring tiles share a uint4.
@@ -73,18 +73,18 @@ def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchr
   """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true. The rest of the 16 bytes becomes zero.
   `source` and `to` are INDEXes. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So many addresses need only
   one register. With `asynchronous`, nbytes is 0 or 16, both addresses are multiples of 16, and the data have arrived only after `wait_copies`.
-  Returns a statement."""
+  Returns a statement (an operation with a side effect)."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
   """Copies 4 bytes from `source` to `to` asynchronously, if `gate` is true. Both are INDEXes. If `there` is false, 0 is written to `to` instead.
-  Returns a statement."""
+  Returns a statement (an operation with a side effect)."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
   """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (The kernel uses this instead of a STORE, after which
-  tinygrad would add a barrier.) Returns a statement."""
+  tinygrad would add a barrier.) Returns a statement (an operation with a side effect)."""
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(order:UOp) -> UOp:
-  """Makes one group of the copies that this thread has started since its last `commit`. Returns a statement."""
+  """Makes one group of the copies that this thread has started since its last `commit`. Returns a statement (an operation with a side effect)."""
   return statement("commit", order)
 def wait_copies(order:UOp, but:int) -> UOp:
   """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. Returns a
@@ -133,7 +133,8 @@ def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
 def stmatrix(row:UOp, words:UOp) -> UOp:
   """Stores four 8x8 matrices of 16-bit elements. sm_90 and later chips have this instruction. Lane l's `row` is an INDEX that points to row l%8 of
-  matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16. Returns a statement."""
+  matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16. Returns a statement (an operation
+  with a side effect)."""
   return statement("stmatrix", row, words)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """Computes c + A B by one mma.sync. `b` has the B fragments of two neighbouring tiles; `half` selects one of them."""
@@ -160,7 +161,7 @@ def zero(order:UOp) -> UOp:
   """Makes a C fragment of zeros, once `order` is computed."""
   return emit("zero", F4, order)
 def clear(acc:UOp, *done:UOp) -> UOp:
-  """Sets all C fragments of a placeholder of registers to zero. Returns a statement."""
+  """Sets all C fragments of a placeholder of registers to zero. Returns a statement (an operation with a side effect)."""
   return statement("clear", acc[0], *done, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
   """Multiplies a lane's elements of one row by a factor and packs them, rounded to nearest even. The elements come from four neighbouring C

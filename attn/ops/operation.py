@@ -1,4 +1,4 @@
-"""Operations that tinygrad has no UOp for: how they appear in a kernel, in the printed source and in the emulator.
+"""Operations that tinygrad has no UOp for: how they appear in a kernel, in the rendered source and in the emulator.
 
 In a kernel an operation is one `Ops.CUSTOM` whose argument is a `Call`: the operation's name and its static parameters. The renderer gets the text
 from the `Operation` of that name. The emulator gets its `meaning`: a numpy function that computes the operation. There are two kinds of operations:
@@ -9,7 +9,7 @@ in numpy;
 A statement is an operation that is executed for its effect (see `statement`).
 
 `emit` avoids these traps of `Ops.CUSTOM` in tinygrad 0.14.0. A CUSTOM needs an explicit dtype and at least one source (the shape of the CUSTOM is the
-shape of its sources). An INDEX source prints as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed. tinygrad
+shape of its sources). An INDEX source renders as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed. tinygrad
 drops a CUSTOM of dtype void."""
 from __future__ import annotations
 import functools
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import DType, GroupOp, Ops, UOp, VectorDType, dtypes, new_uop
 
 Array = NDArray[Any]
-Value = Any            # value in a definition: an array, a Term of the printed text, or Elements (UOps)
+Value = Any            # value in a definition: an array, a Term of the rendered text, or Elements (UOps)
 
 class Variable:
   """Variable in the definition of an operation. A branch of the definition may assign to it."""
@@ -133,7 +133,7 @@ class Call:
 class Operation:
   """Definition of an operation. An instruction has a `meaning` (lanes, *sources, **static), which is the numpy function that computes the
   instruction, and a text for each language, HIP or CUDA, that can express the instruction. A compound operation has a `definition` (language,
-  *sources, **static), from which the numpy function and the texts are made. An `inline` operation is printed as an expression where it is used, and
+  *sources, **static), from which the numpy function and the texts are made. An `inline` operation is rendered as an expression where it is used, and
   not as a function."""
   meaning: Callable[..., Any]
   hip: Callable[..., Text]|Text|None = None

@@ -102,7 +102,7 @@ ARITHMETIC = {Ops.ADD: operator.add, Ops.SUB: operator.sub, Ops.MUL: operator.mu
 
 def plain(sink:UOp, checked:bool=False) -> UOp:
   """Converts a kernel to plain UOps. With `checked`, the operations whose operands the emulator checks stay as they are; only attn's renderers can
-  print these operations. Raises NotImplementedError for an instruction that works across threads."""
+  render these operations. Raises NotImplementedError for an instruction that works across threads."""
   work = Plain(sink, checked)
   for u in sink.toposort(): work.found[u] = work.of(u)
   return work.found[sink]

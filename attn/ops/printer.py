@@ -1,5 +1,5 @@
-"""Interpreter that prints the definition of an operation: `Printer` builds the C++ text. The subclasses of `Printer` in attn/ops/interpret_hip.py and
-attn/ops/interpret_cuda.py define what HIP and CUDA write differently."""
+"""Interpreter that renders the definition of an operation: `Printer` builds the C++ text. The subclasses of `Printer` in attn/ops/interpret_hip.py
+and attn/ops/interpret_cuda.py define what HIP and CUDA write differently."""
 from __future__ import annotations
 import functools, math, re
 from collections import Counter
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from attn.ops.operation import Value, Variable
 
-PRINTED_WIDTH = 120            # columns of a printed line, if it can be broken
+PRINTED_WIDTH = 120            # columns of a rendered line, if it can be broken
 
 # ***** layout of the text *****
 
@@ -88,7 +88,7 @@ class RegisterArray:
 
 @dataclass(frozen=True)
 class Signature:
-  """Parameters and result of a printed function that works on register arrays."""
+  """Parameters and result of a rendered function that works on register arrays."""
   parameters: Sequence[str]
   declaration: str = ""  # declaration of a struct that the function takes and returns
   type: str = ""         # type of the result, if not the operation's own
@@ -142,7 +142,7 @@ class Printer:
     """Declares this operator for operands of types x and y, if the language does not have it. Does nothing for a language that has it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """Prints a call of a function `name` that applies the expression `scalar` to each element of vectors. The expression has {0} and {1} for its
+    """Renders a call of a function `name` that applies the expression `scalar` to each element of vectors. The expression has {0} and {1} for its
     operands."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)

@@ -1,7 +1,7 @@
-"""tinygrad's renderers for HIP and CUDA, extended for attn's kernels: they also print the text of operations, the functions that these operations
+"""tinygrad's renderers for HIP and CUDA, extended for attn's kernels: they also render the text of operations, the functions that these operations
 call, and vector types.
 
-`OperationsPrinter` is the last base of each class here, as in `class X(HIPRenderer, OperationsPrinter)`. tinygrad's class comes first: it prints the
+`OperationsPrinter` is the last base of each class here, as in `class X(HIPRenderer, OperationsPrinter)`. tinygrad's class comes first: it renders the
 kernel and passes the text on to `OperationsPrinter`."""
 from __future__ import annotations
 import re
@@ -52,7 +52,7 @@ def c_type(u:UOp) -> str:
 class OperationsPrinter(CStyleLanguage):
   language: ClassVar[str]
   def learn(self) -> None:
-    """Teaches the renderer to print operations. Each constructor calls `learn` after the constructor of tinygrad's class."""
+    """Teaches the renderer to render operations. Each constructor calls `learn` after the constructor of tinygrad's class."""
     self.string_rewrite = print_calls + self.string_rewrite
   def _render(self, uops:list[UOp]) -> Any:
     self.operations = KernelText(self.language, self.target.arch)
@@ -62,8 +62,8 @@ class OperationsPrinter(CStyleLanguage):
     types = [c_type(u) for u in x.src]
     return self.operations.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src])
   def need_operator(self, x:UOp) -> None:
-    """Declares a C++ operator between vectors, if the language does not have it. tinygrad prints its own operators unchanged and expects the language
-    to define them on vectors."""
+    """Declares a C++ operator between vectors, if the language does not have it. tinygrad renders its own operators unchanged and expects the
+    language to define them on vectors."""
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
     """Returns declarations of types that the source uses and that tinygrad does not declare. tinygrad itself declares a type only if a kernel
@@ -71,7 +71,7 @@ class OperationsPrinter(CStyleLanguage):
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
     """Returns the source of a kernel. The source of an attn kernel (see `is_ours`) begins with the line MARK. The source of any other kernel is the
-    source that tinygrad prints."""
+    source that tinygrad renders."""
     if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
@@ -144,7 +144,7 @@ class OperationsHIPCCRenderer(HIPCCRenderer, HipOperations):
     super().__init__(target)
     self.learn()
 class OperationsHIPTextRenderer(OperationsHIPCCRenderer):
-  """Renderer that prints HIP and has no compiler."""
+  """Renderer for HIP, without a compiler."""
   def __init__(self, target:Target):
     with without_comgr(): super().__init__(target)
 
@@ -166,15 +166,15 @@ def machine_code(compiler:Any, arch:str) -> Any:
   return type(compiler)("sm_90a" if arch == "sm_90" else arch, ptx=False, cache_key="cuda_machine_code")
 
 def printer_of(arch:str) -> OperationsPrinter:
-  """Returns the renderer that prints kernels for `arch`, as HIP (gfx...) or CUDA (sm_...)."""
+  """Returns the renderer of kernels for `arch`, as HIP (gfx...) or CUDA (sm_...)."""
   if arch.startswith("sm_"): return OperationsNVCCRenderer(Target("CUDA", "NVCC", arch))
   return OperationsHIPTextRenderer(Target("AMD", "HIPCC", arch))
 
 def render(sink:UOp, arch:str) -> str:
-  """Prints a kernel's AST as HIP (gfx...) or CUDA (sm_...) source for `arch`. Needs no compiler and no GPU."""
+  """Renders a kernel's AST as HIP (gfx...) or CUDA (sm_...) source for `arch`. Needs no compiler and no GPU."""
   renderer = printer_of(arch)
   return renderer.render(lower(sink, renderer))
 
 def adapt(devices:str|tuple[str, ...]|None) -> None:
-  """Makes the CUDA devices among `devices` use renderers that can print attn's kernels, for the rest of the process."""
+  """Makes the CUDA devices among `devices` use renderers that can render attn's kernels, for the rest of the process."""
   adapt_cuda(devices, {CUDARenderer: OperationsCUDARenderer, NVCCRenderer: OperationsNVCCRenderer})

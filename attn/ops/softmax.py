@@ -232,7 +232,7 @@ def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
   """Multiplies the accumulators of each tile by the factors of the tile's rows, if any factor in the wave is not 1. `acc` and `factors` are
-  placeholders of registers. Returns a statement."""
+  placeholders of registers. Returns a statement (an operation with a side effect)."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *done, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 

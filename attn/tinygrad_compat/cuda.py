@@ -119,7 +119,7 @@ def addresses_of(buffer:Any) -> list[Any]:
 
 # **** installation of both changes ****
 def adapt_cuda(devices:str|tuple[str, ...]|None, renderers:dict[type[Renderer], type[Renderer]]) -> None:
-  """Changes the CUDA devices among `devices` for the rest of the process: they print kernels with the given `renderers` in place of tinygrad's,
+  """Changes the CUDA devices among `devices` for the rest of the process: they render kernels with the given `renderers` in place of tinygrad's,
   launch kernels with dynamic shared memory, and make graphs by `with_selected_inputs`."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if name.split(":")[0] != "CUDA" or (dev := device_of(name)).runtime_t is dynamic_shared_program: continue

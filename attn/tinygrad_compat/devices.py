@@ -75,8 +75,8 @@ def decode_instruction(data:bytes, tables:str) -> Any:
 
 @contextlib.contextmanager
 def without_comgr() -> Iterator[None]:
-  """Context in which a HIP renderer that only prints can be constructed. tinygrad's constructor imports its compilers, which would load ROCm's comgr;
-  here it imports a stand-in. comgr's LLVM ends the process if another LLVM of the system is already loaded (Debian's comgr beside pocl, for
+  """Context in which a HIP renderer without a compiler can be constructed. tinygrad's constructor imports its compilers, which would load ROCm's
+  comgr; here it imports a stand-in. comgr's LLVM ends the process if another LLVM of the system is already loaded (Debian's comgr beside pocl, for
   example)."""
   name = "tinygrad.runtime.support.compiler_amd"
   if name in sys.modules:

@@ -1,4 +1,4 @@
-"""Lowers kernels, with or without a device, and finds the place of each operation in Python and in the printed source (for attn/emulator)."""
+"""Lowers kernels, with or without a device, and finds the place of each operation in Python and in the rendered source (for attn/emulator)."""
 from __future__ import annotations
 import contextlib, gc, os, re, sys
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ def without_collections() -> Iterator[None]:
     if enabled: gc.enable()
 
 def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
-  """Lowers a kernel's AST (a SINK) to the list of UOps that `renderer` prints, by the steps of tinygrad's own `to_program`."""
+  """Lowers a kernel's AST (a SINK) to the list of UOps that `renderer` emits, by the steps of tinygrad's own `to_program`."""
   with Context(ALLOW_DEVICE_USAGE=0), without_collections():
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
@@ -78,7 +78,7 @@ def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]
     return lower(sink, renderer)
 
 def statements(renderer:Any, uops:list[UOp]) -> tuple[str, dict[UOp, int]]:
-  """Prints a program with `renderer`. Returns the source, and for each UOp its line in the source, counted from 0. This is the line of the UOp's own
+  """Renders a program with `renderer`. Returns the source, and for each UOp its line in the source, counted from 0. This is the line of the UOp's own
   statement, or of the statement of the first UOp that uses it in an expression."""
   printed: list[tuple[UOp, str]] = []
   rules = renderer.string_rewrite

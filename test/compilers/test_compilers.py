@@ -290,7 +290,7 @@ def test_the_command_tells_both_compilers(machine):
   assert re.fullmatch(f"reports: {PACKAGED}\nDEV=AMD: {GOOD}\n", done.stdout), done
 
 def sources(renderer) -> str:
-  """Returns the source that `renderer` prints for a kernel of attn."""
+  """Returns the source that `renderer` emits for a kernel of attn."""
   placeholders = (UOp.placeholder((1, 2, 256, 64), dtypes.half, slot) for slot in range(4))
   return renderer.render(lower(flash_attention_fn(arch="gfx942")(*placeholders).sink, renderer))
 
@@ -312,7 +312,7 @@ def test_import_runs_and_searches_nothing(machine):
   assert answer(machine, code) == "[] []"
 
 def test_printing_and_emulating_load_no_comgr(machine):
-  """Printing and emulating a kernel do not load comgr. The LLVM inside comgr crashes a process that has loaded another LLVM, for example with an
+  """Rendering and emulating a kernel do not load comgr. The LLVM inside comgr crashes a process that has loaded another LLVM, for example with an
   OpenCL driver."""
   code = ("import sys, attn; from attn.ops.renderers import render; from tinygrad import Tensor, UOp, dtypes\n"
           "q = Tensor([[[[1.0]*16]*16]], dtype=dtypes.half, device='EMU::gfx942'); attn.attention(q, q, q).realize()\n"
@@ -355,7 +355,7 @@ def test_bench_without_a_compiler_for_bounds(machine):
 # ***** the renderers *****
 
 def elementwise(op, dtype, renderer) -> str:
-  """Returns the source that `renderer` prints for out[i] = op(x[i])."""
+  """Returns the source that `renderer` emits for out[i] = op(x[i])."""
   out, x, i = UOp.placeholder((256,), dtype, 0), UOp.placeholder((256,), dtype, 1), UOp.range(256, 0, AxisType.GLOBAL)
   return renderer.render(lower(out[i].store(x[i].load().alu(op)).end(i).sink(arg=KernelInfo("E", opts_to_apply=())), renderer))
 

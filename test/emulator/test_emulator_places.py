@@ -105,7 +105,7 @@ def test_a_value_out_of_scope_names_both_ends() -> None:
   assert [x.split(":")[0].strip() for x in places(e)[::2]] == ["test/emulator/test_emulator_checks.py"]*2
 
 def test_statements() -> None:
-  """`statements` assigns each printed UOp the line of its declaration or statement."""
+  """`statements` assigns each rendered UOp the line of its declaration or statement."""
   tensors = [UOp.placeholder((1, 2, 64, 64), dtypes.half, i) for i in range(4)]
   renderer = OperationsHIPCCRenderer(Target("AMD", "HIPCC", "gfx942"))
   uops = lower(flash_attention_fn(arch="gfx942")(*tensors).sink, renderer)
@@ -132,7 +132,7 @@ def test_few_kernels_are_remembered() -> None:
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """The emulator prints the source that hardware gets, although the emulator keeps a kernel's outputs as sources of the SINK."""
+  """The emulator renders the source that hardware gets, although the emulator keeps a kernel's outputs as sources of the SINK."""
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):

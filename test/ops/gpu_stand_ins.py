@@ -1,4 +1,4 @@
-"""C++ stand-ins for a GPU's builtins and instructions. test_ops.py compiles the printed text of operations for HIP and CUDA with them, on this
+"""C++ stand-ins for a GPU's builtins and instructions. test_ops.py compiles the rendered text of operations for HIP and CUDA with them, on this
 machine.
 
 The lanes of a wave run one after another. `in_lockstep` repeats them until every lane has read the right values of the other lanes.

@@ -1,4 +1,4 @@
-"""Tests that the printed texts of an operation agree with its numpy function, which the emulator runs. The texts for HIP and CUDA are compiled for
+"""Tests that the rendered texts of an operation agree with its numpy function, which the emulator runs. The texts for HIP and CUDA are compiled for
 this machine, with stand-ins for the GPU's builtins and instructions. The tests also cover the interpreters of compound operations.
 
 Each lane has its own operands. A text without an exchange, or with an exchange with the wrong lane, therefore gives wrong results.
