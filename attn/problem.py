@@ -396,7 +396,7 @@ class Problem:
     return 2*self.all_heads*visible*(self.D + self.Dv)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """Numbers of the first and the last row of each piece of q, in one list. A piece is a group of rows that are neighbours in their sequence."""
+    """Indices of the first and the last row of each piece of q, in one list. A piece is a group of rows that are neighbours in their sequence."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 

@@ -44,8 +44,8 @@ def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[
   """Returns the kernel with the tile `tile` that computes dk and dv, and adds dQ to its fp32 accumulator in memory."""
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the kernel that computes dq from the sums of dQ: it multiplies them by softmax_scale and rounds them. It runs after the kernel that
-  `all_of` returns for `tile`, which adds to these sums."""
+  """Returns the kernel that turns the fp32 accumulator of dQ in memory into dq: multiplies it by softmax_scale and rounds it. It runs after the
+  kernel that `all_of` returns for `tile`, which adds to the accumulator."""
   return kernels_at_once(tile).finish(p, arch)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
@@ -72,7 +72,7 @@ class ChosenKernel:
 
     tile: the tile that was chosen, or None for a kernel that has nothing to choose
     over: "keys" or "queries": the rows of the tiles that `explain` counts. "" if it counts none
-    parts: number of parts into which it divides its sums; 0: no parts
+    parts: number of partial results that it stores of each of its gradients; 0: it stores the gradient itself
     tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""
   name: str
   tile: AnyBackwardTile|None = None
@@ -139,9 +139,10 @@ class Parts:
   sums: tuple[int, ...] = ()
 
 def choose_parts(p:Problem, arch:Chip) -> Parts:
-  """Chooses into how many parts each backward kernel divides its sums. Sums are divided if a kernel has fewer workgroups than the chip can work on:
-  then several workgroups compute parts of one sum, and write them as fp32 numbers. The time is estimated by the model of `splits.split_heuristic`. To
-  limit the memory for these parts, a kernel gets at most as many additional workgroups as fill the chip FULL_GRIDS times."""
+  """Chooses how many partial results of its gradients each backward kernel stores. It stores more than one if it has fewer workgroups than the chip
+  can work on: then several workgroups compute parts of one gradient, as fp32 numbers, and a further kernel adds them. The time is estimated by the
+  model of `splits.split_heuristic`. To limit the memory for the partial results, a kernel gets at most as many additional workgroups as fill the chip
+  FULL_GRIDS times."""
   dq, dkdv = tiles_of(p, arch)
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
   group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
@@ -157,7 +158,7 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
-  """Chooses into how many parts `backward_dbias` divides its sum; 0: not divided."""
+  """Chooses how many partial results `backward_dbias` stores of its sum; 0: it stores the sum itself."""
   share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)

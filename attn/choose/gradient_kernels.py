@@ -54,8 +54,8 @@ class BiasKernel:
 
 @dataclass(frozen=True)
 class AtOnce:
-  """The kernels that compute dq, dk and dv at once, in place of two kernels: the first begins the sums of dQ, the second adds to them and computes dk
-  and dv, the third makes dq of the sums."""
+  """The kernels that compute dq, dk and dv at once, in place of two kernels. The first sets the fp32 accumulator of dQ in memory to 0. The second
+  computes dk and dv, and adds to the accumulator. The third turns the accumulator into dq."""
   tile: Callable[[Problem, Chip], AtOnceTile|str]            # the tile of the second one, or the reason why two kernels compute the gradients
   delta: Callable[..., Callable[..., UOp]]
   all: Callable[..., Callable[..., UOp]]

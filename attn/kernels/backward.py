@@ -43,10 +43,11 @@ class BackwardTrip(Protocol[Carry]):
                                                           `name`."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
-  """The steps on a tile of queries, if workgroups that own keys also add up dQ. The sums of dQ lie in memory, because all workgroups add to them."""
+  """The operations on a tile of queries, if workgroups that own keys also add up dQ. The fp32 accumulator of dQ lies in memory, because all
+  workgroups add to them."""
   def start_dq(self, s:Carry, weights:Any) -> Carry:
     """Starts the product of dS (`weights`) and K that gives dQ of the tile, summed over all keys of the workgroup."""
-  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the sums of dQ in memory."""
+  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory."""
 
 class OwnUnit(Protocol[Carry]):
   """The part of a problem that one workgroup owns (rows, or a block of a bias), and the loop over the tiles that this part needs."""

@@ -1,13 +1,12 @@
 """Merges results of attention over different keys: results of one device that reads the keys in several steps, or results of several devices that
 hold different keys.
 
-  merge(p, arch, parts)(o, [lse, [lse_rest,]] part_0, part_1, ..., [sinks])
+  merge(p, arch, parts)(o, lse, part_0, part_1, ...)
 
-A part is one float32 buffer, so that one copy brings it to another device. A part holds, for some of the rows: first o, normalised, in the layout of
-the problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE, which fp32 rounding removed. Each of these begins at a
-multiple of UNIT_BYTES, because kernels write results by vectors of up to that size.
-attn/kernels/parts/weights/merging.py holds the formula.
-"""
+It takes lse if the call returns it, lse_rest after lse if the problem has it, and sinks at the end. A part is one float32 buffer, so that one copy
+brings it to another device. A part holds, for some of the rows: first o, normalised, in the layout of the problem; then the LSE in natural logarithm;
+and with p.wide_scores the rest of the LSE, which fp32 rounding removed. Each of these begins at a multiple of UNIT_BYTES, because kernels write
+results by vectors of up to that size. attn/kernels/parts/weights/merging.py holds the formula."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Callable

@@ -308,7 +308,7 @@ class DqOfTile:
     return found
 
   def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp]) -> list[UOp]:
-    """Returns statements that add C fragments to the sums of dQ. `first` is the first query of the tile."""
+    """Returns statements that add C fragments to the fp32 accumulator of dQ in memory. `first` is the first query of the tile."""
     mat, sums = self.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
                        steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]

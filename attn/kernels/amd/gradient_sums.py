@@ -21,8 +21,8 @@ from attn.tinygrad_compat import UOp
 NUMBERS_OF_PIECE = 4      # neighbouring elements of a row of dQ that a thread reads or writes
 
 def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
-  """Returns the index, in the sums of dQ, of the first element of a matrix tile. `first_query` is the first query of the tile, a multiple of mat.M.
-  `column` is the index of the tile in its row of tiles."""
+  """Returns the index, in the fp32 accumulator of dQ, of the first element of a matrix tile. `first_query` is the first query of the tile, a multiple
+  of mat.M. `column` is the index of the tile in its row of tiles."""
   rows = (group.batch*group.p.H + head)*(dq_sums(group.p)[0][1]*QUERIES_OF_SUMS) + first_query
   return rows*group.p.D + column*(mat.M*mat.N)
 
@@ -63,7 +63,7 @@ def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
   return flat(group.given["dq_sums"]).bitcast(ops.f32(NUMBERS_OF_PIECE))[(tile + element*mat.wave + h*mat.N + column%mat.N)//NUMBERS_OF_PIECE]
 
 def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and begins the sums of dQ with 0. Its placeholders have the order of `tensors.delta_arguments(p,
+  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. Its placeholders have the order of `tensors.delta_arguments(p,
   dlse)`."""
   def kernel(*args:UOp) -> UOp:
     group, tile, at = of_queries(p, arch, delta_arguments(p, dlse), args)
@@ -77,8 +77,8 @@ def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp
   return kernel
 
 def amd_finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
-  """Returns the kernel that turns the sums into dq: multiplies them by softmax_scale and rounds them. Its placeholders have the order of
-  `tensors.finish_arguments(p)`."""
+  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. Its placeholders have the order
+  of `tensors.finish_arguments(p)`."""
   def kernel(*args:UOp) -> UOp:
     group, tile, _ = of_queries(p, arch, finish_arguments(p), args)
     sums = [(row, column, sums_at(group, tile.matrix, row, column).load()) for row, column in pieces(group, tile)]

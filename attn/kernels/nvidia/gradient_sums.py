@@ -1,5 +1,5 @@
-"""The sums of dQ in memory, to which all blocks that own keys add, and two small kernels. One runs before the blocks add: it computes delta and sets
-the sums to 0. The other runs after them: it turns the sums into dq.
+"""The fp32 accumulator of dQ in memory, to which all blocks that own keys add, and two small kernels. One runs before the blocks add: it computes
+delta and sets the sums to 0. The other runs after them: it turns the sums into dq.
 
 The sums lie in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. The four numbers that a lane holds of a fragment
 lie side by side, and the numbers of the next lane follow. So a warp adds its fragments to consecutive numbers."""
@@ -20,8 +20,8 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
-  """Returns the index, in the sums of dQ, of the first number of a C fragment of 16 queries and 8 columns. `first_query` is the first query of the
-  tile, `warp` says which 16 queries of the tile, and `fragment` which columns."""
+  """Returns the index, in the fp32 accumulator of dQ, of the first element of a C fragment of 16 queries and 8 columns. `first_query` is the first
+  query of the tile, `warp` says which 16 queries of the tile, and `fragment` which columns."""
   p = group.p
   tile = (group.batch*p.H + head)*dq_sums(p)[0][1] + first_query//QUERIES_OF_SUMS
   row = tile*(QUERIES_OF_SUMS//mat.M) + warp
@@ -48,7 +48,7 @@ class QueriesOfSums:
     return [flat(group.given["dq_sums"]).bitcast(nv.F4)[first + i*(mat.M*mat.N//4)] for i in range(fragments(group.p.D, mat))]
 
 def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and begins the sums of dQ with 0. Its placeholders have the order of `tensors.delta_arguments(p,
+  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. Its placeholders have the order of `tensors.delta_arguments(p,
   dlse)`."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)

@@ -1,2 +1,2 @@
-"""The tiles of the kernels. A tile is a set of numbers that says how a kernel divides a problem over workgroups and threads. Each kind of matrix unit
-has a file."""
+"""Tile descriptions of the kernels. A description, such as `Tile` or `BackwardTile`, is a set of sizes: it says how a kernel divides a problem over
+workgroups and threads. Each kind of matrix unit has a file."""

@@ -1,4 +1,5 @@
-"""The tiles of the kernels on NVIDIA's mma.sync."""
+"""Tile descriptions of the kernels on NVIDIA's mma.sync: how many rows a block owns and loops over, how warps divide them, and how rows lie in shared
+memory."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar

@@ -1,4 +1,5 @@
-"""The tiles of the kernels in plain UOps, whose threads form a rectangle, and the matrices that these kernels keep in local memory."""
+"""Tile descriptions of the kernels in plain UOps: how the threads of a workgroup form a rectangle, which rows each thread computes, and which
+matrices lie in local memory."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass

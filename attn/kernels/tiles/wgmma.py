@@ -1,4 +1,5 @@
-"""The tiles of the kernels on Hopper's wgmma."""
+"""Tile descriptions of the kernels on Hopper's wgmma: how many rows a block owns and loops over, how many warpgroups it has, and how rows lie in
+shared memory."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar

@@ -15,7 +15,7 @@ from attn.score.terms import check_derivatives, score_terms
 
 X = TypeVar("X")
 
-QUERIES_OF_SUMS = 64      # queries of a tile of the sums of dQ
+QUERIES_OF_SUMS = 64      # queries of a tile of dQ's fp32 accumulator
 MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:
@@ -67,8 +67,8 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
-  """Returns (shape, dtype) of the fp32 sums of dQ, to which every workgroup that owns keys adds its share. The sums of a head fill whole tiles of
-  queries."""
+  """Returns (shape, dtype) of the fp32 accumulator of dQ in memory, to which every workgroup that owns keys adds its share. For each head it has
+  whole tiles of queries."""
   return ((p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS), QUERIES_OF_SUMS*p.D), "float32")
 
 def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
@@ -81,13 +81,13 @@ def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
   return {"dq_sums": dq_sums(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def all_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the sums of dQ, to which the kernel adds, and then the
-  tensors of `dkdv_arguments`."""
+  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the fp32 accumulator of dQ, to which the kernel adds, and
+  then the tensors of `dkdv_arguments`."""
   return {"dq_sums": dq_sums(p), **dkdv_arguments(p, parts)}
 
 def finish_arguments(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq. It reads the sums of dQ, and the
-  lengths of sequences."""
+  """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq. It reads the fp32 accumulator of
+  dQ, and the lengths of sequences."""
   return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
