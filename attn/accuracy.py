@@ -288,7 +288,8 @@ class _Pairs:
   `slope` is the derivative of the final score by `raw` (softcap and score_mod change it from 1), and `slope_off` its error. `factor` is 1/(1 -
   dropout_p) for a pair that dropout keeps, 0 for another pair, and None without dropout. `off` is the standard deviation of the score's error in
   fp32, and `own` the part of `off` that arises after the product. For each row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is
-  the result of `_rounding` for the weights of forward. q, k and v have equal numbers of heads."""
+  the result of `_rounding` for the weights of forward. `weights` are the numbers that forward rounds, up to a factor of each row: P, or P times the
+  scales of V's rows. q, k and v have equal numbers of heads."""
   dtype: str
   flushes: bool
   scale: float
@@ -305,6 +306,7 @@ class _Pairs:
   lse: Array
   lse_off: Array
   rounding: tuple[Array, Array|None]
+  weights: Array
   def kept(self, a:Array) -> Array:
     """Applies dropout to `a`, which has a value for each pair."""
     return a if self.factor is None else a*self.factor
@@ -325,7 +327,8 @@ def _off_by_a_function(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[
 BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] = {
   "softcap": _off_by_the_cap, "score_mod": _off_by_a_function}
 
-def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool) -> _Pairs:
+def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool,
+           v_scales:Array|None=None) -> _Pairs:
   given_q, given_k, v = with_heads(q, k, _clean(v), np.float64)
   q, k = _finite(given_q), _finite(given_k)
   if x.bias is not None: x = replace(x, bias=np.where(np.isnan(x.bias) | np.isposinf(x.bias), 0, x.bias.astype(np.float64)))
@@ -352,28 +355,41 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
     3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + _roundings(p))
   above = np.exp(np.minimum(lse - top, MOST))      # forward's weights are relative to the row's largest score, or to a lower number
+  weights = p
+  if v_scales is not None:                         # then relative to the row's largest product of P and a scale
+    scales = np.repeat(_scales_in_range(v_scales), q.shape[-3]//v_scales.shape[-2], axis=-2)[..., None, :]
+    weights = p*scales
+    largest = weights.max(-1, keepdims=True, initial=0)
+    above = scales/np.where(largest > 0, largest, 1)
   r, lost = _rounding(p*above, dtype, flushes)
   factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)
   return _Pairs(dtype, flushes, scale, q, k, v, raw, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, own, lse, lse_off,
-                (r/above, None if lost is None else lost/above))
+                (r/above, None if lost is None else lost/above), weights)
 
 # ***** forward *****
 
+def _scales_in_range(scales:Array) -> Array:
+  """Replaces scales of rows of zeros, and NaN, by a small number. A kernel may use any small number there."""
+  return np.where(scales > 0, scales, 2.0**-100)
+
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
-           out_dtype:str, flushes:bool=False) -> tuple[Law, Law]:
+           out_dtype:str, flushes:bool=False, v_scales:Array|None=None) -> tuple[Law, Law]:
   """Computes the accuracy laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the
-  matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does."""
+  matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does. If k and v are stored in 8 bits, they are given as float64, each row times its
+  scale, and `v_scales` (B, Hkv, Sk) are the scales of V."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
     keys = (one, Ellipsis, slice(n), slice(None))
-    t = _pairs(q[one], k[keys], v[keys], scale, window, offset + shift, x, dtype, flushes)
+    scales = None if v_scales is None else v_scales[one, ..., :n]
+    t = _pairs(q[one], k[keys], v[keys], scale, window, offset + shift, x, dtype, flushes, scales)
     centre = _finite(o[one])
-    total, equals = _grouped(t.p, t.rounding[0], t.v, t.factor, centre)
+    total, equals = _grouped(t.weights, t.rounding[0], t.v, t.factor, centre)
     of_o.add(one, _Moments(total/3, _slack_of_o(t, centre), equals))
     of_lse.slack[one] = t.lse_off[..., 0]
   if flushes:
-    small = exact(_flushed(q, dtype), _flushed(k, dtype), _flushed(v, dtype), scale, window, offset, options)
+    of_keys = (k, v) if v_scales is not None else (_flushed(k, dtype), _flushed(v, dtype))
+    small = exact(_flushed(q, dtype), *of_keys, scale, window, offset, options)
     for found, a, b in zip((of_o, of_lse), small, (o, lse)): found.slack[...] += np.abs(_finite(a) - _finite(b))
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
@@ -397,7 +413,7 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
   found = SIGMAS*np.sqrt(of_products + of_weights)
   found += _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
   if (lost := t.rounding[1]) is not None:
-    mass = lost.sum(-1, keepdims=True)
+    mass = lost.sum(-1, keepdims=True) if t.weights is t.p else np.zeros_like(t.lse)     # sums of scaled weights lose nothing
     found += (t.kept(lost) @ np.abs(t.v) + mass*np.abs(o))/np.maximum(1 - mass, FP32)
   return found
 

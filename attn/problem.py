@@ -12,7 +12,9 @@ LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)",
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "as True",
           "top-left": "query i sees keys j <= i"}
 ORDERS = {"contiguous": 1, "zigzag": 2}     # orders in which devices hold a sequence, and the number of its pieces that each device has
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}   # size of an element
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1}   # size of an element
+STORED = {"int8": "int8", "fp8e4m3": "uint8", "fp8e4m3fnuz": "uint8"}   # formats of stored rows (attn/ops/formats.py), dtypes of their tensors
+SCALE_DTYPES = ("float32", "float16")
 MAX_SPLITS = 256
 MOST_ROWS = 2**28        # most rows of one sequence, and of all packed sequences together
 INVARIANT_KEYS = 512     # keys of a key range under batch_invariant
@@ -207,6 +209,10 @@ class Problem:
     pages        only with k_view and v_view, whose batches are then pages. Tensor block_table int32 (B, pages.most): its entry n of batch b is the
                  index of the page with rows n*pages.size to (n + 1)*pages.size - 1 of that batch. Sk is pages.rows
     v_in_k       V is the first Dv columns of K: no tensor v and no v_view
+    stored       format in which k and v are stored (STORED), or "" if they have the dtype of q. Stored rows have scales: row s of k
+                 is the numbers of the tensor k times one number of the tensor k_scales, v likewise with v_scales. Only with k_view and v_view
+    scale_dtype  dtype of the scales, "float32" or "float16"
+    k_scale_view, v_scale_view   where the scales of the rows of k and v lie in their tensors, which have one dimension
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
                  Sq and Sk are the lengths of the longest sequences
@@ -257,6 +263,10 @@ class Problem:
   v_view: Strided|None = None
   pages: Pages|None = None
   v_in_k: bool = False
+  stored: str = ""
+  scale_dtype: str = "float32"
+  k_scale_view: Strided|None = None
+  v_scale_view: Strided|None = None
   kv_starts: bool = False
   total_q: int = 0
   total_k: int = 0
@@ -274,11 +284,17 @@ class Problem:
     left, right = self.window
     first, last = (self.place(row) + self.offset for row in (0, self.Sq - 1))
     put("window", (left if left < last else -1, right if right < self.Sk - 1 - first else -1))
-    for check_together in (check_heads_and_types, check_scores, check_packed, check_numbers_of_rows, check_places):
+    for check_together in (check_heads_and_types, check_scores, check_packed, check_numbers_of_rows, check_places, check_stored):
       check_together(self)
 
   @property
-  def itemsize(self) -> int: return BYTES[self.dtype]            # bytes of an element of q, k and v
+  def itemsize(self) -> int: return BYTES[self.dtype]            # bytes of an element of q
+  @property
+  def key_dtype(self) -> str:
+    """Dtype of the tensors k and v: that of q, or that of the format in which they are stored."""
+    return STORED[self.stored] if self.stored else self.dtype
+  @property
+  def key_itemsize(self) -> int: return BYTES[self.key_dtype]    # bytes of an element of k and v
   @property
   def out_itemsize(self) -> int: return BYTES[self.out_dtype]
   @property
@@ -286,7 +302,7 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Names of the active options that change a kernel's code."""
-    names = ("sinks", "kv_lengths", "sk_variable", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod")
+    names = ("sinks", "kv_lengths", "sk_variable", "stored", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod")
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def functions(self) -> tuple[Traced, ...]:
@@ -380,9 +396,15 @@ class Problem:
       ("lse", self.return_lse, of_lse, "float32"),
       ("lse_rest", self.lse_rest, of_lse, "float32"),
       ("q", True, of_q, self.dtype),
-      ("k", True, of_keys(self.D, self.k_view), self.dtype),
-      ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.dtype))
+      ("k", True, of_keys(self.D, self.k_view), self.key_dtype),
+      ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.key_dtype),
+      *[(name, view is not None, (view.size if view else 0,), self.scale_dtype) for name, view in self.scale_views.items()])
     return {name: (shape, dtype) for name, there, shape, dtype in tensors if there} | self.extras
+
+  @property
+  def scale_views(self) -> dict[str, Strided|None]:
+    """Where the scales of stored rows lie in their tensors, by the names of these tensors."""
+    return {"k_scales": self.k_scale_view, "v_scales": self.v_scale_view}
 
   @property
   def flops(self) -> int:
@@ -498,6 +520,19 @@ def check_places(p:Problem) -> None:
   if not p.kv_lengths or p.k_view is None: raise ValueError(f"pages={p.pages}: needs kv_lengths, k_view and v_view")
   if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")
 
+def check_stored(p:Problem) -> None:
+  """Checks the fields that describe stored rows, which have scales."""
+  if p.stored not in ("", *STORED): raise NotImplementedError(f"stored={p.stored!r}: must be '' or one of {', '.join(STORED)}")
+  if p.scale_dtype not in SCALE_DTYPES: raise NotImplementedError(f"scale_dtype={p.scale_dtype!r}: must be one of {', '.join(SCALE_DTYPES)}")
+  places = {"k_view": p.k_view, "v_view": p.v_view, "k_scale_view": p.k_scale_view, "v_scale_view": p.v_scale_view}
+  if not p.stored:
+    if p.k_scale_view is not None or p.v_scale_view is not None:
+      raise ValueError(f"k_scale_view={p.k_scale_view}, v_scale_view={p.v_scale_view}: only rows that are stored in a format have scales")
+    return
+  if p.v_in_k: raise NotImplementedError(f"stored={p.stored!r} with v_in_k: a latent cache must have the dtype of q")
+  for name, view in places.items():
+    if view is None: raise ValueError(f"stored={p.stored!r} with {name}=None: must say where the rows and their scales lie")
+
 # ***** from shapes to a Problem *****
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
@@ -536,7 +571,10 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   B, H, Hkv, Sq, Sk, D, Dv = _sizes(q, k, v, layout, paged, _sequences(extras, paged) if varlen else None)
   _check_outputs(o, lse, (B, H, Sq, Dv), layout, f"q {tuple(q)} and v {tuple(v)}")
   if lse is not None and dtypes[4] != "float32": raise ValueError(f"lse has dtype {dtypes[4]}: must be float32")
-  if len(set(dtypes[1:4])) != 1: raise ValueError(f"q, k and v have dtypes {', '.join(dtypes[1:4])}: all three must be the same")
+  of_keys = STORED.get(stored := others.get("stored", ""), dtypes[1])
+  if stored and {*dtypes[2:4]} != {of_keys}: raise ValueError(f"k and v have dtypes {', '.join(dtypes[2:4])}: stored={stored!r} needs {of_keys}")
+  if not stored and len(set(dtypes[1:4])) != 1:
+    raise ValueError(f"q, k and v have dtypes {', '.join(dtypes[1:4])}: all three must be the same")
 
   options = _extras(extras, B, H, Sq, Sk)
   if varlen:

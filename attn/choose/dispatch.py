@@ -11,7 +11,7 @@ from attn.choose import splits
 from attn.choose.forced import Forced, forced
 from attn.choose.mla_tiles import latent_refuses, mla_mma_tile, mla_tile
 from attn.choose.refusals import (NO_UNIT, Refusal, amd_refuses, lacks_nothing, mma_refuses, most_telling, no_latent_tiles, no_mma, no_tiles,
-                                  no_wgmma, too_many_parts, wgmma_refuses)
+                                  no_wgmma, too_many_parts, unconverted, wgmma_refuses)
 from attn.choose.splits import AnyTile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
@@ -88,8 +88,11 @@ def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # these change only where rows lie
 
 def tiled_refuses(p:Problem, arch:Chip) -> str|None:
-  if (reason := beyond_registers(p)) is not None: return reason
+  if (reason := unconverted(p) or beyond_registers(p)) is not None: return reason
   return "batch_invariant=True: the tiles of this kernel depend on the size of the batch" if p.batch_invariant else None
+
+def tensors_refuse(p:Problem, arch:Chip|None) -> str|None:
+  return f"stored={p.stored!r}: tensor operations would hold all keys and values in memory once more, converted" if p.stored else None
 
 def never(p:Problem, arch:Chip) -> None: return None
 
@@ -220,7 +223,7 @@ KERNELS: dict[str, ForwardKernel] = {
   "mla": ForwardKernel(latent_refuses, mla_tile, forward(AmdLatent.of), no_latent_tiles, ranges=True),
   "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, forward(MmaLatent.of), no_mma, ranges=True),
   "tiled": ForwardKernel(tiled_refuses, tiled_tile, for_rectangles(forward(PlainForward.of)), divide=over_threads),
-  "three_pass": ForwardKernel(never, never, None, divide=by_tensors)}
+  "three_pass": ForwardKernel(tensors_refuse, never, None, divide=by_tensors)}
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   """Returns the `Work` of the kernel `name` for `p` on `arch`, or the reason why the kernel cannot compute `p` there."""

@@ -26,16 +26,23 @@ def no_latent_tiles(arch:Chip) -> str|None:
 
 NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"
 
+CONVERTED = ("int8",)     # formats of stored rows that kernels convert
+
+def unconverted(p:Problem) -> str|None:
+  """Returns a sentence if k and v are stored in a format that kernels cannot convert, otherwise None."""
+  return f"stored={p.stored!r}: kernels convert {' and '.join(CONVERTED)}" if p.stored not in ("", *CONVERTED) else None
+
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
-  return too_wide(p)
+  return unconverted(p) or too_wide(p)
 
 def mma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  return too_wide(p)
+  return unconverted(p) or too_wide(p)
 
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
+  if p.stored: return f"stored={p.stored!r}: wgmma reads its operands from shared memory, where stored rows have 8 bits; forward_mma converts them"
   if (reason := too_wide(p)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
     if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: must be a multiple of {unit}"

@@ -28,24 +28,25 @@ def shared(name:str) -> str:
 
 # ***** asynchronous copies: 9.7.9.25.3 *****
 
-def _copy(lanes:Any, to:Any, source:Any, nbytes:Array, gate:Array, step:tuple[int, int], asynchronous:bool) -> Array:
+def _copy(lanes:Any, to:Any, source:Any, nbytes:Array, gate:Array, step:tuple[int, int], piece:int) -> Array:
   data, gate = np.zeros((len(gate), 16), np.uint8).T, gate & lanes.active
   here, there = (np.full(len(gate), x, np.int64) for x in step)
-  size = 16 if asynchronous else 2      # bytes of an access
-  for i in range(0, 16, size): data[i:i + size] = lanes.load_bytes(source, there + i, size, gate & (nbytes > i))
-  if asynchronous: return lanes.start_store(to, here, data, gate)
+  for i in range(0, 16, piece): data[i:i + piece] = lanes.load_bytes(source, there + i, piece, gate & (nbytes > i))
+  if piece == 16: return lanes.start_store(to, here, data, gate)
   lanes.store_bytes(to, here, data, gate)
   return np.zeros(len(gate), np.float32)
 
-def _copy_text(printer:Any, out:str, step:tuple[int, int], asynchronous:bool) -> Body:
+def _copy_text(printer:Any, out:str, step:tuple[int, int], piece:int) -> Body:
   template = (("TO", step[0]), ("FROM", step[1]))
-  if asynchronous:
+  if piece == 16:
     return Body('if (gate) asm volatile("cp.async.cg.shared.global.L2::128B [%0+%3], [%1+%4], 16, %2;"\n'
                 f'    :: {shared("to")}, "l"(from), "r"(nbytes), "n"(TO), "n"(FROM));\nreturn 0.0f;', "to from nbytes gate", template, "copy_async")
-  halves = [f"({2*i} < nbytes ? (unsigned)half[{i}] : 0u)" for i in range(8)]
-  words = ",\n    ".join(f"{low} | {high} << 16" for low, high in zip(halves[0::2], halves[1::2]))
-  return Body(f"if (!gate) return 0.0f;\nconst unsigned short* half = (const unsigned short*)from + FROM/2;\n"
-              f"((uint4*)to)[TO/16] = make_uint4(\n    {words});\nreturn 0.0f;", "to from nbytes gate", template, "copy_by_halves")
+  kind, name, each = {2: ("unsigned short", "half", 2), 1: ("unsigned char", "byte", 4)}[piece]
+  pieces = [f"({piece*i} < nbytes ? (unsigned){name}[{i}] : 0u)" + f" << {8*piece*(i%each)}"*(i%each > 0) for i in range(16//piece)]
+  words = ",\n    ".join(" | ".join(pieces[i:i + each]) for i in range(0, len(pieces), each))
+  return Body(f"if (!gate) return 0.0f;\nconst {kind}* {name} = (const {kind}*)from + FROM/{piece};\n"
+              f"((uint4*)to)[TO/16] = make_uint4(\n    {words});\nreturn 0.0f;", "to from nbytes gate", template,
+              "copy_by_halves" if piece == 2 else "copy_by_bytes")
 
 instruction("copy", _copy, cuda=_copy_text)
 instruction("commit", lambda lanes, _: lanes.commit_stores(), cuda=Body('asm volatile("cp.async.commit_group;" ::: "memory");\nreturn 0.0f;', ""))
@@ -69,12 +70,12 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
-def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, asynchronous:bool) -> UOp:
-  """Copies `nbytes` (0..16, even) from `source` to 16 bytes of shared memory at `to`, if `gate` is true. The rest of the 16 bytes becomes zero.
-  `source` and `to` are INDEXes. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So many addresses need only
-  one register. With `asynchronous`, nbytes is 0 or 16, both addresses are multiples of 16, and the data have arrived only after `wait_copies`.
-  Returns a statement (an operation with a side effect)."""
-  return statement("copy", to, source, integer(nbytes), gate, step=step, asynchronous=asynchronous)
+def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
+  """Copies `nbytes` (0..16) from `source` to 16 bytes of shared memory at `to`, if `gate` is true. The rest of the 16 bytes becomes zero. `source`
+  and `to` are INDEXes. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So many addresses need only one
+  register. The copy is made in pieces of `piece` bytes (16, 2 or 1): nbytes and the address in `source` are multiples of it. If `piece` is 16, the
+  copy is asynchronous: the data have arrived only after `wait_copies`. Returns a statement (an operation with a side effect)."""
+  return statement("copy", to, source, integer(nbytes), gate, step=step, piece=piece)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
   """Copies 4 bytes from `source` to `to` asynchronously, if `gate` is true. Both are INDEXes. If `there` is false, 0 is written to `to` instead.
   Returns a statement (an operation with a side effect)."""

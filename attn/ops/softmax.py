@@ -82,7 +82,8 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
 # DOT by dot products of a lane's pairs with ones (the first term may be a product with a matrix of ones),
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
 # UNPACKED by converting a lane's own elements back from 16 bits to fp32.
-LANE, DOT, ONES, UNPACKED = "lane", "dot", "ones", "unpacked"
+# SCALED is for weights that include the scales of stored rows of V (attn/ops/stored.py): it adds the weights without the scales.
+LANE, DOT, ONES, UNPACKED, SCALED = "lane", "dot", "ones", "unpacked", "scaled"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
   """Adds P to a lane's sums. If the lane has several rows, it keeps one sum for each row. If the lane has one row, it keeps two sums, one of the even
@@ -117,6 +118,41 @@ def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
   """Returns one sum for each row, from the sums that `add_rounded` keeps."""
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
+# ***** weights that include the scales of V's rows *****
+
+NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
+
+def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
+  """Applies an operation to the elements of each row of x and the scales of their keys."""
+  each = [operation(y, scales) for y in parts(c, x, rows)]
+  return c.join(*each) if rows > 1 else each[0]
+
+def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
+  """Returns the sums of a vector's weights without the scales, one number for each row. `packed` holds the weights with their scales, rounded. A
+  rounded weight is divided by its scale again, so that the sum has the same rounding errors as the product with V. A weight that the rounding made
+  0 or denormal counts as `p`, the weight before its scale was multiplied in."""
+  n = c.length(p)//rows
+  inverse = [c.let("inverse", c.rcp(c.element(scales, e))) for e in range(n)]
+  def weight(i:int) -> Value:
+    word = c.element(packed, i//2)
+    rounded = c.let("rounded", c.widen(c.high_half(word) if i % 2 else word, dtype))
+    return c.select(rounded < NORMAL[dtype], c.element(p, i), rounded*inverse[i%n])
+  each = [functools.reduce(operator.add, [weight(r*n + e) for e in range(n)]) for r in range(rows)]
+  return c.vector(*each) if rows > 1 else each[0]
+
+@compound("scaled_weights", suffix="_{rows}")
+def _scaled_weights(c:Any, p:Value, scales:Value, *, rows:int) -> Value: return with_scales(c, p, scales, rows, operator.mul)
+@compound("without_scales", suffix="_{rows}")
+def _without_scales(c:Any, total:Value, packed:Value, p:Value, scales:Value, *, rows:int, dtype:str) -> Value:
+  return total + without_scales(c, packed, p, scales, rows, dtype)
+
+def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
+  """Multiplies the weights p by the scales of their rows of V. The vector p holds several rows of weights one after another."""
+  return emit("scaled_weights", p.dtype, p, scales, rows=rows)
+def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
+  """Adds weights without their scales to `total`, which has one number for each row, as in `without_scales`."""
+  return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
+
 @compound("weigh", suffix="_{count}")
 def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
            tiles:int, stride:int, count:int, together:int, scale:float) -> Value:
@@ -131,41 +167,61 @@ def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Val
   return c.number(0.0)
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
-                  tiles:int, stride:int, count:int, together:int) -> None:
-  """Stores packed P of tile t to `p`, and the sums of P to `part`. `weigh(i)` computes P of the tile's i-th vector of scores."""
+                  tiles:int, stride:int, count:int, together:int, scales:Value|None=None) -> None:
+  """Stores packed P of tile t to `p`, and the sums of P to `part`. `weigh(i)` computes P of the tile's i-th vector of scores. If V's rows have
+  `scales`, packed P includes them."""
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
-  kind = next((x for x in sums if x != LANE), "")
+  unscaled: Variable|None = None if scales is None else c.variable("unscaled", c.splat(c.number(0.0), rows.rows))
+  kind = next((x for x in sums if x not in (LANE, SCALED)), "")
   rounded = None
   for i in range(0, count, together):
     found = [weigh(j) for j in range(i, i + together)]
-    packed = c.let("packed", c.join(*[c.pack_weights(x, dtype) for x in found]))
+    factors = found if scales is None else [with_scales(c, x, c.load(scales, i + j), rows.rows, operator.mul) for j, x in enumerate(found)]
+    packed = c.let("packed", c.join(*[c.pack_weights(x, dtype) for x in factors]))
     c.store(p, (t*stride + i)//together, packed)
     if kind: rounded = add_rounded(c, rounded, packed, kind, matrix, dtype)
+    if unscaled is not None:
+      for j, x in enumerate(found):
+        words = c.part(packed, j*(n := c.length(x)//2), n)
+        c.assign(unscaled, unscaled.value + without_scales(c, words, x, c.load(scales, i + j), rows.rows, dtype))
     if total is not None:
       for x in found: lane_sums(c, total, x, rows.rows)
   if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
   if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
+  if unscaled is not None: c.store(part, sums.index(SCALED)*tiles + t, unscaled.value)
 
 @compound("correct", suffix="_{count}")
-def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, *,
-             rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
-             scale:float, above:float) -> Value:
+def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, **how:Any) -> Value:
+  return correct_rows(c, reference, addend, l, acc, p, scores, part, None, **how)
+
+@compound("correct_scaled", suffix="_{count}")
+def _correct_scaled(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, scales:Value, **how:Any) -> Value:
+  return correct_rows(c, reference, addend, l, acc, p, scores, part, scales, **how)
+
+def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, scales:Value|None, *,
+                 rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
+                 scale:float, above:float) -> Value:
+  def compared(t:int) -> list[Value]:
+    """Returns the scores of tile t to which references are compared. If packed P includes the scales of V's rows, their logarithms are added."""
+    found = [c.load(scores, t*stride + i) for i in range(count)]
+    if scales is None: return found
+    logs = [c.let("log", c.log2(c.load(scales, i))*(1/scale)) for i in range(count)]
+    return [c.let("with_scale", with_scales(c, x, log, rows.rows, operator.add)) for x, log in zip(found, logs)]
   def grown(t:int) -> Value:
     """Tells whether the reference of a row in tile t must be raised."""
     total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
-    return ~(total[0] < c.inf) | (highest(c, old, [c.load(scores, t*stride + i) for i in range(count)]) > old)
+    return ~(total[0] < c.inf) | (highest(c, old, compared(t)) > old)
   def correct_all() -> None:
     for t in range(tiles): correct_tile(t)
   def correct_tile(t:int) -> None:
-    m, next_addend, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(addend, t),
-                                                   [c.load(scores, t*stride + i) for i in range(count)], scale)
+    m, next_addend, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(addend, t), compared(t), scale)
     c.store(addend, t, next_addend)
     c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))
     for i in range(t*accs, (t + 1)*accs): c.store(acc, i, scaled(c, c.load(acc, i), factors))
-    store_weights(c, p, part, lambda i: weigh(c.load(scores, t*stride + i)), t, rows, dtype, sums, matrix, tiles, stride, count, together)
+    store_weights(c, p, part, lambda i: weigh(c.load(scores, t*stride + i)), t, rows, dtype, sums, matrix, tiles, stride, count, together, scales)
   c.when(c.any_lane(functools.reduce(operator.or_, [grown(t) for t in range(tiles)])), correct_all)
   return c.number(0.0)
 
@@ -180,7 +236,7 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
                    tiles=tiles, stride=stride, count=stride, together=together, scale=scale)
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
-            sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None) -> UOp:
+            sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None) -> UOp:
   """Computes P of one loop iteration again, if the reference of a row must be raised. The reference is the number that the softmax subtracts from the
   scores. The wave does this if a sum of P in one of its lanes exceeds 2^above, or is inf or NaN. With `above` = 0 it does this if the score of a row
   exceeds the row's reference. In both cases the largest score of a row so far becomes its reference. The correction is one statement, because
@@ -193,11 +249,13 @@ def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:U
     acc: the accumulators of O
     p: P of this iteration, packed to `dtype`
     scores: the scores of this iteration. `count` vectors of each tile, from `first` on, are used
-    part: the sums of this P, one kind of `sums` after another"""
+    part: the sums of this P, one kind of `sums` after another
+    scales: the scales of V's rows for each vector's keys, if P includes them"""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
-  operands = [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
-  return statement("correct", *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
+  name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
+  if scales is not None: name, operands = "correct_scaled", [*operands, scales[first]]
+  return statement(name, *operands, *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix, tiles=tiles, stride=stride,
                    count=stride if count is None else count, accs=acc.max_numel()//tiles, together=together, scale=scale, above=above)
 
 # ***** the correction where several waves share a row's scores: all of them raise its reference together *****

@@ -20,9 +20,10 @@ from attn.kernels.parts.program.counts import round_up
 from attn.kernels.parts.program.statements import Statements, store_all
 from attn.kernels.parts.program.trips import StagedTrips, TileLoop, TripState
 from attn.kernels.parts.weights.dropout import kept_scores
-from attn.kernels.parts.weights.softmax import Softmax, Sums
+from attn.kernels.parts.weights.softmax import Softmax, Sums, nans_of_scales
 from attn.kernels.tiles.amd import Tile
 from attn.ops import amd, common as ops
+from attn.ops.stored import scale_in_range, widen_all
 from attn.problem import Problem
 from attn.score.masks import scattered
 from attn.score.term import Row
@@ -58,9 +59,11 @@ class AmdForward:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new, layouts = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
     k_lds, v_lds, q_lds = (LdsTile.of(new, x, n) for x, n in zip((layouts[1], layouts[2], layouts[0]), (tile.buffers, tile.buffers, 1)))
-    k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_lds, None), (None, v_lds)))
+    convert = functools.partial(widen_all, kind=p.stored, dtype=p.dtype) if p.stored else None
+    k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned, convert=convert)
+            for lies, turned in ((k_lds, None), (None, v_lds)))
     statements = Statements.of(new)
-    sums = Sums.of(arch, p.dtype, p.writes_lse)
+    sums = Sums.of(arch, p.dtype, p.writes_lse, bool(p.stored))
     softmax = Softmax.create(mat, tile.q_tiles, round_up(p.Dv, mat.M)//mat.M, tile.block_n//mat.M, sums, new)
     group = Workgroup.of(p, arch, tile, args, grid, at)
     apart = p.dtype in arch.unit.apart and max(p.D, p.Dv) <= APART_UP_TO
@@ -90,8 +93,9 @@ class AmdForward:
 
   @functools.cached_property
   def trips(self) -> StagedTrips[ForwardState]:
-    return StagedTrips(self.tile, self.new, self.statements, self.state, {name: self.group.rows_of(name) for name in ("k", "v")},
-                       self.group.scores.tile)
+    unit_bytes = self.mat.unit*self.group.p.key_itemsize       # in memory; in LDS a unit has 16 bytes
+    rows = {name: self.group.rows_of(name, unit_bytes=unit_bytes) for name in ("k", "v")}
+    return StagedTrips(self.tile, self.new, self.statements, self.state, rows, self.group.scores.tile)
 
   # ***** the steps *****
   def begin(self) -> ForwardState:
@@ -102,10 +106,18 @@ class AmdForward:
 
   def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
     """Computes S^T of a tile of keys. Returns a list of C fragments for each query tile."""
-    return s, [self.group.scores.finished(x, [row], t, masked) for x, row in zip(self.raw_scores(s, t, masked), self.queries)]
+    raw = self.raw_scores(s, t, masked)
+    if self.group.p.stored:
+      scales = self.group.scales("k_scales", t)
+      raw = [[ops.mul(x, y) for x, y in zip(column, scales)] for column in raw]
+    return s, [self.group.scores.finished(x, [row], t, masked) for x, row in zip(raw, self.queries)]
 
   def weigh(self, s:ForwardState, x:list[list[UOp]], t:UOp, part:None, masked:bool) -> tuple[ForwardState, None]:
-    return replace(s, softmax=self.weighed(s.softmax, x)), None
+    if not self.group.p.stored: return replace(s, softmax=self.weighed(s.softmax, x)), None
+    scales = self.group.scales("v_scales", t)
+    softmax = self.weighed(s.softmax, x, [scale_in_range(y) for y in scales])
+    nans = [nans_of_scales(self.group.scores, scales, [row], t, masked) for row in self.queries]
+    return replace(s, softmax=softmax.spoiled(nans)), None
 
   def add_to_o(self, s:ForwardState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     """Computes O^T += V^T P^T for a tile of keys. Applies dropout to P first."""
@@ -129,13 +141,14 @@ class AmdForward:
     products = replace(self.products, fenced=FENCE_UNITS) if masked and scattered(self.group.p) else self.products
     return products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
-  def weighed(self, softmax:Softmax, tiles:list[list[UOp]]) -> Softmax:
+  def weighed(self, softmax:Softmax, tiles:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
     """Computes P = exp2(scores - m) for a tile of keys, where m is the number that the softmax subtracts from the scores of a row. If P of a row
-    becomes too large, raises m and computes P again."""
+    becomes too large, raises m and computes P again. If V's rows have `scales`, P includes them."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
     weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(tiles, addends, strict=True)]
-    return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do)
+    return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do,
+                           scales=scales)
 
   def outputs(self, softmax:Softmax) -> list[UOp]:
     """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l

@@ -2,6 +2,7 @@
 tile."""
 from __future__ import annotations
 import functools, math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.memory.layouts import LdsTile
@@ -80,15 +81,17 @@ class StagedTile(InLds):
   lies: LdsTile|None
   turned: LdsTile|None
   only: int|None = None      # number of the only item that each thread copies, or None for all items
+  convert: Callable[[UOp], UOp]|None = None     # converts the units of stored rows to units of 16-bit numbers, when they are stored to LDS
 
   @staticmethod
-  def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0) -> StagedTile:
+  def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0,
+         convert:Callable[[UOp], UOp]|None=None) -> StagedTile:
     """Makes a tile that `threads` threads copy to one or two LDS tiles. `across` is the number of threads that copy a row together; 0: any number."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
-    if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None)
+    if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None, convert=convert)
     units = max(units, turned.layout.rows//mat.unit)
     spread = (fast, UNITS_APART) if units % (UNITS_APART*fast) == 0 else (1, 1)
-    return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, TURNED_ROWS, *spread), lies, turned)
+    return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, TURNED_ROWS, *spread), lies, turned, convert=convert)
 
   def after(self, *deps:UOp) -> StagedTile:
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
@@ -129,6 +132,7 @@ class StagedTile(InLds):
 
   def store(self, parts:list[UOp]) -> list[UOp]:
     """Returns the stores of `parts`, the data that this thread has loaded, to LDS. Transposes the data where needed."""
+    if self.convert is not None: parts = [self.convert(x) for x in parts]
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]
     stores = []

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.nvidia.ring import CopyGroups
+from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
+from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
+from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import MmaTile, fragments
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LANE, ONES, correct, lane_sum, rounded_sum
+from attn.ops.softmax import LANE, ONES, SCALED, correct, lane_sum, rounded_sum, scaled_weights, sum_without_scales
+from attn.ops.stored import scale_in_range
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
@@ -46,6 +49,7 @@ class MmaState(CopyGroups):
   l_of_trip: UOp
   statements: Statements
   q: Operands
+  scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
 
 @dataclass(frozen=True)
 class MmaForward:
@@ -58,11 +62,12 @@ class MmaForward:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> MmaForward:
     warps, mat = Warps.of(p, arch, tile, tile.matrix, args).with_keys(tile.warp_keys), tile.matrix
-    new, kinds = warps.group.grid.allocator, 1 if warps.group.lse is None else 2       # kinds of row sums
+    new, kinds = warps.group.grid.allocator, 1 + bool(p.stored) + (warps.group.lse is not None)       # kinds of row sums
     q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.warp_keys//mat.N, fragments(p.Dv, mat)
     state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
                      new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
-                     new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new), Operands())
+                     new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new), Operands(),
+                     Optional(new.registers(k_tiles, nv.F2) if p.stored else None))
     return MmaForward(warps, tile, state)
 
   # ***** sizes *****
@@ -71,9 +76,15 @@ class MmaForward:
   @property
   def p(self) -> Problem: return self.warps.group.p
   @property
-  def kinds(self) -> int:
-    """Number of different sums of P for each row in l: P after rounding, and for the LSE also P before rounding."""
-    return self.state.l.max_numel()//self.tile.q_tiles
+  def kinds(self) -> tuple[str, ...]:
+    """The sums of P for each row in l: P after rounding, P without the scales of V's rows, and for the LSE P before rounding."""
+    return (ONES, *[SCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
+  @property
+  def kinds_of_result(self) -> tuple[str, ...]:
+    """The sums of P from which O and the LSE are computed. If P includes scales, the sum of rounded P only shows whether P is too large."""
+    return self.kinds[1:] if self.p.stored else self.kinds
+  @property
+  def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
   def k_tiles(self) -> int: return self.tile.warp_keys//self.mat.N
   @property
@@ -124,34 +135,56 @@ class MmaForward:
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
     """Computes S of a tile, in registers. Copies of later tiles start while the tensor cores work."""
     s = s.arrived(self.tile.stages - 2)
-    tiles = [self.warps.group.scores.finished(x, rows, self.own_tile(t), masked) for x, rows in zip(self.raw_scores(s, t), self.queries)]
+    raw = self.raw_scores(s, t)
+    if self.p.stored:
+      of_k = [ops.concat(x, x) for x in self.scales(s, t, 0)]
+      raw = [[ops.mul(x, y) for x, y in zip(row, of_k)] for row in raw]
+    tiles = [self.warps.group.scores.finished(x, rows, self.own_tile(t), masked) for x, rows in zip(raw, self.queries)]
     s = s.store(store_all(s.scores, [x for row in tiles for x in row]))
+    if self.p.stored: s = self.with_scales(s, t, masked)
     return self.fetch(s, t + self.tile.stages - 1), None
+
+  def with_scales(self, s:MmaState, t:UOp, masked:bool) -> MmaState:
+    """Loads the scales of V of tile t to registers. A scale of NaN makes l NaN in the rows that see its key."""
+    q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
+    nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
+    places = [q_tiles*self.kinds.index(SCALED) + qt for qt in range(q_tiles)]
+    assert s.scales.value is not None
+    return s.store(store_all(s.scales.value, map(scale_in_range, scales)), [s.l[i].store(ops.add(s.l[i].load(), x)) for i, x in zip(places, nans)])
+
+  def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
+    """Returns the weights `p` of a C fragment as they are multiplied by V: with the scales of V's rows, if V is stored in 8 bits."""
+    return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
   def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
     stores, q_tiles, kinds, to_log2 = [], self.tile.q_tiles, self.kinds, self.warps.group.scores.to_log2
     for qt in range(q_tiles):
-      packed, exact = list[UOp](), ops.splat(0.0, 2)
+      packed = list[UOp]()
+      sums: dict[str, UOp] = dict.fromkeys((LANE, SCALED), ops.splat(0.0, 2))
       for step in steps:
         pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.addend[qt].load(), to_log2) for i in range(2)]
-        packed.append(nv.pack_a(pair[0], pair[1], self.p.dtype))
-        exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), pair, exact)
+        low, high = (self.factors(s, y, 2*step + i) for i, y in enumerate(pair))
+        packed.append(nv.pack_a(low, high, self.p.dtype))
+        for i, y in enumerate(pair):
+          sums[LANE] = lane_sum(sums[LANE], y, nv.ROWS)
+          if (of_v := s.scales.value) is not None:
+            sums[SCALED] = sum_without_scales(sums[SCALED], ops.slice_(packed[-1], 2*i, 2), y, of_v[2*step + i].load(), self.p.dtype)
         stores.append(s.weights[qt*self.k_tiles//2 + step].store(packed[-1]))
-      rounded = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
-      stores += [s.l_of_trip[kind*q_tiles + qt].store(y) for kind, y in enumerate((rounded, exact)[:kinds])]
+      sums[ONES] = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
+      stores += [s.l_of_trip[i*q_tiles + qt].store(sums[kind]) for i, kind in enumerate(kinds)]
     s = s.store(stores)
-    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.weights, s.scores, s.l_of_trip, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=(ONES, LANE)[:kinds],
-                     matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps)))
-    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(kinds*q_tiles)])), None
+    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.weights, s.scores, s.l_of_trip, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=kinds,
+                     matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps), scales=s.scales.value))
+    return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(len(kinds)*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
     """Computes O += P V. Applies dropout to P first."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
-    mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_transposed_address(self.warps.at.lane)
+    mat, q_tiles = self.mat, range(self.tile.q_tiles)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
     weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//2 + step].load(), 2*step) for qt in q_tiles for step in steps}
     for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
-      b = s.read(self.v_rows(t), self.first_key + row, unit, step*mat.K, 2*d_pair, transposed=True)
+      b = self.v_operand(s, t, step, d_pair)
       for qt, half in itertools.product(q_tiles, range(2)):
         accs[qt][2*d_pair + half] = nv.mma(mat, weights[qt, step], b, half, accs[qt][2*d_pair + half])
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
@@ -164,13 +197,14 @@ class MmaForward:
     """Returns the stores of the results for a tile of queries, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from the
     scores of a row, and l the row's sum of P."""
     m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
-    return self.warps.outputs(self.queries[qt], accs, m, sums, (ONES, LANE), self.share if self.tile.key_waves > 1 else None)
+    return self.warps.outputs(self.queries[qt], accs, m, sums, self.kinds_of_result, self.share if self.tile.key_waves > 1 else None,
+                              bool(self.p.stored))
 
   # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
     """Returns the results that this warp has computed for the tile of queries `qt`: m (the number that the softmax subtracts from a row's scores),
     the row sums, and the accumulators of O."""
-    sums = [s.l[kind*self.tile.q_tiles + qt].load() for kind in range(self.kinds)]
+    sums = [s.l[self.kinds.index(kind)*self.tile.q_tiles + qt].load() for kind in self.kinds_of_result]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
@@ -201,8 +235,8 @@ class MmaForward:
     factors = [ops.exp2(ops.mul(ops.sub(ops.slice_(x, 0, 2), m), to_log2)) for x in heads]
     def total(parts:list[UOp], factors:list[UOp]) -> UOp: return functools.reduce(ops.add, [ops.mul(x, y) for x, y in zip(parts, factors)])
     sums = [total([ops.slice_(x, 2, 2) for x in heads], factors)]
-    if self.kinds > 1: sums.append(total([ops.slice_(unit(n, 1), 0, 2) for n in shares], factors))
-    columns = ceildiv(self.d_tiles, self.tile.key_waves)
+    if len(self.kinds_of_result) > 1: sums.append(total([ops.slice_(unit(n, 1), 0, 2) for n in shares], factors))
+    columns = round_up(ceildiv(self.d_tiles, self.tile.key_waves), 2 if self.p.stored else 1)
     wide = [ops.build(*[ops.extract(x, r) for r in range(nv.ROWS) for _ in range(2)]) for x in factors]
     places = [(self.share*columns + i).minimum(self.d_tiles - 1) + 2 for i in range(columns)]
     return m, sums, [total([unit(n, i) for n in shares], wide) for i in places]
@@ -215,21 +249,42 @@ class MmaForward:
     q, k, v = self.tile.layouts(self.p)
     return v.moved_to(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
-  def fetch(self, s:MmaState, t:UOp) -> MmaState: return s.started(self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t)))
+  def first_scale(self, t:UOp) -> UOp:
+    """Returns where the scales of tile t lie in shared memory, as the number of a float."""
+    q, k, v = self.tile.layouts(self.p)
+    return (q.size + self.tile.stages*(k.size + v.size) + t%self.tile.stages*self.tile.scales(self.p))*(UNIT_BYTES//4)
+  def scales(self, s:MmaState, t:UOp, kind:int) -> list[UOp]:
+    return self.stored.scales(s.shared, self.first_scale(t), kind, self.first_key, self.tile.warp_keys)
+
+  def fetch(self, s:MmaState, t:UOp) -> MmaState:
+    copies = self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t))
+    return s.started(copies + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
     """Reads operand A of S = Q K^T from shared memory. If registers keep Q, this happens once, otherwise in every iteration."""
+    if self.p.stored: return self.stored.q_operand(s.shared, self.tile.layouts(self.p)[0], self.in_block[qt], step)
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
+
+  def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
+    """Reads operand B of S = Q K^T for 16 keys and one step."""
+    row, unit = self.mat.b_address(self.warps.at.lane)
+    def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*self.mat.K, units)
+    return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
+  def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
+    """Reads operand B of O += P V for 16 keys and 16 columns."""
+    row, unit = self.mat.b_transposed_address(self.warps.at.lane)
+    def read(units:int) -> UOp: return s.read(self.v_rows(t), self.first_key + row, unit, step*self.mat.K, units, transposed=True)
+    return self.stored.v_operand(read(pair//2*2), pair) if self.p.stored else read(2*pair)
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
     """Computes S = Q K^T of one tile of keys, without terms (bias, softcap, ...) and masks. Returns C fragments for each tile of queries."""
-    mat, q_tiles, (row, unit) = self.mat, range(self.tile.q_tiles), self.mat.b_address(self.warps.at.lane)
+    mat, q_tiles = self.mat, range(self.tile.q_tiles)
     tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
     for step in self.depth_steps:
       a = [self.q_operand(s, qt, step) if self.tile.q_in_lds else s.q.of_tiles[qt][step] for qt in q_tiles]
       for pair in range(self.k_tiles//2):
-        b = s.read(self.k_rows(t), self.first_key + row, unit, pair*mat.K, 2*step)
+        b = self.k_operand(s, t, step, pair)
         for qt, half in itertools.product(q_tiles, range(2)):
           tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
     return tiles

@@ -92,7 +92,7 @@ class Warps:
         left_over = UOp.const(UNIT_BYTES) if whole else ((width - (apart_units + unit)*source.unit)*size).maximum(0).minimum(UNIT_BYTES)
         further = UNIT_BYTES*(moved*to.pitch + apart_units), size*(moved*source.stride + apart_units*source.unit)
         statements.append(nv.copy(at, begin, further, there.where(left_over, 0), inside & (apart_units + unit < to.units) & always(gate),
-                                  source.in_units))
+                                  UNIT_BYTES if source.in_units else size))
     return statements
 
   # ***** the softmax's registers, O and LSE *****
@@ -103,18 +103,21 @@ class Warps:
     begin = ((m, LOWEST), (addend, math.nan if scores.natural else first_addend(scores.to_log2)), (l, 0.0))
     return [x for y, value in begin for x in store_all(y, [ops.splat(value, 2)]*y.max_numel())]
 
-  def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None) -> list[UOp]:
+  def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None,
+              in_turn:bool=False) -> list[UOp]:
     """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. m is the number that the softmax subtracts from the scores of a row. `sums`
     lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds` says for each of them how
     it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each lane has only the sum of its
     own elements, and this function adds up the four lanes of a row. If several warps have the same queries, each stores a part of the columns of O:
-    this warp stores part `share`. The first warp stores the LSE."""
+    this warp stores part `share`. The first warp stores the LSE. With `in_turn`, two neighbouring C fragments have columns in turn
+    (`columns_in_turn`)."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
       totals = [part if kind == ONES else sum_over_quad(part) for part, kind in zip(parts, kinds)]
       factor, log_sum = group.normalised(row, ops.extract(m, r), totals)
-      stores += group.outputs(row, self.columns(accs, r, factor, share), None if share is not None else log_sum)
+      columns = (self.columns_in_turn if in_turn else self.columns)(accs, r, factor, share)
+      stores += group.outputs(row, columns, None if share is not None else log_sum)
       if share is not None: stores += group.outputs(replace(row, there=row.there & share.eq(0)), [], log_sum)
     return stores
 
@@ -129,6 +132,13 @@ class Warps:
     units = [nv.transposed(nv.row_unit(accs[i:i + mat.groups], r, factor, dtype), self.at.h) for i in range(0, whole, mat.groups)]
     return [*[(first + self.at.h*mat.unit + i*(mat.groups*mat.unit), x) for i, x in enumerate(units)],
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
+
+  def columns_in_turn(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
+    """Returns (first column, values) like `columns`, for C fragments of which each pair covers 2*N columns: the first fragment has the even columns,
+    the second one the odd columns. So a lane has four neighbouring columns of the pair."""
+    mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)
+    def values(even:UOp, odd:UOp) -> UOp: return ops.build(*[ops.extract(x, nv.ROWS*r + i) for i in range(mat.block) for x in (even, odd)])
+    return [(first + self.at.h*(2*mat.block) + i*mat.N, ops.mul(values(*accs[i:i + 2]), factor)) for i in range(0, len(accs), 2)]
 
 def sum_over_quad(x:UOp) -> UOp:
   """Sums a number over the four lanes that share a row."""

@@ -135,7 +135,11 @@ class PlainForward(Rectangle):
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
-    rows = self.finished([[s[i*len(self.quads) + j].load() for j in self.quads] for i in range(tile.walked)], t*tile.parts + part)
+    raw = [[s[i*len(self.quads) + j].load() for j in self.quads] for i in range(tile.walked)]
+    if self.p.stored:
+      first = self.group.scores.row(t*tile.block_n) + part*(tile.down*tile.walked)
+      raw = [[ops.mul(x, self.scale("k_scales", first, self.own_row(i), *loop)) for x in row] for i, row in enumerate(raw)]
+    rows = self.finished(raw, t*tile.parts + part)
     tops, to = self.each(self.top.after(began, *loop)), self.section("p", *ready, *loop)
     stores = [top.store(functools.reduce(ops.max_, [row[j] for row in rows], top.load())) for j, top in enumerate(tops)]
     stores += [x for i, row in enumerate(rows) for j, y in enumerate(row)
@@ -159,11 +163,27 @@ class PlainForward(Rectangle):
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.own_row(i) for i in range(tile.walked)]
     p, stores = self.section("p", *ready, *loop), []
-    weights = [[self.weight(p.quad(x, self.in_block(j)), top) for j, top in enumerate(tops)] for x in rows]
+    first = self.group.scores.row(t*tile.block_n)
+    scores = [[p.quad(x, self.in_block(j)) for j in self.quads] for x in rows]
+    weights = [[self.weight(y, top) for y, top in zip(row, tops)] for row in scores]
     for j, part in enumerate(self.each(l.after(*loop))): stores.append(part.store(functools.reduce(ops.add, [w[j] for w in weights], part.load())))
-    for x, row in zip(rows, self.dropped(weights, [self.group.scores.row(t*tile.block_n) + x for x in rows[::QUAD]])):
+    if self.p.stored:
+      scales = [self.scale("v_scales", first, x, *loop) for x in rows]
+      weights = [[self.scaled(w, y, scale) for w, y in zip(*each)] for *each, scale in zip(weights, scores, scales)]
+    for x, row in zip(rows, self.dropped(weights, [first + x for x in rows[::QUAD]])):
       stores += [y for j, w in enumerate(row) for y in p.store_quad(x, self.in_block(j), w)]
     return UOp.group(*stores).end(*loop)
+
+  def scale(self, name:str, first:UOp, row:UOp, *after:UOp) -> UOp:
+    """Loads the scale of row `first` + `row` of K ("k_scales") or V ("v_scales"), as fp32. It is 0 for a row that does not exist."""
+    rows = self.rows_of(name).after(*after)
+    return rows.buffer[rows.start(first, row).valid(first + row < rows.count)].load().cast(dtypes.float)
+
+  def scaled(self, weights:UOp, scores:UOp, scale:UOp) -> UOp:
+    """Multiplies weights of a key by the scale of its row of V. Weights of hidden scores, which are -inf, stay 0 even if the scale is NaN."""
+    found = ops.mul(weights, scale)
+    if not self.masked: return found
+    return ops.select_each([ops.extract(scores, i).eq(-math.inf) for i in range(QUAD)], 0.0, found)
 
   def dropped(self, weights:list[list[UOp]], firsts:list[UOp]) -> list[list[UOp]]:
     """Returns the weights P after dropout. The weights belong to groups of four neighbouring keys, and `firsts` are the first keys of these

@@ -36,12 +36,16 @@ class MmaTile(MmaShape):
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
     """Layouts of Q, of K and of V in shared memory."""
-    k_units, v_units = (round_up(d, self.matrix.K)//self.matrix.unit for d in (p.D, p.Dv))
-    return SwizzledRows(self.block_m, k_units), SwizzledRows(self.block_n, k_units), SwizzledRows(self.block_n, v_units)
+    def units(width:int, size:int) -> int: return round_up(width, 2*UNIT_BYTES//size)*size//UNIT_BYTES      # ldmatrix reads two units at a time
+    of_q, of_k, of_v = units(p.D, p.itemsize), units(p.D, p.key_itemsize), units(p.Dv, p.key_itemsize)
+    return SwizzledRows(self.block_m, of_q), SwizzledRows(self.block_n, of_k), SwizzledRows(self.block_n, of_v)
+  def scales(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for the scales of a tile: those of K, and after them those of V."""
+    return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
     found = self.waves*self.matrix.wave*self.units_found(p) if self.key_waves > 1 else 0
-    return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size), found)
+    return UNIT_BYTES*max(q.size + self.stages*(k.size + v.size + self.scales(p)), found)
   def units_found(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory that the results of one lane take: its elements of O and, for each tile of queries, m and the row
     sums."""

@@ -120,8 +120,8 @@ def check_range(p:Problem, tile:BlockTile, backward:bool=False) -> None:
   queries, keys = min(p.Sq, most if backward else tile.block_m) if heads == 1 else p.Sq, min(p.Sk, most)
   def of_keys(width:int, view:Strided|None) -> int: return strides(p.layout, p.Hkv, p.Sk, width)[2] if view is None else view.row
   def of_queries(width:int) -> int: return heads*queries*strides(p.layout, p.H, p.Sq, width)[2]
-  reads = {"q": of_queries(p.D)*p.itemsize, "k": keys*of_keys(p.D, p.k_view)*p.itemsize}
-  if not p.v_in_k: reads["v"] = keys*of_keys(p.Dv, p.v_view)*p.itemsize
+  reads = {"q": of_queries(p.D)*p.itemsize, "k": keys*of_keys(p.D, p.k_view)*p.key_itemsize}
+  if not p.v_in_k: reads["v"] = keys*of_keys(p.Dv, p.v_view)*p.key_itemsize
   if backward: reads["do"] = of_queries(p.Dv)*p.out_itemsize
   for tensor in (tensor for term in score_terms(p) for tensor in term.tensors if "rows" in tensor.axes):
     shape, dtype = p.extras[tensor.name]
@@ -140,6 +140,7 @@ def check_backward(p:Problem, tile:BlockTile) -> None:
   """Raises NotImplementedError if the backward kernels cannot compute the gradient of a problem. They support no splits, no v that is a part of k (as
   in latent attention), no views of a cache, no number of keys that is a Variable, no score terms (softcap, ALiBi, bias, score_mod) without a
   derivative, and no tensors that are larger than a buffer descriptor addresses."""
+  if p.stored: raise NotImplementedError(f"stored={p.stored!r}: keys and values that are stored in 8 bits have no gradient")
   if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels need v as a tensor of its own")
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the backward kernels support only num_splits=1")
   for name in ("k_view", "kv_starts"):

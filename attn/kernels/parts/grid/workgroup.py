@@ -16,7 +16,7 @@ from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
 from attn.ops.common import flat
-from attn.problem import INVARIANT_KEYS, Problem
+from attn.problem import BYTES, INVARIANT_KEYS, Problem, Strided
 from attn.score.masks import as_index, cuts_some, hiding, nearest_first, scattered
 from attn.score.places import Walk
 from attn.score.term import Row
@@ -64,7 +64,7 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   blocks of one piece before those of the other. Blocks with many keys then do not run last."""
   heads = heads_of(p, tile)
   sharing = p.H//p.Hkv//heads      # several heads that share K and V leave only half of the cache to them: Q and O take more
-  cached = CACHED*sharing//(min(sharing, 2)*p.itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
+  cached = CACHED*sharing//(min(sharing, 2)*p.key_itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
 def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
@@ -85,11 +85,15 @@ def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:
   number = functools.reduce(lambda block, piece: piece*blocks + block, outer, block)
   return Grid(new, (*outer, *groups, block, in_group, lane, wave), head, number, lane, wave)
 
-KEY_TENSORS = ("k", "v", "dk", "dv")    # tensors whose rows are keys
+KEY_TENSORS = ("k", "v", "k_scales", "v_scales", "dk", "dv")    # tensors whose rows are keys
 
 def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   return dict(zip(names, args))
+
+def scale_as_float(word:UOp, size:int) -> UOp:
+  """Converts a loaded scale of `size` bytes to fp32."""
+  return ops.as_float(word) if size == 4 else ops.widen_to_float(word, 1, "float16")
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
   """Returns a tuple with a range over the `parts` parts into which a sum is divided, or an empty tuple if there is at most one part."""
@@ -234,33 +238,43 @@ class Workgroup:
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
-  def rows_of(self, name:str, head:UOp|None=None) -> GlobalRows:
+  def rows_of(self, name:str, head:UOp|None=None, unit_bytes:int=UNIT_BYTES) -> GlobalRows:
     """Returns the rows of a tensor that the workgroup reads or writes: the rows of its sequence that belong to its head, or to the query head `head`
-    if this is given. For q, returns the rows of all heads of the workgroup."""
-    p, x, width = self.p, self.sequence, self.p.D if name in ("q", "k", "dq", "dk") else self.p.Dv
+    if this is given. For q, returns the rows of all heads of the workgroup. The rows are loaded in units of `unit_bytes` bytes. A row of scales is
+    one number."""
+    p, x, views = self.p, self.sequence, {"k": self.p.k_view, "v": self.p.v_view, **self.p.scale_views}
+    width = 1 if name in p.scale_views else p.D if name in ("q", "k", "dq", "dk") else p.Dv
     within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that holds these rows, and the length of its rows
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
-    if p.pages is not None and name in ("k", "v"): return self.paged_rows(within, width)
+    view = views.get(within)
+    if p.pages is not None and view is not None: return self.paged_rows(within, width, view, unit_bytes)
     sb, sh, ss = strides(p.layout, heads, length, whole_row)
-    view = {"k": p.k_view, "v": p.v_view}.get(within)
     if view is not None: sb, sh, ss = view.batch, view.head, view.row
     start = start*ss + (0 if view is None else view.start)
     if name == "q" and p.layout != "bshd": start = start - p.rows_before*ss
     pin, size = bool(self.split) or isinstance(x.n_k, UOp), self.given[within].dtype.itemsize
-    whole = view is None or view.whole(UNIT_BYTES//size)
-    rows = GlobalRows(flat(self.given[within]), self.batch*sb + head*sh + start, ss, count, width, size, pin, whole)
+    whole = view is None or view.whole(unit_bytes//size)
+    rows = GlobalRows(flat(self.given[within]), self.batch*sb + head*sh + start, ss, count, width, size, pin, whole, unit_bytes)
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
-  def paged_rows(self, name:str, width:int) -> PagedRows:
-    """Returns the rows of k or v for keys that lie in pages. Uses the first `width` columns of the rows."""
-    view, pages, buffer = self.p.k_view if name == "k" else self.p.v_view, self.p.pages, flat(self.given[name])
-    assert view is not None and pages is not None
+  def paged_rows(self, name:str, width:int, view:Strided, unit_bytes:int) -> PagedRows:
+    """Returns the rows of k or v, or their scales, for keys that lie in pages. Uses the first `width` columns of the rows."""
+    pages, buffer = self.p.pages, flat(self.given[name])
+    assert pages is not None
     size, begin = buffer.dtype.itemsize, self.sequence.k_start
     whole = (pages.size % self.tile.block_n == 0 or pages.most == 1) and isinstance(begin, int)
     table = Table(flat(self.given["block_table"]), self.batch*pages.most, pages.size, pages.count, view.batch, whole)
-    return PagedRows(buffer, self.kv_head*view.head + view.start, view.row, self.sequence.n_k, width, size, True, view.whole(UNIT_BYTES//size),
-                     table, begin)
+    return PagedRows(buffer, self.kv_head*view.head + view.start, view.row, self.sequence.n_k, width, size, True, view.whole(unit_bytes//size),
+                     unit_bytes, table, begin)
+
+  def scales(self, name:str, t:UOp) -> list[UOp]:
+    """Loads the scales of the keys to which a lane's scores in tile t belong, in fp32: one vector for each vector of scores. `name` is "k_scales" or
+    "v_scales"."""
+    size, scores = BYTES[self.p.scale_dtype], self.scores
+    rows, first, lane = self.rows_of(name, unit_bytes=size), scores.tile(t)*scores.block_n, scores.at.h*scores.at.matrix.block
+    def load(n:int) -> UOp: return scale_as_float(rows.load_units(first, scores.block_n, lane + n, UOp.const(0)), size)
+    return [ops.build(*map(load, columns)) for columns in scores.walked]
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
     """Returns rows of a tensor like `rows_of`, but converted to the dtype of the matrix unit's inputs."""

@@ -30,13 +30,14 @@ class GlobalRows:
   size: int          # bytes of an element
   pin: bool = False  # moves the range of the loads to a scalar register: clang would compute it in vector registers, and loop over its values
   begins_whole: bool = True   # whether row 0 begins at a whole unit of the buffer
+  unit_bytes: int = UNIT_BYTES   # bytes that a unit takes in this tensor
 
   @property
   def in_units(self) -> bool:
-    """Whether rows can be loaded and copied 16 bytes at a time: rows are made of whole, aligned units of 16 bytes."""
+    """Whether rows can be loaded and copied one unit at a time: rows are made of whole, aligned units."""
     return self.width % self.unit == 0 and self.stride % self.unit == 0 and self.begins_whole
   @property
-  def unit(self) -> int: return UNIT_BYTES//self.size   # elements of a unit
+  def unit(self) -> int: return self.unit_bytes//self.size   # elements of a unit
 
   def after(self, *deps:UOp) -> Self:
     """Returns a copy of these rows whose loads wait for the operations `deps`."""
@@ -57,7 +58,7 @@ class GlobalRows:
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads the `unit`-th 16 bytes of row `first` + `row`. Rows beyond the last one and columns beyond the width read as zero.
+    """Loads the `unit`-th unit of row `first` + `row`. Rows beyond the last one and columns beyond the width read as zero.
 
     `first` is equal in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read
     element by element.
@@ -86,7 +87,7 @@ class GlobalRows:
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Loads the `unit`-th 16 bytes of the row that begins at index `start`. Elements read as zero beyond the row's width, and all of them if `gate`
+    """Loads the `unit`-th unit of the row that begins at index `start`. Elements read as zero beyond the row's width, and all of them if `gate`
     is false."""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
@@ -94,14 +95,14 @@ class GlobalRows:
     return self._unit_of(unit, gate, load)
 
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
-    """Returns the `unit`-th 16 bytes of a row: loaded at once, or element by element where rows are not made of whole units. `load` takes the index
+    """Returns the `unit`-th unit of a row: loaded at once, or element by element where rows are not made of whole units. `load` takes the index
     of the first element in the unit, whether that element exists, and how many bytes to load."""
     def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
-    if self.in_units: return load(0, inside(unit, self.width//self.unit), UNIT_BYTES)
+    if self.in_units: return load(0, inside(unit, self.width//self.unit), self.unit_bytes)
     parts = [load(i, inside(unit*self.unit + i, self.width), self.size) for i in range(self.unit)]
     for size, selector in ((1, 0x01010400), (2, 0x05040100)):   # two elements side by side, until they fill dwords
       if size >= self.size: parts = [amd.byte_perm(hi, lo, selector) for lo, hi in zip(parts[0::2], parts[1::2])]
-    return ops.build(*parts)
+    return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
   """Loads 16-bit elements of one column of the rows from `first` on. Returns a vector of 16 bytes for each u of `units`: the elements of the eight
@@ -174,8 +175,8 @@ class PackedRows(GlobalRows):
   def of(rows:GlobalRows, heads:int, head_stride:int) -> PackedRows:
     """Makes the list of rows of `heads` neighbouring heads, given the rows of the first head."""
     reach = ((UOp.const(0) + rows.count - 1)*rows.stride + (heads - 1)*head_stride + rows.width).maximum(0)*rows.size
-    return PackedRows(rows.buffer, rows.base, rows.stride, rows.count*heads, rows.width, rows.size, False, rows.begins_whole, heads, head_stride,
-                      reach)
+    return PackedRows(rows.buffer, rows.base, rows.stride, rows.count*heads, rows.width, rows.size, False, rows.begins_whole, rows.unit_bytes, heads,
+                      head_stride, reach)
 
   @property
   def regular(self) -> bool: return False

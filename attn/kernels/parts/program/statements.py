@@ -14,6 +14,12 @@ class Carried:
     return type(self)(*[getattr(self, f.name).after(*deps) for f in fields(self_)])
 
 @dataclass(frozen=True)
+class Optional:
+  """A carried value that only some kernels have, or None."""
+  value: UOp|None = None
+  def after(self, *deps:UOp) -> Optional: return Optional(None if self.value is None else self.value.after(*deps))
+
+@dataclass(frozen=True)
 class Statements:
   """Statements that a program has so far. A statement is an operation that is there for its effect, such as a barrier, and not for a value. tinygrad
   keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use.

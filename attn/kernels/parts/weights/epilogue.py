@@ -114,6 +114,7 @@ def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread
 def estimates(p:Problem) -> Estimates:
   """Returns the numbers that tinygrad shows for the kernel with DEBUG=2: floating-point operations, and the bytes moved if each tensor were read or
   written once."""
-  size, out = p.itemsize, p.out_itemsize
-  memory = p.all_heads*p.Sq*(p.D*size + p.Dv*out) + p.all_heads*p.Hkv//p.H*p.Sk*(p.D + (0 if p.v_in_k else p.Dv))*size
+  keys = p.all_heads*p.Hkv//p.H*p.Sk
+  memory = p.all_heads*p.Sq*(p.D*p.itemsize + p.Dv*p.out_itemsize) + keys*(p.D + (0 if p.v_in_k else p.Dv))*p.key_itemsize
+  if p.stored: memory += 2*keys*BYTES[p.scale_dtype]
   return Estimates(ops=p.flops, lds=memory, mem=memory)

@@ -16,17 +16,20 @@ from attn.chips import Chip
 from attn.chips.matrix import Matrix
 from attn.kernels.parts.memory.lanes import Lane, element_sum, fragment_operands, sum_over_groups
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.statements import Carried
+from attn.kernels.parts.program.statements import Carried, Optional, store_all
 from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.parts.weights.scores import Scores
 from attn.ops import amd, common as ops
-from attn.ops.softmax import DOT, LANE, LOWEST, ONES, UNPACKED, RowLanes, correct, rounded_sum
+from attn.ops.softmax import (DOT, LANE, LOWEST, ONES, SCALED, UNPACKED, RowLanes, correct, rounded_sum, scaled_weights, sum_without_scales)
+from attn.ops.stored import zero_or_nan
+from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If an LSE is written, a
-  second kind sums P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if
+  """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If P includes the scales of
+  V's rows, this sum only shows whether P is too large, and the next kind, SCALED, sums P without the scales. If an LSE is written, the last kind sums
+  P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if
   the chip has a better way. `dual` says whether the chip issues two dot products in one cycle."""
   dtype: str
   kinds: tuple[str, ...]
@@ -34,10 +37,11 @@ class Sums:
   dual: bool
 
   @staticmethod
-  def of(arch:Chip, dtype:str, lse:bool) -> Sums:
+  def of(arch:Chip, dtype:str, lse:bool, scaled:bool=False) -> Sums:
+    """Returns the sums that a kernel computes: for its `lse` a further one, and another one if P is `scaled`."""
     matrix = arch.unit.sums.get(dtype)
     kind = DOT if dtype in arch.unit.dots else UNPACKED if matrix is None else ONES
-    return Sums(dtype, (kind, LANE)[:1 + lse], matrix, dtype in arch.unit.dual_dots)
+    return Sums(dtype, (kind, *[SCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
     """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list with one vector for each
@@ -68,6 +72,7 @@ class Softmax(Carried):
   p: UOp
   scores: UOp
   l_of_trip: UOp
+  scales: Optional
 
   @staticmethod
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, sums:Sums, new:Allocator) -> Softmax:
@@ -75,7 +80,9 @@ class Softmax(Carried):
     totals = len(sums.kinds)*q_tiles
     kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (totals, ops.f32(1)),
              (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (totals, ops.f32(1)))
-    return Softmax(*[new.registers(n, dtype) for n, dtype in kinds])
+    scales = new.registers(k_tiles, ops.f32(matrix.accumulator)) if SCALED in sums.kinds else None
+    acc, m, addend, l, p, scores, l_of_trip = (new.registers(n, dtype) for n, dtype in kinds)
+    return Softmax(acc, m, addend, l, p, scores, l_of_trip, Optional(scales))
 
   def start(self, scores:Scores) -> UOp:
     begin = ((self.acc, 0.0), (self.m, LOWEST), (self.addend, math.nan if scores.natural else -LOWEST), (self.l, 0.0))
@@ -104,30 +111,52 @@ class Softmax(Carried):
     return [ops.exp2(amd.side_by_side(exponents(x))) for x in scores]
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
-              do:Callable[[UOp], UOp], *before:UOp) -> Softmax:
+              do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
     """Adds the weights P of this iteration to the state. If a sum of P is above the limit `above` (see attn/ops/softmax.py), the reference m of a row
     is too low: raises m, and corrects the weights and the whole state for the new m. `do` executes a statement. The correction comes after the
-    operations `before`."""
-    packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in weights]
+    operations `before`. If V's rows have `scales`, P includes them where it is a factor of V; there is a vector of scales for each vector of P."""
+    scaled = weights if scales is None else [[scaled_weights(x, y) for x, y in zip(column, scales)] for column in weights]
+    packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in scaled]
     parts = sums.rounded(packed)
+    if scales is not None: parts += [sum_of_unscaled(x, y, scales, sums.dtype) for x, y in zip(packed, weights)]
     if LANE in sums.kinds: parts += [row_sum(column, matrix.wave == 64) for column in weights]
     stores = [self.p[i].store(x) for i, x in enumerate(x for column in packed for x in column)]
     stores += [self.scores[i].store(x) for i, x in enumerate(x for column in scores for x in column)]
+    if self.scales.value is not None: stores += store_all(self.scales.value, scales or [])
     s = self.after(UOp.group(*stores, *[self.l_of_trip[i].store(x) for i, x in enumerate(parts)]))
     rows = RowLanes(1, matrix.group_steps, matrix.exchange)
     s = s.after(do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, *before, rows=rows, dtype=sums.dtype, sums=sums.kinds,
-                           matrix=sums.matrix, scale=to_log2, above=above)))
+                           matrix=sums.matrix, scale=to_log2, above=above, scales=s.scales.value)))
     return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
+  def spoiled(self, nans:list[UOp]) -> Softmax:
+    """Adds to the sum by which O is divided a number for each query tile, NaN or 0 (`nans_of_scales`)."""
+    q_tiles = self.m.max_numel()
+    return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
+
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """Returns the row sums of P of a query tile, added over all lane groups. There is one for each kind of sum."""
-    return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt, self.l.max_numel(), self.m.max_numel())]
+    """Returns the row sums of P of a query tile, added over all lane groups: the one by which O is divided, and if an LSE is written the one for the
+    LSE."""
+    q_tiles, first = self.m.max_numel(), 0 if self.scales.value is None else 1       # with scales, the first sum only shows whether P is too large
+    return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
     """Returns the weights of a query tile as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. On some chips lanes 16-31 repeat the
     operands of lanes 0-15, which needs the condition that a lane is one of lanes 0-15. With `renewed` the kernel computes this condition here again,
     instead of keeping it in a register."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
+
+def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
+  """Returns for each of `rows` NaN if the scale of a row of V is NaN whose key the row sees, else 0. Such a NaN reaches O, but not the LSE."""
+  found = [zero_or_nan(x) for x in scales]
+  seen = [scores.clear(found, row, tile) if masked else found for row in rows]
+  return ops.build(*[row_sum(x, False) for x in seen])
+
+def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str) -> UOp:
+  """Sums the weights of a query tile without the scales that packed P includes."""
+  total = ops.splat(0.0, 1)
+  for x, y, scale in zip(packed, p, scales): total = sum_without_scales(total, x, y, scale, dtype)
+  return total
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """Sums all elements of a list of vectors as a tree: first adds whole vectors, then the elements of the resulting vector. Set `pairs` if the chip

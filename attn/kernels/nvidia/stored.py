@@ -1,0 +1,63 @@
+"""Operands of mma.sync from rows that are stored in 8 bits: copies of their scales to shared memory, and their conversion after ldmatrix.
+
+ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
+- of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).
+- of V, transposed, two neighbouring columns of two keys. The even columns make one fragment, the odd columns another (`Warps.columns_in_turn`)."""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.grid.workgroup import scale_as_float
+from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.parts.program.counts import ceildiv
+from attn.ops import common as ops, nvidia as nv
+from attn.ops.stored import widen_pair
+from attn.problem import BYTES
+from attn.tinygrad_compat import UOp, dtypes
+
+@dataclass(frozen=True)
+class StoredKeys:
+  """The stored rows of K and V that a block loops over, as one thread sees them."""
+  warps: Warps
+
+  def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
+    """Converts bytes of dwords: for each pair a dword, and the numbers of two of its bytes."""
+    p = self.warps.group.p
+    return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
+
+  # ***** operands *****
+  def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
+    """Reads operand A of S = Q K^T for one step of 16 columns. Its columns are in the order in which `k_operand` has those of K: the lane's four
+    columns are neighbours. The lane's rows are those of the tile that begins at row `first`."""
+    at, halves = self.warps.at, shared.bitcast(ops.u32(2))
+    of_rows = [halves[rows.place(first + at.matrix.c_row(at.lane, r), at.h//2 + 2*step)*2 + at.h%2].load() for r in range(nv.ROWS)]
+    return ops.build(*[ops.extract(x, i) for i in range(2) for x in of_rows])
+
+  def k_operand(self, words:UOp, step:int) -> UOp:
+    """Converts operand B of S = Q K^T, for 16 keys and one step of 16 columns. `words` are the result of ldmatrix for two steps."""
+    return self.widened(*[(ops.extract(words, step%2 + 2*tile), places) for tile in range(2) for places in ((0, 1), (2, 3))])
+
+  def v_operand(self, words:UOp, pair:int) -> UOp:
+    """Converts operand B of O += P V, for 16 keys and 16 columns: two fragments, of the even and of the odd columns. `words` are the result of
+    ldmatrix, transposed, for 32 columns, and `pair` is the number of the 16 columns in a row."""
+    return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
+
+  # ***** scales *****
+  def copies(self, shared:UOp, t:UOp, base:UOp) -> list[UOp]:
+    """Returns the statements that copy the scales of tile t to shared memory, from float number `base` on: those of K, then those of V. Rows that do
+    not exist get scales of 0."""
+    group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
+    n, threads, size, first = group.tile.block_n, group.tile.threads, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
+    for kind, name in enumerate(group.p.scale_views):
+      rows = replace(group.rows_of(name, unit_bytes=size), count=group.walked_end)
+      for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
+        to, inside = floats[base + kind*n + row], row < n
+        if size == 4: found.append(nv.copy_number(to, rows.buffer[rows.start(first, row)], first + row < rows.count, inside))
+        else: found.append(nv.put(to, scale_as_float(rows.load_units(first, n, row, UOp.const(0), inside), size), inside))
+    return found
+
+  def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
+    """Reads the scales of K (`kind` 0) or of V (1), a pair for each C fragment: the scales of the keys to which this lane's scores belong. The scores
+    are those of `keys` keys from `first_key` on."""
+    mat, pairs = self.warps.at.matrix, shared.bitcast(nv.F2)
+    first = (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h
+    return [pairs[first + i*mat.N//2].load() for i in range(keys//mat.N)]

@@ -1,0 +1,84 @@
+"""Rows of K and V that are stored in 8 bits with a scale for each row: the conversion of their numbers to 16 bits, and the use of their scales.
+
+A stored number is converted without an error. The scale of a row of K is multiplied into the scores of its key. The scale of a row of V is multiplied
+into the weights of its key, in fp32, before they are rounded to 16 bits."""
+from __future__ import annotations
+from typing import Any
+import numpy as np
+from attn.ops.common import length, u32
+from attn.ops.language import compound, instruction
+from attn.ops.numerics import pack_pairs
+from attn.ops.operation import Array, Body, Value, emit
+from attn.tinygrad_compat import UOp, dtypes
+
+LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**122     # a scale and its reciprocal, times a weight, are normal numbers of fp32
+OF_NO_ROW = 2.0**-40     # instead of a scale that is no positive number. It is below the scale of any row of float16 numbers
+
+# ***** scales of V *****
+
+@compound("scale_in_range")
+def _scale_in_range(c:Any, x:Value) -> Value:
+  def element(i:int) -> Value:
+    scale = c.element(x, i)
+    return c.max(c.select((scale > 0.0) & (scale <= MOST_SCALE), scale, c.number(OF_NO_ROW)), c.number(LEAST_SCALE))
+  return c.vector(*map(element, range(c.length(x)))) if c.length(x) > 1 else element(0)
+
+@compound("zero_or_nan")
+def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0
+
+def scale_in_range(x:UOp) -> UOp:
+  """Returns scales by which weights can be multiplied and divided. The scales of rows of zeros, NaN, and the scales of rows that do not exist, which
+  may be any number, become OF_NO_ROW."""
+  return emit("scale_in_range", x.dtype, x)
+def zero_or_nan(x:UOp) -> UOp:
+  """Returns NaN for each scale that is NaN, else 0."""
+  return emit("zero_or_nan", x.dtype, x)
+
+# ***** numbers of 8 bits *****
+
+def numbers(stored:Array, kind:str) -> Array:
+  """Converts stored numbers, uint8, to fp32."""
+  return stored.view(np.int8).astype(np.float32)
+
+def bytes_of(words:Array) -> Array:
+  """Returns the bytes of dwords, (4*n, T) for dwords (n, T)."""
+  words = np.atleast_2d(words)
+  return np.stack([(words >> np.uint32(8*i)).astype(np.uint8) for i in range(4)], axis=1).reshape(-1, words.shape[-1])
+
+def _widen_all(lanes:Any, words:Array, kind:str, dtype:str) -> Array: return pack_pairs(numbers(bytes_of(words), kind), dtype)
+
+def _widen_pair(lanes:Any, word:Array, places:tuple[int, int], kind:str, dtype:str) -> Array:
+  return pack_pairs(numbers(bytes_of(word)[list(places)], kind), dtype)[0]
+
+# int8 to fp16: the byte x + 128 becomes the low half of the fp16 number 1024 + 128 + x, from which 1152 is subtracted.
+
+def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str) -> Body:
+  if dtype == "float16":
+    lines = [f"unsigned x{i} = words[{i}] ^ 0x80808080u;" for i in range(2)]
+    halves = [f"__builtin_amdgcn_perm(0x64646464u, x{i//2}, 0x{(0x04010400, 0x04030402)[i%2]:08x}u)" for i in range(4)]
+    pairs = [f"__builtin_bit_cast(unsigned, __builtin_bit_cast(half2, {x}) - (half2)((_Float16)1152.0f))" for x in halves]
+  else:
+    lines = [f"unsigned x{i} = __builtin_bit_cast(unsigned, (float)(signed char)(words[{i//4}] >> {i%4*8}));" for i in range(8)]
+    pairs = [f"__builtin_amdgcn_perm(x{i + 1}, x{i}, 0x07060302u)" for i in range(0, 8, 2)]
+  return Body("\n".join([*lines, f"return (uint4){{{', '.join(pairs)}}};"]), "words", name=f"widen_{kind}_{dtype}")
+
+def _widen_pair_cuda(printer:Any, out:str, places:tuple[int, int], kind:str, dtype:str) -> Body:
+  selector = f"0x4{places[1]}4{places[0]}u"
+  if dtype == "float16": lines = ["unsigned y, x = __byte_perm(word ^ 0x80808080u, 0x64646464u, " + selector + ");",
+                                  'asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x64806480u));']
+  # int8 to bf16: 128 + the low seven bits, and then -128 or, for a negative number, -256
+  else: lines = [f"unsigned y, x = __byte_perm(word, 0u, {selector});",
+                 'asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y)\n'
+                 '    : "r"((x & 0x007f007fu) | 0x43004300u), "r"(0x3f803f80u), "r"((x & 0x00800080u) | 0xc300c300u));']
+  return Body("\n".join([*lines, "return y;"]), "word", name=f"widen_{kind}_{dtype}_{places[0]}{places[1]}")
+
+instruction("widen_all", _widen_all, _widen_all_hip)
+instruction("widen_pair", _widen_pair, cuda=_widen_pair_cuda)
+
+def widen_all(words:UOp, kind:str, dtype:str) -> UOp:
+  """Converts eight stored numbers in two dwords to the 16-bit dtype `dtype`, in which they fill four dwords. `kind` is their format
+  (`Problem.stored`)."""
+  return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype)
+def widen_pair(word:UOp, places:tuple[int, int], kind:str, dtype:str) -> UOp:
+  """Converts two of the four stored numbers in a dword, the bytes with the numbers `places`, to a dword of two numbers of `dtype`."""
+  return emit("widen_pair", dtypes.uint, word, places=places, kind=kind, dtype=dtype)

@@ -1,0 +1,170 @@
+"""Forward kernels over keys and values that are stored as int8 with a scale for each row."""
+from __future__ import annotations
+from dataclasses import replace
+import numpy as np
+import pytest
+from attn.chips import get_chip
+from attn.choose.dispatch import choose
+from attn.choose.tiled_tiles import tiled_tile
+from attn.kernels.parts.grid.tensors import check_backward
+from attn.problem import Problem
+from cases import EVERY_ARCH, GPU, chip, floats, in_turn, ints, rounded
+from stored_cases import Stored, check_stored, dequantised, normal_rows, quantised, run_stored, stored_problem
+
+SIXTEEN = ("float16", "bfloat16")
+UNITS = (*EVERY_ARCH, "gfx90a", "sm_90")
+
+# ***** inputs *****
+
+def along_keys(p:Problem) -> np.ndarray: return np.arange(p.Sk)/p.Sk
+
+def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> Stored:
+  """Makes inputs with these rows of k and v, not yet quantised; where one is None, its rows are normally distributed."""
+  x = normal_rows(p)
+  for name, rows in (("k", k), ("v", v)):
+    if rows is not None: x = replace(x, **dict(zip((name, f"{name}_scales"), quantised(rows))))
+  return x
+
+def rows_like(p:Problem, width:int, seed:int=5) -> np.ndarray: return np.random.default_rng(seed).standard_normal((p.B, p.Hkv, p.Sk, width))
+
+def tiny_values(p:Problem) -> Stored:
+  """Makes rows of V whose scales are about 1e-8: with a weight of 1 they would be 0 in float16."""
+  return with_values(p, v=rows_like(p, p.Dv)*4e-7)
+def large_values(p:Problem) -> Stored:
+  """Makes rows of V with the largest numbers of float16: their scales are 516."""
+  v = rows_like(p, p.Dv)
+  return with_values(p, v=v/np.abs(v).max(-1, keepdims=True)*65504)
+def values_of_all_sizes(p:Problem) -> Stored:
+  """Makes rows of V whose scales lie between 1e-8 and 516, in no order."""
+  sizes = np.exp(np.random.default_rng(2).uniform(np.log(4e-7), np.log(2e4), (p.B, p.Hkv, p.Sk, 1)))
+  return with_values(p, v=rows_like(p, p.Dv)*sizes)
+def growing_values(p:Problem) -> Stored:
+  """Makes rows of V that grow from key to key by so much that products of weights and scales soon exceed any fixed reference."""
+  return with_values(p, v=rows_like(p, p.Dv)*2.0**(along_keys(p)*40 - 30)[:, None])
+def falling_values(p:Problem) -> Stored: return with_values(p, v=rows_like(p, p.Dv)*2.0**(10 - along_keys(p)*40)[:, None])
+def tiny_values_of_the_best_key(p:Problem) -> Stored:
+  """Makes one key that has nearly all the weight, and the smallest row of V; the rows of the other keys are the largest."""
+  k, v, x = rows_like(p, p.D), rows_like(p, p.Dv), normal_rows(p)
+  k[:, :, 7] = 3*np.repeat(x.q.reshape(p.B, p.Hkv, -1, p.Sq, p.D)[:, :, 0, :1], 1, 2)[:, :, 0]
+  v[:, :, 7] *= 1e-7
+  return with_values(p, k, v*100)
+def keys_of_all_sizes(p:Problem) -> Stored:
+  sizes = np.exp(np.random.default_rng(2).uniform(np.log(1e-6), np.log(20), (p.B, p.Hkv, p.Sk, 1)))
+  return with_values(p, k=rows_like(p, p.D)*sizes)
+def large_keys(p:Problem) -> Stored:
+  """Makes keys with the largest numbers of float16, and small queries."""
+  k = rows_like(p, p.D)
+  x = with_values(p, k=k/np.abs(k).max(-1, keepdims=True)*65504)
+  return replace(x, q=np.sign(x.q)*2.0**-10)
+def rising_scores(p:Problem) -> Stored:
+  """Makes scores that rise from key to key, so that each tile has a new maximum."""
+  q = normal_rows(p).q
+  k = np.repeat((q.mean((1, 2)) if p.H else q)[:, None, None, :], p.Hkv, 1)*(300*along_keys(p))[:, None] + rows_like(p, p.D)
+  return with_values(p, k=k)
+def zero_rows(p:Problem) -> Stored:
+  """Makes rows of zeros in K and V, which have the scale 0, and a head of V that has only such rows."""
+  k, v = rows_like(p, p.D), rows_like(p, p.Dv)
+  k[:, :, 3::5] = v[:, :, 2::3] = 0
+  v[:, -1] = 0
+  return with_values(p, k, v)
+def equal_rows(p:Problem) -> Stored: return with_values(p, np.ones((p.B, p.Hkv, p.Sk, p.D)), np.full((p.B, p.Hkv, p.Sk, p.Dv), 3.0))
+def odd_rows_of_k(p:Problem) -> Stored:
+  """Makes a row of K with a NaN and one with an inf. Under a causal mask some queries see none of them, some one, and some both."""
+  k = rows_like(p, p.D)
+  k[:, :, p.Sk - p.Sq + 5, 1], k[:, 0, p.Sk - 3, 0] = np.nan, np.inf
+  return with_values(p, k)
+def odd_rows_of_v(p:Problem) -> Stored:
+  v = rows_like(p, p.Dv)
+  v[:, :, p.Sk - p.Sq + 5, 1], v[:, 0, p.Sk - 3, 0] = np.nan, -np.inf
+  return with_values(p, v=v)
+def nan_query(p:Problem) -> Stored:
+  x = normal_rows(p)
+  x.q[..., 3, 1] = np.nan
+  return x
+
+HARD = (tiny_values, large_values, values_of_all_sizes, growing_values, falling_values, tiny_values_of_the_best_key, keys_of_all_sizes, large_keys,
+        rising_scores, zero_rows, equal_rows, odd_rows_of_k, odd_rows_of_v, nan_query)
+
+@in_turn("make, arch", HARD, UNITS, [GPU])
+def test_hard_rows(arch:str, make) -> None:
+  """Hard rows keep the accuracy law, whatever kernel computes them: a chunk of a prompt under a causal mask, and decoding in key ranges."""
+  check_stored(arch, make, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
+  check_stored(arch, make, Sq=6, Sk=300, D=64, dtype="bfloat16", causal=True, num_splits=3)
+
+@pytest.mark.parametrize("make", HARD)
+def test_hard_rows_in_plain_uops(make) -> None:
+  for arch, dtype in (("gfx942", "float32"), ("sm_80", "float16")):
+    check_stored(arch, make, tile=lambda p: tiled_tile(p, chip(arch)), Sq=20, Sk=70, D=16, causal=True, dtype=dtype)
+
+# ***** what users have beside the rows *****
+
+def lengths_with_garbage(p:Problem) -> Stored:
+  """Makes rows beyond each length whose numbers and scales are anything: NaN, inf, 0 and large."""
+  x, rng = normal_rows(p), np.random.default_rng(4)
+  for b, n in enumerate((37, 111)):
+    for a in (x.k_scales, x.v_scales): a[b, :, n:] = rng.choice(np.array([np.nan, np.inf, 0, 3e38, 1e-40], np.float32), a[b, :, n:].shape)
+    for a in (x.k, x.v): a[b, :, n:] = rng.integers(-128, 128, a[b, :, n:].shape)
+  return x
+
+OPTIONS: dict[str, dict] = {
+  "decode": dict(Sq=1, Sk=320), "ranges": dict(Sq=1, Sk=320, num_splits=3), "one head": dict(H=2, Sq=7), "many heads": dict(H=16, Hkv=2, Sq=1),
+  "pages of 16": dict(Sk=160, page_size=16, Sq=3), "pages of 128": dict(Sk=256, page_size=128, Sq=1, num_splits=2),
+  "pages and layout bshd": dict(Sk=96, page_size=32, Sq=5, layout="bshd", causal=True), "bshd": dict(layout="bshd", window=(50, 3)),
+  "float16 scales": dict(scale_dtype="float16", Sq=3), "float16 scales in pages": dict(scale_dtype="float16", Sk=96, page_size=16),
+  "odd D": dict(D=33, Dv=17, Sq=5), "D of 8": dict(D=40, Dv=24, Sq=5), "D of 128": dict(D=128, Sq=2), "D of 256": dict(D=256, Sk=70, Sq=2),
+  "Dv of 16": dict(D=64, Dv=16, Sq=18), "float32 output": dict(out_dtype="float32", Sq=40), "no lse": dict(lse=False, Sq=40),
+  "softcap": dict(softcap=5.0), "causal": dict(causal=True, Sq=40), "window": dict(window=(20, -1), Sq=40),
+  "bias": dict(extras=dict(bias=floats(1, 1, 20, 150))), "float16 bias": dict(extras=dict(bias=floats(1, 4, 20, 150)), bias_dtype="float16"),
+  "alibi": dict(extras=dict(alibi_slopes=np.abs(floats(4)))), "sinks": dict(extras=dict(sinks=floats(4)), out_dtype="float32"),
+  "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32))),
+  "batch invariant": dict(Sq=1, Sk=600, B=2, batch_invariant=True, num_splits=2)}
+
+@in_turn("name, arch", OPTIONS, UNITS, [GPU])
+@pytest.mark.parametrize("dtype", ("float16", pytest.param("bfloat16", marks=pytest.mark.thorough)))
+def test_options(arch:str, name:str, dtype:str) -> None: check_stored(arch, dtype=dtype, **OPTIONS[name])
+
+@in_turn("pages, arch", (0, 16, 64), UNITS, [GPU])
+def test_rows_beyond_the_lengths_have_no_effect(arch:str, pages:int) -> None:
+  for splits in (1, 2):
+    check_stored(arch, lengths_with_garbage, B=2, Sq=3, Sk=128, page_size=pages, num_splits=splits, extras=dict(kv_lengths=ints(37, 111)))
+
+@pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
+def test_rows_beyond_the_lengths_have_no_effect_in_plain_uops(arch:str) -> None:
+  check_stored(arch, lengths_with_garbage, tile=lambda p: tiled_tile(p, chip(arch)), B=2, Sq=3, Sk=128, D=16, page_size=16,
+               extras=dict(kv_lengths=ints(37, 111)))
+
+@in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=1)
+def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
+  """If one key has all the weight, O is its stored row: its numbers times the scale, in float32 with two roundings."""
+  make_tile = (lambda p: tiled_tile(p, chip(arch))) if dtype == "float32" else None
+  p = stored_problem(Sq=16, Sk=96, D=64, H=2, dtype=dtype, out_dtype="float32")
+  x = normal_rows(p)
+  x = replace(x, q=rounded(np.sign(x.q), dtype))
+  for i in range(16):
+    for h in range(2): x.k[0, h, 3*i + h], x.k_scales[0, h, 3*i + h] = np.sign(x.q[0, h, i]).astype(np.int8)*100, 1.0
+  o, _ = run_stored(p, x, arch, {}, None if make_tile is None else make_tile(p))
+  want = dequantised(x)[1][0][np.arange(2)[:, None], 3*np.arange(16) + np.arange(2)[:, None]]
+  np.testing.assert_allclose(o[0], want, rtol=2**-21)
+
+# ***** refusals *****
+
+def test_refusals() -> None:
+  """Kernels that cannot read stored rows say so, and so does backward."""
+  p = stored_problem(Sq=300, D=128)
+  for arch, kernel in (("sm_90", "forward_wgmma"), ("gfx950", "dual_wave"), ("gfx942", "staggered"), ("sm_90", "three_pass")):
+    reason = choose(p, get_chip(arch)).why_not(kernel)
+    assert reason is None or "stored" in reason, reason
+  assert choose(p, get_chip("sm_90")).kernel == "forward_mma" and choose(p, get_chip("gfx942")).kernel == "forward"
+  with pytest.raises(NotImplementedError, match="stored='int8': keys and values that are stored in 8 bits have no gradient"):
+    check_backward(p, choose(p, get_chip("gfx942")).work.tile)
+  with pytest.raises(NotImplementedError, match="three_pass: stored='int8': tensor operations would hold"): choose(p, None)
+
+def test_problems_that_contradict_themselves() -> None:
+  p = stored_problem()
+  for fields, kind, match in (
+      (dict(stored="int4"), NotImplementedError, "stored='int4': must be '' or one of int8"),
+      (dict(scale_dtype="bfloat16"), NotImplementedError, "scale_dtype='bfloat16': must be one of float32, float16"),
+      (dict(k_scale_view=None), ValueError, "stored='int8' with k_scale_view=None"),
+      (dict(stored=""), ValueError, "only rows that are stored in a format have scales"),
+      (dict(v_in_k=True, v_view=None), NotImplementedError, "stored='int8' with v_in_k")):
+    with pytest.raises(kind, match=match): replace(p, **fields)

@@ -1,0 +1,117 @@
+"""Checks of kernels over keys and values that are stored in 8 bits with a scale for each row."""
+from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+import numpy as np
+from attn.accuracy import judge, law_of
+from attn.api.launch import kernels
+from attn.choose.dispatch import Choice, Work, choose_tile
+from attn.kernels.combine import combine_arguments
+from attn.kernels.parts.grid.tensors import arguments
+from attn.problem import Pages, Problem, Strided, problem_of
+from attn.reference import Options, arrange, restore, rounded
+from attn.tinygrad_compat import Context, Tensor
+
+from cases import DTYPES, SCORE_OPTIONS, array, chip, dropped, numbers_of_rows, tensor
+
+@dataclass(frozen=True)
+class Stored:
+  """q, and rows of k and v as int8 with a scale for each row: q (B, H, Sq, D), numbers (B, Hkv, Sk, D), scales (B, Hkv, Sk)."""
+  q: np.ndarray
+  k: np.ndarray
+  v: np.ndarray
+  k_scales: np.ndarray
+  v_scales: np.ndarray
+
+def quantised(x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Quantises the rows of x to int8. A row with NaN or inf has the scale NaN and numbers 0."""
+  largest = np.abs(x).max(-1)
+  scales = (np.where(np.isfinite(largest), largest, np.nan)/127).astype(np.float32)
+  with np.errstate(all="ignore"): numbers = np.rint(np.nan_to_num(x/scales[..., None], nan=0, posinf=0, neginf=0))
+  return numbers.astype(np.int8), scales
+
+def normal_rows(p:Problem, seed:int=0) -> Stored:
+  """Makes normally distributed inputs. The rows of k and v have sizes from 0.1 to 10."""
+  rng = np.random.default_rng(seed)
+  k, v = (rng.standard_normal((p.B, p.Hkv, p.Sk, width))*np.exp(rng.uniform(-2.3, 2.3, (p.B, p.Hkv, p.Sk, 1))) for width in (p.D, p.Dv))
+  (k, k_scales), (v, v_scales) = quantised(k), quantised(v)
+  rows = (p.B, p.H, p.Sq, p.D) if not p.varlen else (1, p.H, p.total_q, p.D)
+  return Stored(rounded(rng.standard_normal(rows, dtype=np.float32)*0.5, p.dtype), k, v, k_scales, v_scales)
+
+def in_pages(x:np.ndarray, p:Problem, table:np.ndarray) -> np.ndarray:
+  """Returns rows (B, Hkv, Sk, ...) in the pages (pages, page_size, Hkv, ...) that the block table gives them."""
+  assert p.pages is not None
+  pages = np.zeros((p.pages.count, p.pages.size, p.Hkv, *x.shape[3:]), x.dtype)
+  for b, row in enumerate(table):
+    for n, page in enumerate(row): pages[page] = x[b, :, n*p.pages.size:(n + 1)*p.pages.size].swapaxes(0, 1)
+  return pages
+
+def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64, Dv:int|None=None, dtype:str="float16", out_dtype:str|None=None,
+                   page_size:int=0, scale_dtype:str="float32", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
+                   **options:Any) -> Problem:
+  """Builds a problem over int8 keys and values. With `page_size` they lie in pages."""
+  Dv, pages = Dv or D, Pages(page_size, B*Sk//page_size, Sk//page_size) if page_size else None
+  def view(width:int) -> Strided:
+    if pages is None: return Strided(B*Hkv*Sk*width, 0, Hkv*Sk*width, Sk*width, width)
+    return Strided(B*Sk*Hkv*width, 0, page_size*Hkv*width, width, Hkv*width)
+  of_extras = {n: (x.shape, bias_dtype if n == "bias" else str(x.dtype)) for n, x in (extras or {}).items()}
+  layout = options.pop("layout", "bhsd")
+  of_q = {"bhsd": (B, H, Sq), "bshd": (B, Sq, H), "thd": (Sq, H)}[layout]
+  of_keys = (B, Sk, Hkv) if layout == "bshd" and not pages else (B, Hkv, Sk)
+  of_lse = (H, Sq) if layout == "thd" else (B, H, Sq)
+  return problem_of((*of_q, Dv), (*of_q, D), (*of_keys, D), (*of_keys, Dv), dtypes=[out_dtype or dtype, dtype, "int8", "int8", "float32"],
+                    lse=of_lse if lse else None, layout=layout,
+                    views=(view(D), view(Dv)), pages=pages, stored="int8", scale_dtype=scale_dtype, k_scale_view=view(1), v_scale_view=view(1),
+                    extras=of_extras, **options)
+
+def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile:Any=None) -> tuple[np.ndarray, np.ndarray|None]:
+  """Runs the forward kernel, and `combine` where p has splits. Returns o (B, H, Sq, Dv) and lse."""
+  tile, device = tile or choose_tile(p, chip(arch)), "CUDA" if arch == "CUDA" else "EMU"
+  choice = Choice("tiled" if tile.kernel == "tiled" else "split_kv", Work(tile, p.num_splits), chip(arch), ())
+  place = (lambda a: in_pages(a, p, extras["block_table"])) if p.pages is not None else (lambda a: a)
+  with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
+    done = {"q": tensor(arrange(x.q, p.layout), p.dtype, device)}
+    for n in ("k", "v"): done[n] = Tensor(np.ascontiguousarray(place(getattr(x, n))).reshape(-1), device=device)
+    for n in ("k_scales", "v_scales"): done[n] = tensor(place(getattr(x, n)).reshape(-1), p.scale_dtype, device)
+    for n, a in extras.items():
+      done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
+    for t in done.values(): t.realize()
+    for names, fxn in zip((arguments(p), combine_arguments(p)), kernels(p, choice)):
+      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
+      done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
+    Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
+    B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
+    o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
+    return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
+
+def dequantised(x:Stored) -> tuple[np.ndarray, np.ndarray]:
+  """Returns k and v in float64."""
+  with np.errstate(all="ignore"):
+    k, v = (a.astype(np.float64)*s[..., None].astype(np.float64) for a, s in ((x.k, x.k_scales), (x.v, x.v_scales)))
+  return k, v
+
+def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None,
+                flushes:bool=False) -> None:
+  """Checks a kernel's o and lse against the accuracy law of the dequantised rows."""
+  (k, v), options = dequantised(x), {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras) | numbers_of_rows(p)
+  law, of_lse = law_of(x.q, k, v, p.softmax_scale, p.window, p.offset, Options(top_left=p.top_left, **options), dtype=p.dtype, out_dtype=p.out_dtype,
+                       v_scales=x.v_scales, flushes=flushes)
+  assert (verdict := judge(o, law)).ok, f"o: {verdict}"
+  if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
+
+def check_stored(arch:str, make:Callable[[Problem], Stored]=normal_rows, *, tile:Callable[[Any], Any]|None=None,
+                 extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
+  """Builds the problem, runs the kernels, checks o and lse against the accuracy law and returns them. `tile` makes the tile from the problem."""
+  extras = dict(extras or {})
+  if parameters.get("page_size"):
+    B, pages = parameters.get("B", 1), parameters["Sk"]//parameters["page_size"]
+    extras["block_table"] = np.random.default_rng(1).permutation(B*pages).reshape(B, pages).astype(np.int32)
+    extras.setdefault("kv_lengths", np.full(B, parameters["Sk"], np.int32))
+  p = stored_problem(extras=extras, **parameters)
+  x = make(p)
+  if p.scale_dtype == "float16": x = replace(x, k_scales=rounded(x.k_scales, "float16"), v_scales=rounded(x.v_scales, "float16"))
+  if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
+  o, lse = run_stored(p, x, arch, extras, None if tile is None else tile(p))
+  hold_stored(p, x, extras, o, lse, flushes=arch == "gfx90a")
+  return o, lse
