@@ -24,7 +24,8 @@ def nearest(name:str, x:np.ndarray) -> np.ndarray:
   return numbers[there[np.argmax(best*(1 + (there % 2 == 0)), 1)]]
 
 def scales_of(name:str, x:np.ndarray, dtype:str="float32") -> np.ndarray:
-  """Returns the scales of rows, the last axis of x."""
+  """Returns the scale of each row of x (a row is the last axis): its largest absolute value divided by the largest number of the 8-bit format `name`.
+  NaN for a row with NaN or inf."""
   largest = np.abs(x.astype(np.float64)).max(-1)
   return np.where(np.isfinite(largest), largest/MOST[name], math.nan).astype(dtype)
 

@@ -89,9 +89,9 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. The chip computes the answer anew at each call, after the vector x. So the answer lies in the
-  register VCC, even if a comparison has overwritten VCC since an earlier call. Two selects that both use VCC are one instruction (v_dual_cndmask_b32:
-  RDNA3 ISA section 7.6)."""
+  """Tells whether this lane is one of lanes 0-15. Each call computes the answer anew, after the vector x is computed, so that the answer lies in the
+  register VCC: an earlier answer in VCC may have been overwritten by a comparison. Two selects that both use VCC are one instruction
+  (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****

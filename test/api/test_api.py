@@ -104,7 +104,7 @@ def test_a_sink_counts_once(kernel):
 
 @on_two("kernel", KERNELS)
 def test_low_scores_are_not_taken_for_masked_ones(kernel):
-  """Scores below -5e4 of visible keys must not count as masked."""
+  """Keys that a query sees keep their weight if their scores are below -5e4: they do not count as masked."""
   def low(p:Problem) -> Inputs:
     x = normal(p)
     x.q[:] = 64*np.sign(x.q[:, :, :1])

@@ -291,7 +291,7 @@ OPTIONS_OF_ALL = ["dropout_p", "softmax_scale", "causal", "window_size", "softca
   (flash_attn.flash_attn_varlen_kvpacked_func, ["q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]),
   (flash_attn.flash_attn_varlen_qkvpacked_func, ["qkv", "cu_seqlens", "max_seqlen"])], ids=lambda x: getattr(x, "__name__", ""))
 def test_signatures_are_those_of_flash_attention(function:Callable[..., Any], tensors:list[str]) -> None:
-  """Positional arguments have FlashAttention's names and order, and an unknown argument is an error of the function that was called."""
+  """Positional arguments have FlashAttention's names and order. An unknown argument raises a TypeError that names the called function."""
   by_place = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
   assert by_place == tensors + OPTIONS_OF_ALL
   with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'dropout'"):

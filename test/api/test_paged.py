@@ -106,7 +106,8 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
 @pytest.mark.parametrize("count, arch, kernel", [(2, "sm_90", ""), pytest.param(4, "gfx942", "", marks=pytest.mark.thorough),
                                                  pytest.param(2, "gfx942", "three_pass", marks=pytest.mark.thorough)])
 def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
-  """A model is sharded by heads: each device holds its own heads of every page, and the whole block table."""
+  """Attention over pages is right if devices share the heads: each device holds its own heads of every page, and the whole block table. Pages that
+  are sharded in another way are refused."""
   devices, rng = tuple(f"EMU:{i}" for i in range(count)), np.random.default_rng(3)
   old, new = ([rng.standard_normal((2, h, n, D)).astype(np.float16) for h in (8, 4, 4)] for n in (8, 1))
   pages = [np.concatenate([np.zeros((4, 8, 4, D), np.float16), x.transpose(0, 2, 1, 3)]) for x in old[1:]]      # the rows lie in pages 4 and 5

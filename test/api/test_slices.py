@@ -140,7 +140,8 @@ MIXED = ("float16", "float32", "float32"), ("float32", "float16", "float16"), ("
 @pytest.mark.parametrize("types, symbolic", [pytest.param(types, symbolic, marks=() if symbolic is (i == 0) and i < 2 else pytest.mark.thorough)
                                              for i, types in enumerate(MIXED) for symbolic in (True, False)])
 def test_float32_beside_16_bits(types:tuple[str, str, str], symbolic:bool) -> None:
-  """float32 is rounded to the 16-bit dtype that it meets, and the result is float32."""
+  """If some of q, k and v are float32 and the others have a 16-bit dtype, attention rounds all to the 16-bit dtype and returns float32. Two different
+  16-bit dtypes are refused."""
   dtype = next(x for x in types if x != "float32")
   with emulated("gfx942"), attn.installed() as decisions:
     x = numbers(1, H, 3, D), numbers(1, H, 17, D, seed=1), numbers(1, H, 17, D, seed=2)
@@ -156,7 +157,8 @@ def test_float32_beside_16_bits(types:tuple[str, str, str], symbolic:bool) -> No
       attn.scaled_dot_product_attention(q.half(), k.bfloat16(), v.float())
 
 def test_keys_computed_with_a_symbolic_length() -> None:
-  """Keys that are not a slice of a cache, such as a slice with the newest row at its end, are copied. Numbers beyond their length have no effect."""
+  """Keys that are no slice of one buffer, such as a slice of a cache joined (`cat`) with the newest row, are copied before a kernel reads them.
+  Elements of the cache beyond the slice have no effect."""
   with emulated("gfx942"), attn.installed() as decisions:
     q, k, v = numbers(1, H, 1, D), numbers(1, H, 12, D, seed=1), numbers(1, H, 12, D, seed=2)
     start = Variable("n", 1, 14)

@@ -175,8 +175,8 @@ def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
     assert [d.kernel is not None for d in decisions] == [True]*4
 
 def test_sinks_beside_a_length_that_is_a_variable() -> None:
-  """One kernel reads a cache in place for all numbers of keys, with sinks as with ints for lengths. A mask by `where` beside such a length, and sinks
-  for each batch, go to tinygrad's own attention."""
+  """Attention with sinks that a model writes out over a slice of a cache is recognised, and gives the same result whether the slice's length is a
+  Variable or an int. With a Variable as length, a mask by `where`, or sinks for each batch, makes the call go to tinygrad's own attention."""
   cache, n = [(2, 12, 4, D, seed) for seed in (1, 2)], Variable("n", 1, 12)
   def attended(q:Tensor, k:Tensor, v:Tensor, rows:int|UOp, sink:Tensor, mask:Tensor|None=None) -> Tensor:
     k, v = (x[:, :rows].transpose(1, 2) for x in (k, v))

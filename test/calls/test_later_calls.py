@@ -66,7 +66,8 @@ def test_a_gradient_is_not_sought_inside_kernels() -> None:
 
 @pytest.mark.parametrize("name", CACHED)
 def test_a_later_call_looks_at_no_kernel_and_at_no_view(name:str) -> None:
-  """A later call asks neither for the outputs of an AST that was looked at before, nor for the places of a view that was looked at before."""
+  """The third call of attention with equal shapes searches no AST for its outputs and no view for where its rows lie: both were cached by earlier
+  calls."""
   def looks() -> int: return output_params.cache_info().misses + places_of_view.cache_info().misses
   with emulated("gfx942"):
     seen = []
@@ -87,8 +88,8 @@ def test_few_asts_are_kept() -> None:
 
 @pytest.mark.parametrize("wanted", ["q", "alibi_slopes"])
 def test_only_wanted_gradients_are_computed_by_tensor_operations(wanted:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """No kernel computes the gradient of ALiBi's slopes: tinygrad differentiates tensor operations. This is done only if the slopes' gradient is
-  wanted, and then all gradients are those of a call in which all are wanted."""
+  """The gradient of ALiBi's slopes, which no kernel computes, is computed by tensor operations, and only if it is wanted. A gradient has the same
+  bits whether it is wanted alone or together with all others."""
   asked, own = [], gradient.plain_gradients
   monkeypatch.setattr(gradient, "plain_gradients", lambda *args: asked.append(1) or own(*args))     # type: ignore[func-returns-value]
   rng = np.random.default_rng(3)

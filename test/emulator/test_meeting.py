@@ -86,7 +86,8 @@ def test_sums_in_turn_have_the_same_bits_in_every_order(emulated, resident):
     np.testing.assert_array_equal(emulated(summed(), SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
 
 def test_sums_in_no_order_have_varied_bits(emulated):
-  """The order of additions without turns varies, whether or not all workgroups are resident. The same order has the same bits again."""
+  """The emulator varies the order of atomic additions that no turn puts in order, whether or not all workgroups are resident: sums then have
+  different bits. Runs with the same `order` have the same bits."""
   kernel = summed("await", "barrier after", "settle", "barrier before", "pass", number=lambda g, drawn: g)
   for resident in (0, 2):
     found = [emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident) for order in ORDERS]

@@ -25,8 +25,8 @@ OPTIONS:dict[str, dict[str, Any]] = {
   "bias in a window": dict(window=(100, 20), extras=dict(bias=np.zeros((1, 32, 1024, 1024), np.float32)))}
 
 def test_a_range_stays_the_same_in_what_is_simplified() -> None:
-  """A loop's range whose bound is hidden from tinygrad stays one range when tinygrad simplifies an expression of it. In an earlier version the
-  expression got a range with another end, and no kernel of gfx1201 for D=256, Dv=98 and 33 keys could be lowered."""
+  """If the bound of a loop is hidden from tinygrad, a simplified expression of the loop's index still uses the same range UOp. In an earlier version
+  the expression got a range with another end, and no kernel of gfx1201 for D=256, Dv=98 and 33 keys could be lowered."""
   bound = trip_count(UOp.const(1))
   assert bound is not None
   loop = Allocator().range(bound, AxisType.LOOP)

@@ -242,10 +242,10 @@ def test_rows_that_workgroups_share_are_fetched_once(order:str, slots:int, room:
   assert rows_fetched([GroupWork("ab".index(x), 4) for x in order], slots, room) == fetched
 
 def test_the_order_of_heads_decides_what_memory_delivers() -> None:
-  """Heads alternate in the order of the grid, or start one after another. With 4 heads of 2 blocks and two places on RX 9070 XT, each round of
-  alternating heads needs K and V of 2 heads, so each head is fetched in two rounds. If the blocks of one head start before those of the next, each
-  head is fetched once, which is what the tensors hold. On a chip of 8 dies, 8 alternating heads each stay on one die; one head at a time would be
-  fetched by every die."""
+  """The model counts how often K and V of a head are fetched from memory, which depends on the order of heads in the grid. With 4 heads of 2 blocks
+  and two places on RX 9070 XT, each round of alternating heads needs K and V of 2 heads, so each head is fetched in two rounds. If the blocks of one
+  head start before those of the next, each head is fetched once, which is what the tensors hold. On a chip of 8 dies, 8 alternating heads each stay
+  on one die; one head at a time would be fetched by every die."""
   chip = replace(CHIPS["gfx1201"], caches=Caches(1, 1, 1, 1e3))
   p, x = Problem(1, 4, 4, 128, 256, 64, 64, softmax_scale=0.125), Division(64, 32)
   rows = 4*256*256
@@ -283,9 +283,9 @@ def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
   assert fed_by_l2(timing, Division(64, 32, products=((1, 1), (1, 1))), 2*16*2) == pytest.approx(0.5)
 
 def test_memory_moves_every_tensor_once() -> None:
-  """Every tensor moves once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2 heads, 256 rows of 128 bytes each. With 2 key
-  ranges, it writes partial O and lse in fp32 instead of O. The kernel of dq moves dq, q, o, do of 4 heads, k, v of 2 heads, and two numbers of 4
-  bytes for each of 4 x 256 queries."""
+  """The model counts each tensor once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2 heads, 256 rows of 128 bytes each.
+  With 2 key ranges, it writes partial O and lse in fp32 instead of O. The kernel of dq moves dq, q, o, do of 4 heads, k, v of 2 heads, and two
+  numbers of 4 bytes for each of 4 x 256 queries."""
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   def moved(p:Problem, x:Division) -> float: return predict(p, timing, x, card).bytes["memory"]
   row = 256*128

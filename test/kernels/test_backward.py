@@ -283,8 +283,9 @@ def test_planted_fault_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant:Callable[[
     check_backward_kernels("sm_90", H=2, Hkv=1, Sq=350, Sk=70, D=16, causal=True, only="dkdv", extras=dict(alibi_slopes=floats(2)**2))
 
 def test_warpgroups_skip_tiles_that_they_do_not_see(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Two blocks of two warpgroups have two tiles and four tiles. In one tile of each block, a warpgroup sees nothing. Then it starts none of the three
-  products for dq, and two of the four products for dk and dv."""
+  """A warpgroup skips products of a tile in which it sees nothing. Under this causal mask there are two blocks of two warpgroups, with two and four
+  tiles, and in one tile of each block a warpgroup sees nothing. The warpgroup then starts none of the three products for dq, and only two of the four
+  products for dk and dv."""
   started = count_products(monkeypatch)
   check_backward_kernels("sm_90", H=1, Sq=256, Sk=256, D=128, causal="top-left")
   assert sum(started) == 3*(12 - 2) + 4*12 - 2*2
