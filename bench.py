@@ -16,19 +16,16 @@ BWD        1: times the gradients of q, k and v. TFLOP/s counts 2.5 times the op
            rate counts all seven products that the kernels compute
 FIGURES    1: prints the README's figures about the emulator's speed, and does nothing else"""
 from __future__ import annotations
-import csv, importlib, math, os, statistics, subprocess, sys, time
+import csv, importlib, os, statistics, subprocess, sys, time
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Mapping, Sequence
-import numpy as np
-from tinygrad import Context, Device, Tensor, dtypes, getenv
-from attn.accuracy import Verdict, judge, law_of, law_of_gradients
+from tinygrad import Context, Device, Tensor, getenv
 from attn.api.custom_kernel import flash_attention_fn
 from attn.cache import tuned
 from attn.calls.checked_kernel import PLAIN_DEVICES, default_arch, device_arch
-from attn.calls.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.chips.matrix import contraction
-from attn.choose.backward import can_differentiate, choose_backward, choose_parts
+from attn.choose.backward import choose_backward
 from attn.choose.dispatch import single_kernel
 from attn.compilers.choice import in_use
 from attn.compilers.found import NoCompiler
@@ -37,10 +34,12 @@ from attn.extras import needs
 from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.plain import TiledTile
+from attn.measure.gradients import Backward, backward_of
+from attn.measure.inputs import random_operands, shapes, to_array
+from attn.measure.verdicts import SAMPLE, verdict_text, verify, verify_backward
 from attn.problem import Problem, problem_of
-from attn.reference import arrange, restore, rounded
+from attn.reference import restore
 from attn.tinygrad_compat import UOp, compiled, device_seconds
-from attn.values import FLOATS
 with needs("bench", "bench.py", __name__):
   from rich.console import Console
   from rich.table import Table
@@ -58,7 +57,6 @@ SWEEP: list[dict[str, Any]] = [
   {"D": 64}, {"D": 128}, {"D": 256}, {"D": 80}, {"CAUSAL": "1"}, {"CAUSAL": "top-left", "N": 100, "SK": 333}, {"N": 1, "SK": 777},
   {"H": 8, "HKV": 2}, {"H": 7, "HKV": 1, "CAUSAL": "1"}, {"WINDOW": "64,0"}, {"LAYOUT": "bshd"}, {"DTYPE": "bfloat16"},
   {"DTYPE": "bfloat16", "OUT_DTYPE": "float32"}]
-SAMPLE = 1 << 24   # most scores that VERIFY=1 computes in float64
 MOST_SCORES = 1 << 26     # most scores of one key head for which gradients are checked: all of them are in memory, in float64
 
 class BadSetting(Exception): pass
@@ -134,49 +132,11 @@ def find_device() -> str:
     raise BadSetting(f"DEV={device!r}: it does not open: {reasons}") from None
   return device
 
-# ***** tensors *****
-
-def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
-  """Returns the shapes of q, k, v, o and lse in `layout`."""
-  four = [(B, H, N, D), (B, HKV, SK, D), (B, HKV, SK, DV), (B, H, N, DV)]
-  return [arrange(np.empty(x, np.bool_), layout).shape for x in four] + [(B*H, N) if layout == "nsd" else (B, H, N)]
-
-def shapes_of(p:Problem) -> list[tuple[int, ...]]: return shapes(p.B, p.H, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, p.layout)
-
-def to_tensor(x:np.ndarray, dtype:str) -> Tensor:
-  if dtype != "bfloat16": return Tensor(np.ascontiguousarray(x, np.float16 if dtype == "float16" else np.float32)).realize()
-  return Tensor((np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)).bitcast(dtypes.bfloat16).realize()
-
-def to_array(t:Tensor) -> np.ndarray:
-  return t.numpy() if t.dtype != dtypes.bfloat16 else (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
-
 # ***** one problem *****
-
-def verify(p:Problem, inputs:Sequence[np.ndarray], outputs:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Compares the outputs (o, or o and lse) with float64: the error of each element has a limit (docs/contract.md). All arrays have the shape (B, H,
-  ...). Returns the result for the part of the output with the largest error/limit, and the share of the rows that was checked."""
-  (q, k, v), rows = inputs, max(1, min(p.Sq, SAMPLE//4//p.Sk))
-  parts = [(b, h, slice(first, first + rows)) for b in range(p.B) for h in range(p.H) for first in range(0, p.Sq, rows)]
-  step = 1 if everything else math.ceil(len(parts)/max(1, SAMPLE//(rows*p.Sk)))
-  verdicts: list[Verdict] = []
-  for b, h, here in parts[::step]:
-    kv = slice(h//(p.H//p.Hkv), h//(p.H//p.Hkv) + 1)
-    args = (q[b, h:h+1, here], k[b, kv], v[b, kv], p.softmax_scale, p.window, p.offset + here.start)
-    verdicts += [judge(x[b, h:h+1, here], law) for x, law in zip(outputs, law_of(*args, dtype=p.dtype, out_dtype=p.out_dtype))]
-  return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(parts[::step])/len(parts)
-
-def operands(s:Settings) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
-  """Makes random inputs: q, k and v as arrays (B, H, S, D) and as tensors. Also returns empty tensors for the outputs."""
-  p, rng = s.problem, np.random.default_rng(s.seed)
-  inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
-            for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
-  *_, o_shape, lse_shape = shapes_of(p)
-  outs = [Tensor.empty(*o_shape, dtype=FLOATS[p.out_dtype])] + [Tensor.empty(*lse_shape, dtype=dtypes.float)]*p.return_lse
-  return inputs, [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], outs
 
 def bench(s:Settings) -> dict[str, Any]:
   """Runs and times the forward kernel of one problem, and checks its result. Returns a row of the table."""
-  p, arch, (inputs, tensors, outs) = s.problem, device_arch(), operands(s)
+  p, arch, (inputs, tensors, outs) = s.problem, device_arch(), random_operands(s.problem, s.seed)
   start = time.perf_counter()
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
   results = Tensor.custom_kernel(*outs, *tensors, fxn=fxn)[:len(outs)]
@@ -194,44 +154,20 @@ def bench(s:Settings) -> dict[str, Any]:
   if s.verify == 0: return row
   o, *lse = (to_array(t) for t in results)
   outputs = [restore(o, p.layout, (p.B, p.H, p.Sq, p.Dv)), *(x.reshape(p.B, p.H, p.Sq) for x in lse)]
-  verdict, part = verify(p, inputs, outputs, s.verify > 1)
-  verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
-  return row | {"error": verdict.error, "limit": verdict.limit, "rows checked": f"{100*part:.0f}%", "verdict": verdict_text}
+  verdict, part = verify(p, inputs, outputs, None if s.verify > 1 else SAMPLE)
+  return row | {"error": verdict.error, "limit": verdict.limit, "rows checked": f"{100*part:.0f}%", "verdict": verdict_text(verdict)}
 
 # ***** the gradients of one problem *****
 
-@dataclass(frozen=True)
-class Backward:
-  """Backward kernels of a problem, ready to run: their inputs, and their launches by name."""
-  arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
-  tensors: dict[str, Tensor]     # the inputs, o and lse
-  launches: dict[str, BackwardLaunch]
-  def run(self, name:str) -> dict[str, Tensor]:
-    """Runs the kernel `name`. Returns the tensors that it writes, not computed yet. If the kernel writes a gradient in parts, returns the sum of the
-    parts."""
-    shapes = self.launches[name].shapes
-    given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
-             for n, (shape, dtype) in shapes.items()]
-    found = {n: t for n, t in zip(shapes, Tensor.custom_kernel(*given, fxn=self.launches[name].kernel)) if n not in self.tensors}
-    return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENTS else t for n, t in found.items()}
-
-def backward_of(s:Settings, arch:Chip) -> Backward:
-  """Runs the forward kernel of a problem, and prepares the backward kernels. Raises BadSetting if no kernel computes the gradients."""
-  p, (inputs, tensors, _) = replace(s.problem, return_lse=True), operands(s)
-  if isinstance(reason := can_differentiate(p, arch), str):
-    raise BadSetting(f"BWD=1: no kernels compute the gradients of {describe(s)}: {reason}")
-  do = rounded(np.random.default_rng(s.seed + 1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.dtype)
-  found = Backward([*inputs, do], dict(zip(("q", "k", "v"), tensors)), backward_kernels(p, arch, False, choose_parts(p, arch)))
-  found.tensors["do"] = to_tensor(arrange(do, p.layout), p.out_dtype)
-  found.tensors.update({n: t.realize() for n, t in found.run("forward").items()})
-  return found
-
-GRADIENTS = ("dq", "dk", "dv")
+def call_of(s:Settings, arch:Chip) -> Backward:
+  """Prepares the backward kernels of a problem. Raises BadSetting if no kernel computes the gradients."""
+  try: return backward_of(s.problem, arch, s.seed)
+  except NotImplementedError as e: raise BadSetting(f"BWD=1: {describe(s)}: {e}") from None
 
 def bench_backward(s:Settings) -> dict[str, Any]:
   """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
-  call, start, seconds, lowering = backward_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
+  call, start, seconds, lowering = call_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
     start = time.perf_counter()
     outputs = call.run(name)
@@ -254,24 +190,8 @@ def bench_backward(s:Settings) -> dict[str, Any]:
   if s.verify == 0: return row
   sizes = {"dq": (p.H, p.Sq, p.D), "dk": (p.Hkv, p.Sk, p.D), "dv": (p.Hkv, p.Sk, p.Dv)}
   gradients = [restore(to_array(call.tensors[n]), p.layout, (p.B, *size)) for n, size in sizes.items()]
-  verdict, part = verify_backward(p, call.arrays, gradients, s.verify > 1)
-  verdict_text = "ok" if verdict.ok else verdict.pattern or "WRONG"
-  return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text}
-
-def verify_backward(p:Problem, inputs:Sequence[np.ndarray], gradients:Sequence[np.ndarray], everything:bool) -> tuple[Verdict, float]:
-  """Compares dq, dk and dv with float64, one key/value head after another: the error of each element has a limit (docs/contract.md). All arrays have
-  the shape (B, H, ...). Returns the result for the head and gradient with the largest error/limit, and the share of the heads that was checked."""
-  group = p.H//p.Hkv
-  heads = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
-  step = 1 if everything else max(1, math.ceil(len(heads)*group*p.Sq*p.Sk/SAMPLE))
-  verdicts = []
-  for b, h in heads[::step]:
-    of_q, of_k = slice(h*group, (h + 1)*group), slice(h, h + 1)
-    q, k, v, do = (x[b:b+1, at] for x, at in zip(inputs, (of_q, of_k, of_k, of_q)))
-    laws = law_of_gradients(q, k, v, do, None, p.softmax_scale, p.window, p.offset, dtype=p.dtype, out_dtype=p.out_dtype)
-    verdicts += [judge(g[b:b+1, at], getattr(laws, n))
-                 for g, at, n in zip(gradients, (of_q, of_k, of_k), ("q", "k", "v"))]
-  return max(verdicts, key=lambda x: (not x.ok, x.ratio)), len(heads[::step])/len(heads)
+  verdict, part = verify_backward(p, call.arrays, gradients, None if s.verify > 1 else SAMPLE)
+  return row | {"error": verdict.error, "limit": verdict.limit, "heads checked": f"{100*part:.0f}%", "verdict": verdict_text(verdict)}
 
 def describe(s:Settings) -> str:
   p = s.problem
@@ -321,7 +241,7 @@ def show_bounds(s:Settings) -> None:
 
 def device_timer(s:Settings) -> Seconds:
   """Returns a function that times a forward kernel on the device. The time is that of the fastest run."""
-  _, tensors, outs = operands(s)
+  _, tensors, outs = random_operands(s.problem, s.seed)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
     return min(device_seconds(schedule) for _ in range(s.count))
@@ -330,7 +250,7 @@ def device_timer(s:Settings) -> Seconds:
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
   """Returns a function that times a backward kernel on the device. The time is that of the fastest run. Gradients are not written in parts, because
   the number of parts would differ from tile to tile."""
-  call = backward_of(s, arch)
+  call = call_of(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:
     given = {n: t for n, t in call.tensors.items() if (name, n) != ("dq", "delta")}

@@ -17,7 +17,8 @@ from attn.choose.backward_tiles import AnyBackwardTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.parts.grid.tensors import Shapes, dkdv_arguments, dq_arguments
 from attn.measure.machine import need
-from attn.measure.peers import OURS, as_tensor, backends, in_turn, on_the_host, random_inputs, runs_of_a_round
+from attn.measure.peers import OURS, as_tensor, backends, on_the_host, random_inputs
+from attn.measure.rounds import in_turn, runs_of_a_round
 from attn.ops import renderers
 from attn.problem import Problem
 from attn.tinygrad_compat import Device, Tensor, UOp, compiled, cuda_seconds, device_seconds, foreign_cuda_context

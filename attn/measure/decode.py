@@ -24,7 +24,8 @@ from attn.choose.mla_tiles import ENTRY
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.mma import MlaMmaTile
 from attn.measure.machine import need
-from attn.measure.peers import OURS, ROUNDS, in_turn, torch_peers
+from attn.measure.peers import OURS, torch_peers
+from attn.measure.rounds import ROUNDS, in_turn
 from attn.measure.rows import heads_text
 from attn.problem import Problem
 from attn.search.latent import latent_space

@@ -15,7 +15,8 @@ import numpy as np
 from attn.api.attention import attention
 from attn.measure.backward import torch_seconds
 from attn.measure.machine import need
-from attn.measure.peers import OURS, as_tensor, in_turn, on_the_host, random_inputs, runs_of_a_round
+from attn.measure.peers import OURS, as_tensor, on_the_host, random_inputs
+from attn.measure.rounds import in_turn, runs_of_a_round
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Device, Tensor, UOp, compiled, cuda_graph_seconds, device_of, device_seconds, dtypes, foreign_cuda_context
 

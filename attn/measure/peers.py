@@ -12,6 +12,7 @@ import numpy as np
 from attn.api.custom_kernel import flash_attention_fn
 from attn.calls.checked_kernel import device_arch
 from attn.choose.dispatch import single_kernel
+from attn.measure.rounds import in_turn, runs_of_a_round
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, compiled, cuda_seconds, device_seconds, foreign_cuda_context
 from attn.values import FLOATS
@@ -22,7 +23,6 @@ SHAPES: list[dict[str, Any]] = [
 SHAPES_FP32: list[dict[str, Any]] = [
   {"B": 4, "H": 16, "N": 2048, "D": 64}, {"B": 2, "H": 8, "N": 4096, "D": 128}, {"B": 1, "H": 1, "N": 4096, "D": 512}]
 OURS, FLASH, CUDNN, EFFICIENT, OWN = PEERS = "attn", "FlashAttention-2", "cuDNN", "memory-efficient", "tinygrad SDPA"
-ROUNDS, ROUND_SECONDS = 5, 0.25     # shorter rounds favour cuDNN: docs/nvidia.md
 ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # allowed difference of outputs of size 1: 4 units in the last place,
                                                                           # 32 in float32
 
@@ -66,10 +66,6 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
     except RuntimeError as e: print(f"{name} refuses {p}: {e}")
   return found
 
-def runs_of_a_round(seconds:Callable[[], float]) -> int:
-  """Returns the number of runs that fill a round. `seconds` times one run."""
-  return max(1, round(ROUND_SECONDS/min(seconds() for _ in range(3))))
-
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   """Returns a timer of one call of `attention`. The timer runs a CUDA graph that repeats the call for the length of a round."""
   import torch
@@ -87,15 +83,6 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
     for _ in range(count): attention()
   seconds(graph.replay)
   return lambda: seconds(graph.replay)/count
-
-def in_turn(timers:Mapping[str, Callable[[], float]]) -> dict[str, float]:
-  """Returns the median of each timer over several rounds. Every round runs the timers in a different order, because a kernel runs on a cooler chip if
-  the kernel before it used little power."""
-  names, found = list(timers), []
-  for i in range(ROUNDS):
-    order = names[i % len(names):] + names[:i % len(names)]
-    found.append({name: timers[name]() for name in (order if i % 2 == 0 else order[::-1])})
-  return {name: statistics.median(times[name] for times in found) for name in names}
 
 def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
   """Times attn's kernel and its peers on one problem, and returns a row of the table."""

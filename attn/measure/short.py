@@ -14,7 +14,8 @@ import numpy as np
 from attn.api.attention import attention, choice_of
 from attn.measure.decode import STEPS, torch_graph_timer
 from attn.measure.machine import need
-from attn.measure.peers import OURS, ULPS, as_tensor, in_turn, on_the_host, random_inputs, torch_peers
+from attn.measure.peers import OURS, ULPS, as_tensor, on_the_host, random_inputs, torch_peers
+from attn.measure.rounds import in_turn
 from attn.measure.rows import MeasuredRow
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, TinyJit, device_seconds, foreign_cuda_context, make_current

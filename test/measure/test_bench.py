@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import bench
-from attn.measure import backward
+from attn.measure import backward, verdicts
 from attn.problem import Problem
 from attn.reference import exact
 from attn.tinygrad_compat import Context
@@ -132,23 +132,23 @@ def test_a_wrong_result_fails(backward:str) -> None:
 def problem(**sizes:int) -> Problem:
   return Problem(**{"B": 1, "H": 2, "Hkv": 1, "Sq": 64, "Sk": 64, "D": 16, "Dv": 16} | sizes, softmax_scale=0.25)
 
-def test_verify_looks_at_a_sample_of_a_large_problem(monkeypatch:pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(bench, "SAMPLE", 4*64*8)   # eight rows at a time, in four of sixteen blocks
+def test_verify_looks_at_a_sample_of_a_large_problem() -> None:
+  sample = 4*64*8   # eight rows at a time, in four of sixteen blocks
   p, rng = problem(), np.random.default_rng(0)
   q, k, v = (rng.standard_normal((1, h, 64, 16)) for h in (2, 1, 1))
   o, lse = exact(q, k, v, 0.25)
-  for everything, part in ((False, 0.25), (True, 1.0)):
-    verdict, looked_at = bench.verify(p, (q, k, v), (o, lse), everything)
+  for most, part in ((sample, 0.25), (None, 1.0)):
+    verdict, looked_at = verdicts.verify(p, (q, k, v), (o, lse), most)
     assert verdict.ok and looked_at == part
   wrong = o.copy()
   wrong[0, 1, 63, 5] += 1
-  assert not bench.verify(p, (q, k, v), (wrong, lse), True)[0].ok and bench.verify(p, (q, k, v), (wrong, lse), False)[0].ok
+  assert not verdicts.verify(p, (q, k, v), (wrong, lse), None)[0].ok and verdicts.verify(p, (q, k, v), (wrong, lse), sample)[0].ok
 
 def test_verify_judges_lse_too() -> None:
   p, rng = problem(), np.random.default_rng(0)
   q, k, v = (rng.standard_normal((1, h, 64, 16)) for h in (2, 1, 1))
   o, lse = exact(q, k, v, 0.25)
-  assert not bench.verify(p, (q, k, v), (o, lse + 1), True)[0].ok
+  assert not verdicts.verify(p, (q, k, v), (o, lse + 1), None)[0].ok
 
 def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
   """bench.py accepts every shape of the comparison. The other libraries of the comparison need PyTorch and a GPU, but their list of shapes does

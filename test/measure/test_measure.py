@@ -11,7 +11,7 @@ from attn.choose.dispatch import choose
 from attn.chips import get_chip
 from attn.measure import later_calls, latency, short
 from attn.measure.latency import FIRST_CALLS, FirstCall
-from attn.measure.peers import in_turn
+from attn.measure.rounds import in_turn
 from attn.tinygrad_compat import Context, Device, GlobalCounters, Tensor
 
 def test_first_calls_are_timed() -> None:

@@ -1,0 +1,40 @@
+"""Runs the backward kernels of a problem one by one, so that each can be timed."""
+from __future__ import annotations
+from dataclasses import dataclass, replace
+import numpy as np
+from attn.calls.gradient import BackwardLaunch, added, backward_kernels
+from attn.chips import Chip
+from attn.choose.backward import can_differentiate, choose_parts
+from attn.measure.inputs import random_operands, to_tensor
+from attn.problem import Problem
+from attn.reference import arrange, rounded
+from attn.tinygrad_compat import Tensor
+from attn.values import FLOATS
+
+GRADIENT_NAMES = ("dq", "dk", "dv")
+
+@dataclass(frozen=True)
+class Backward:
+  """Backward kernels of a problem, ready to run: their inputs, and their launches by name."""
+  arrays: list[np.ndarray]       # q, k, v and dO, (B, H, S, D)
+  tensors: dict[str, Tensor]     # the inputs, o and lse
+  launches: dict[str, BackwardLaunch]
+  def run(self, name:str) -> dict[str, Tensor]:
+    """Runs the kernel `name`. Returns the tensors that it writes, not computed yet. If the kernel writes a gradient in parts, returns the sum of the
+    parts."""
+    shapes = self.launches[name].shapes
+    given = [self.tensors[n] if n in self.tensors else Tensor.empty(*shape, dtype=FLOATS[dtype])
+             for n, (shape, dtype) in shapes.items()]
+    found = {n: t for n, t in zip(shapes, Tensor.custom_kernel(*given, fxn=self.launches[name].kernel)) if n not in self.tensors}
+    return {n: Tensor(added(t.uop, self.tensors[n[1:]].uop)) if n in GRADIENT_NAMES else t for n, t in found.items()}
+
+def backward_of(p:Problem, arch:Chip, seed:int) -> Backward:
+  """Runs the forward kernel of a problem, and prepares the backward kernels. Raises NotImplementedError if no kernel computes the gradients."""
+  p = replace(p, return_lse=True)
+  if isinstance(reason := can_differentiate(p, arch), str): raise NotImplementedError(f"no kernels compute the gradients: {reason}")
+  inputs, tensors, _ = random_operands(p, seed)
+  do = rounded(np.random.default_rng(seed + 1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.dtype)
+  found = Backward([*inputs, do], dict(zip(("q", "k", "v"), tensors)), backward_kernels(p, arch, False, choose_parts(p, arch)))
+  found.tensors["do"] = to_tensor(arrange(do, p.layout), p.out_dtype)
+  found.tensors.update({n: t.realize() for n, t in found.run("forward").items()})
+  return found

@@ -1,0 +1,30 @@
+"""Random inputs of a problem, as arrays and as tensors of tinygrad's default device."""
+from __future__ import annotations
+import numpy as np
+from attn.problem import Problem
+from attn.reference import arrange, rounded
+from attn.tinygrad_compat import Tensor, dtypes
+from attn.values import FLOATS
+
+def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
+  """Returns the shapes of q, k, v, o and lse in `layout`."""
+  four = [(B, H, N, D), (B, HKV, SK, D), (B, HKV, SK, DV), (B, H, N, DV)]
+  return [arrange(np.empty(x, np.bool_), layout).shape for x in four] + [(B*H, N) if layout == "nsd" else (B, H, N)]
+
+def shapes_of(p:Problem) -> list[tuple[int, ...]]: return shapes(p.B, p.H, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, p.layout)
+
+def to_tensor(x:np.ndarray, dtype:str) -> Tensor:
+  if dtype != "bfloat16": return Tensor(np.ascontiguousarray(x, np.float16 if dtype == "float16" else np.float32)).realize()
+  return Tensor((np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)).bitcast(dtypes.bfloat16).realize()
+
+def to_array(t:Tensor) -> np.ndarray:
+  return t.numpy() if t.dtype != dtypes.bfloat16 else (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
+
+def random_operands(p:Problem, seed:int) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
+  """Makes random inputs: q, k and v as arrays (B, H, S, D) and as tensors. Also returns empty tensors for the outputs."""
+  rng = np.random.default_rng(seed)
+  inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
+            for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
+  *_, o_shape, lse_shape = shapes_of(p)
+  outs = [Tensor.empty(*o_shape, dtype=FLOATS[p.out_dtype])] + [Tensor.empty(*lse_shape, dtype=dtypes.float)]*p.return_lse
+  return inputs, [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], outs
