@@ -39,7 +39,8 @@ def test_no_module_only_forwards() -> None:
 
 # Tools that measure, predict, draw and search, and the references, come before the code that computes attention: each room may import only from
 # rooms after it. A room may be a single module. The `__main__` of a package is a room of its own.
-TOOLS = ("isa.__main__", "pictures.__main__", "tune", "measure", "search", "isa.timing", "isa", "pictures", "accuracy", "reference", "extras")
+TOOLS = ("isa.__main__", "pictures.__main__", "tune", "report", "measure", "search", "isa.timing", "isa", "pictures", "accuracy", "reference",
+         "extras")
 COMPUTES = ("__init__", "flash_attn", "mods", "api", "parallel", "calls", "choose", "compilers", "cache", "kernels", "kernels.amd", "kernels.mma",
             "kernels.wgmma", "kernels.plain", "kernels.nvidia", "kernels.parts.backward", "kernels.parts.grid", "kernels.parts.weights",
             "kernels.parts.memory", "kernels.tiles", "kernels.parts.memory.layouts", "kernels.parts.program", "kernels.parts", "score", "emulator",

@@ -169,9 +169,10 @@ def _chosen(spec:Spec, p:Problem, llvm:int|None) -> tuple[str, AnyTile|AnyBackwa
   assert choice.work.tile is not None
   return choice.kernel, choice.work.tile, choice.work.splits
 
-def chosen(spec:Spec, llvm:int|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
-  """Returns the kernel and tile that dispatch chooses for release `llvm` of LLVM, by default the release of the clang that reports use."""
-  return _chosen(spec, problem_of_spec(spec), llvm)[:2]
+def chosen(spec:Spec, llvm:int|None=None, shape:Shape|None=None) -> tuple[str, AnyTile|AnyBackwardTile]:
+  """Returns the kernel and tile that dispatch chooses for release `llvm` of LLVM, by default the release of the clang that reports use. `shape`
+  replaces the usual size of the problem."""
+  return _chosen(spec, problem_of_spec(spec, shape), llvm)[:2]
 
 def text_of(spec:Spec) -> str:
   """Returns the HIP or CUDA text that tinygrad's renderer emits for the kernel and tile that dispatch chooses."""

@@ -55,6 +55,36 @@ def is_cpu(device:Any) -> bool:
   opencl.clGetDeviceInfo(device.cl_dev, opencl.CL_DEVICE_TYPE, 8, ctypes.byref(kind), None)
   return bool(kind.value & opencl.CL_DEVICE_TYPE_CPU)
 
+# **** the card ****
+@dataclass(frozen=True)
+class CardFacts:
+  """What a device tells of its card. A field is None if the device does not tell it. `render_minor` is the number of the card's file
+  /dev/dri/renderD128 and so on, `pci` its address on the PCI bus."""
+  name: str|None = None
+  compute_units: int|None = None
+  driver: str|None = None
+  render_minor: int|None = None
+  pci: str|None = None
+
+def card_facts(device:str) -> CardFacts:
+  """Returns what an AMD or a CUDA device tells of its card. Other devices tell nothing."""
+  opened: Any = device_of(device)
+  if type(opened).__name__ == "AMDDevice":
+    props = opened.device_props()
+    units = props["simd_count"]//props["simd_per_cu"] if props.get("simd_per_cu") else None
+    return CardFacts(compute_units=units, render_minor=props.get("drm_render_minor"))
+  return cuda_card_facts(opened) if type(opened).__name__ == "CUDADevice" else CardFacts()
+
+def cuda_card_facts(opened:Any) -> CardFacts:
+  from tinygrad.runtime.autogen import cuda
+  from tinygrad.runtime.ops_cuda import check
+  name, pci, units, version = ctypes.create_string_buffer(100), ctypes.create_string_buffer(20), ctypes.c_int(), ctypes.c_int()
+  check(cuda.cuDeviceGetName(name, len(name), opened.cu_device))
+  check(cuda.cuDeviceGetPCIBusId(pci, len(pci), opened.cu_device))
+  check(cuda.cuDeviceGetAttribute(ctypes.byref(units), cuda.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, opened.cu_device))
+  check(cuda.cuDriverGetVersion(ctypes.byref(version)))
+  return CardFacts(name.value.decode(), units.value, f"CUDA {version.value//1000}.{version.value%1000//10}", pci=pci.value.decode())
+
 # **** machine code ****
 # tinygrad's own expansions of exp2 and log2 of doubles, which the hardware and LLVM don't have (as in tinygrad's AMDLLVMRenderer)
 double_transcendentals = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), expand)

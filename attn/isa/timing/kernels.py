@@ -45,11 +45,11 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """Times a kernel of attn, and prepares the prediction for a problem of size `shape`. A decode kernel is compiled for this size, because the number
-  of key ranges (KV splits) depends on the size."""
+  """Times one of our kernels, and prepares the prediction for a problem of size `shape`. The kernel is the one that dispatch chooses for this
+  size."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
-  kernel = source.kernel_source(spec, shape=shape if spec.kernel == source.DECODE else None, lines=lines)
+  kernel = source.kernel_source(spec, shape=shape, lines=lines)
   problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel in ("dkdv", source.ALL)
   timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
                      grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))

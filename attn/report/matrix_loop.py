@@ -1,0 +1,155 @@
+"""Kernels of matrix instructions alone. They measure the rate that a card's matrix units sustain, which no attention kernel can exceed.
+
+A wave loads operands of normally distributed numbers once. Then it adds their products to several independent accumulators, again and again, so no
+instruction waits for the one before it. Nothing is read from memory in the loop; wgmma reads one operand from shared memory. The work of a GEMM
+beside its products (loads, addresses, barriers) is missing, so a GEMM is slower. The matrix units run at the clock and the power that these products
+allow."""
+from __future__ import annotations
+import functools, itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+import numpy as np
+from attn.calls.checked_kernel import CheckedKernel
+from attn.chips import Chip
+from attn.chips.matrix import MMA, UNIT_BYTES, Matrix, Mma
+from attn.kernels.parts.memory.lanes import Lane, MmaLane
+from attn.kernels.parts.memory.layouts import SwizzledPanels
+from attn.kernels.parts.program.allocator import Allocator
+from attn.kernels.parts.program.statements import InOrder, Statements, store_all, workgroup_barrier
+from attn.kernels.parts.weights.epilogue import OPTIMISED
+from attn.ops import amd, common as ops, hopper as wgmma, nvidia as nv
+from attn.ops.common import flat
+from attn.tinygrad_compat import AxisType, KernelInfo, Tensor, UOp, dynamic_shared_name
+from attn.values import FLOATS
+
+LOOP_STEPS = 2              # operands that each accumulator gets in an iteration
+REGISTERS = 64         # registers of a lane for accumulators
+LOOP_WAVES = 4              # waves of a workgroup, except for wgmma
+WORKGROUPS = 4         # workgroups of a compute unit
+WGMMA_WAVES, WGMMA_KEYS, WGMMA_COLUMNS = 8, 128, 256
+EVERYONE = UOp.const(True)
+
+@dataclass(frozen=True)
+class MatrixLoop:
+  """Kernel of matrix instructions alone. `kernel(groups, trips)` makes it, for tensors (results, operands). The numbers below count for one workgroup
+  and one iteration."""
+  what: str                # the instruction
+  kernel: Callable[[int, int], Callable[..., UOp]]
+  flops: int
+  results: int             # float32 numbers that a workgroup writes
+  operands: int            # 16-bit numbers that all workgroups read
+  workgroups: int = WORKGROUPS
+
+  def outputs(self, groups:int, trips:int, dtype:str) -> Tensor:
+    """Runs the loop. Returns the sums of all products that each lane holds, not computed yet."""
+    data = Tensor(np.random.default_rng(0).standard_normal(self.operands, np.float32)).cast(FLOATS[dtype]).realize()
+    made = self.kernel(groups, trips)
+    def fxn(*placeholders:UOp) -> CheckedKernel: return CheckedKernel(made(*placeholders), ("results",))
+    return Tensor.custom_kernel(Tensor.empty(groups*self.results), data, fxn=fxn)[0]
+
+def matrix_loop(arch:Chip, dtype:str) -> MatrixLoop|None:
+  """Returns the kernel for a chip, or None if attn knows no matrix instruction of the chip."""
+  if arch.wgmma: return wgmma_loop(dtype)
+  if arch.unit.mma: return register_loop(arch.unit.mma[dtype], dtype)
+  return register_loop(arch.matrix[dtype][0], dtype) if arch.matrix.get(dtype) else None
+
+# ***** operands in registers: MFMA, WMMA, mma.sync *****
+
+def register_loop(mat:Matrix|Mma, dtype:str) -> MatrixLoop:
+  """Returns the loop of an instruction whose operands and accumulators lie in registers."""
+  on_amd = isinstance(mat, Matrix)
+  words = mat.M*mat.N//mat.wave                          # registers of an accumulator
+  count = max(4, REGISTERS//words)
+  rows = 1 << count.bit_length()//2
+  columns = count//rows
+  operand = mat.operand*mat.size if isinstance(mat, Matrix) else UNIT_BYTES     # bytes of a lane. mma.sync: A, or B of two neighbouring tiles
+  fragments = LOOP_STEPS*(rows + (columns if on_amd else columns//2))
+  flops = 2*mat.M*mat.N*mat.K*count*LOOP_STEPS*LOOP_WAVES
+
+  def kernel(groups:int, trips:int) -> Callable[..., UOp]:
+    def program(results:UOp, data:UOp) -> UOp:
+      new = Allocator()
+      group, lane, wave = new.range(groups, AxisType.GLOBAL), new.range(mat.wave, AxisType.WARP), new.range(LOOP_WAVES, AxisType.WARP)
+      read, multiply = amd_steps(mat, lane, data, operand) if isinstance(mat, Matrix) else mma_steps(mat, lane, data, operand)
+      of_a, of_b = ([[read(n) for n in range(first, LOOP_STEPS*each + first)][s*each:(s + 1)*each] for s in range(LOOP_STEPS)]
+                    for first, each in ((0, rows), (LOOP_STEPS*rows, fragments//LOOP_STEPS - rows)))
+      acc = new.registers(count, ops.f32(words))
+      start, trip = UOp.group(*store_all(acc, [ops.splat(0.0, words)]*count)), new.range(trips, AxisType.LOOP)
+      sums = [acc.after(start, trip)[i].load() for i in range(count)]
+      for step, (row, column) in itertools.product(range(LOOP_STEPS), itertools.product(range(rows), range(columns))):
+        sums[row*columns + column] = multiply(of_a[step][row], of_b[step], column, sums[row*columns + column])
+      held = acc.after(UOp.group(*store_all(acc, sums)).end(trip))
+      total = functools.reduce(ops.add, [held[i].load() for i in range(count)])
+      return finished(f"attn_products_{mat.M}x{mat.N}x{mat.K}_{dtype}", results, (group, lane, wave), (wave*mat.wave + lane), LOOP_WAVES*mat.wave,
+                      [total], words)
+    return program
+  return MatrixLoop(instruction_name(mat, dtype), kernel, flops, LOOP_WAVES*mat.wave*words, fragments*mat.wave*operand//mat.size)
+
+def instruction_name(mat:Matrix|Mma, dtype:str) -> str:
+  return f"{mat.name} on {dtype}" if isinstance(mat, Matrix) else f"mma.sync.m{mat.M}n{mat.N}k{mat.K} on {dtype}"
+
+def amd_steps(mat:Matrix, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], UOp], Callable[..., UOp]]:
+  """Returns two functions: one reads an operand by its number, the other multiplies. Lanes that must hold the same operands read the same."""
+  at = Lane(lane, UOp.const(0), mat)
+  source = at.n if mat.duplicated else lane
+  def read(n:int) -> UOp: return loaded_operand(data, (n*mat.wave + source)*(nbytes//mat.size), nbytes, mat.size)
+  def multiply(a:UOp, b:list[UOp], column:int, c:UOp) -> UOp: return amd.shaped_wmma(mat, a, b[column], c)
+  return read, multiply
+
+def mma_steps(mat:Mma, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], UOp], Callable[..., UOp]]:
+  def read(n:int) -> UOp: return loaded_operand(data, (n*mat.wave + lane)*(nbytes//mat.size), nbytes, mat.size)
+  def multiply(a:UOp, b:list[UOp], column:int, c:UOp) -> UOp: return nv.mma(mat, a, b[column//2], column % 2, c)
+  return read, multiply
+
+def loaded_operand(data:UOp, first:UOp, nbytes:int, size:int) -> UOp:
+  """Loads `nbytes` bytes from element `first` on."""
+  width = min(nbytes, UNIT_BYTES)
+  return functools.reduce(ops.concat, [ops.load_where(flat(data)[first + i//size], EVERYONE, width) for i in range(0, nbytes, width)])
+
+def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:int, values:list[UOp], words:int) -> UOp:
+  """Returns the finished kernel: each thread stores its `values`, of `words` numbers each."""
+  first = (ranges[0]*threads + thread)*(len(values)*words)
+  stores = [flat(results)[first + i*words + e].store(ops.extract(x, e)) for i, x in enumerate(values) for e in range(words)]
+  return UOp.group(*stores).end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED)
+
+# ***** one operand in shared memory: wgmma *****
+
+@dataclass(frozen=True)
+class WgmmaSums(InOrder):
+  """The state of the loop of wgmma: B in shared memory, the accumulators, and operand A in registers."""
+  shared: UOp
+  acc: UOp
+  a: UOp
+  statements: Statements
+
+def wgmma_loop(dtype:str) -> MatrixLoop:
+  """Returns the loop of wgmma. Each of two warpgroups multiplies 64 rows in registers by 128 rows of 256 columns in shared memory, adds the product
+  to its accumulators, and waits. The tensor cores work for the other warpgroup meanwhile."""
+  mat, threads = MMA[dtype], WGMMA_WAVES*32
+  layout = SwizzledPanels(WGMMA_KEYS, WGMMA_COLUMNS*mat.size//UNIT_BYTES)
+  accs, steps = WGMMA_COLUMNS//mat.N, WGMMA_KEYS//mat.K
+  of_b = layout.size*UNIT_BYTES//mat.size      # elements
+  def kernel(groups:int, trips:int) -> Callable[..., UOp]:
+    def program(results:UOp, data:UOp) -> UOp:
+      new = Allocator()
+      group, lane, wave = new.range(groups, AxisType.GLOBAL), new.range(32, AxisType.WARP), new.range(WGMMA_WAVES, AxisType.WARP)
+      at = MmaLane(lane, wave, mat)
+      s = WgmmaSums(new.lds(layout.size), new.registers(accs, nv.F4), new.registers(steps, nv.U4), Statements.of(new))
+      units = [at.thread + i*threads for i in range(layout.size//threads)]
+      s = s.store([s.statements.first], store_all(s.a, [loaded_operand(data, of_b + (i*threads + at.thread)*mat.unit, UNIT_BYTES, mat.size)
+                                                        for i in range(steps)]))
+      s = s.do(nv.clear(s.acc, s.done))
+      s = s.do(*[nv.put(s.shared[u], loaded_operand(data, u*mat.unit, UNIT_BYTES, mat.size), EVERYONE) for u in units])
+      s = s.do(wgmma.publish(s.done))
+      s = s.after(workgroup_barrier(s.done))
+      trip = new.range(trips, AxisType.LOOP)
+      inside = s.after(trip)
+      inside = inside.do(wgmma.output(inside.acc, inside.a, inside.shared[0], inside.done, UNIT_BYTES*layout.panel, dtype))
+      inside = inside.do(wgmma.wait_products(inside.acc, inside.done))
+      s = s.after(inside.done.end(trip))
+      name = dynamic_shared_name(f"attn_products_wgmma_{dtype}", layout.size*UNIT_BYTES)
+      return finished(name, results, (group, lane, wave), at.thread, threads, [s.acc[i].load() for i in range(accs)], 4)
+    return program
+  flops = 2*wgmma.M*WGMMA_COLUMNS*WGMMA_KEYS*(WGMMA_WAVES//4)
+  return MatrixLoop(f"wgmma.m64n{WGMMA_COLUMNS}k16 on {dtype}, A in registers", kernel, flops, threads*accs*4,
+                    of_b + steps*threads*mat.unit, workgroups=1)
