@@ -86,14 +86,14 @@ class Laws:
 class Verdict:
   """Result of a comparison of an output with its accuracy law.
 
-      error, limit, sigma: of the element with the largest error/limit
-      where: index of this element
-      resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings
-        and equals no other element's error
-      rms: root mean square of error/sigma over these elements
-      furthest: largest error/sigma of these elements
-      count: number of all elements
-      pattern: which NaN or inf is out of place, or """""
+    error, limit, sigma: of the element with the largest error/limit
+    where: index of this element
+    resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings
+      and equals no other element's error
+    rms: root mean square of error/sigma over these elements
+    furthest: largest error/sigma of these elements
+    count: number of all elements
+    pattern: "" or a text that says which NaN or inf is out of place"""
   error: float
   limit: float
   sigma: float

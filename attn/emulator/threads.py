@@ -32,7 +32,7 @@ class Operand:
     """Records that the product has read the operand until now. `threads` are the threads that have just waited for the product."""
 
 class Threads:
-  """The threads of a range of workgroups, which run together: their numbers, the mask of active threads, and the barriers that they have passed."""
+  """The threads of a range of workgroups, which run together: their indices, the mask of active threads, and the barriers that they have passed."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], checks:bool=True,
                banks:BankCounter|None=None):
     self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks

@@ -44,7 +44,7 @@ class BackwardTrip(Protocol[Carry]):
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The operations on a tile of queries, if workgroups that own keys also add up dQ. The fp32 accumulator of dQ lies in memory, because all
-  workgroups add to them."""
+  workgroups add to it."""
   def start_dq(self, s:Carry, weights:Any) -> Carry:
     """Starts the product of dS (`weights`) and K that gives dQ of the tile, summed over all keys of the workgroup."""
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory."""

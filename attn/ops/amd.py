@@ -138,7 +138,7 @@ def priority(level:int, *done:UOp) -> UOp:
   return statement("priority", *done, level=level)
 def fp32_apart(*done:UOp) -> UOp:
   """Keeps clang from packing two fp32 operations of this kernel into one instruction. (GLOBAL_UNPACKED in ops.renderers says why.) Returns a
-  statement."""
+  statement (an operation with a side effect)."""
   return statement("fp32_apart", *done)
 def sched_barrier(*done:UOp) -> UOp:
   """Keeps clang from moving instructions across the point where all of `done` are computed, so that loads don't start long before their use. Returns

@@ -195,5 +195,5 @@ def settle(*done:UOp) -> UOp:
 def pass_turn(counter:UOp, first:UOp, *done:UOp) -> UOp:
   """Adds 1 to `counter` (an INDEX), in lanes where `first` is true. A wave that waits for the new number then sees what this wave did before. If
   other waves of the workgroup acted in the turn too, each of them must call `settle`, and a barrier must follow, before the turn is passed. Returns a
-  statement."""
+  statement (an operation with a side effect)."""
   return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *done)

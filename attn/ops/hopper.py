@@ -190,7 +190,7 @@ def arrive(barrier:UOp, order:UOp) -> UOp:
   return statement("arrive", barrier, order)
 def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
   """Waits until all threads have arrived at phase `phase`. After that wgmma may read the data that these threads have copied. Returns a
-  statement."""
+  statement (an operation with a side effect)."""
   return statement("await_arrivals", barrier, integer(phase % 2), order)
 def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
   """Starts acc = Q K^T. Q has 64 rows, K has 8 rows for each C fragment in `acc` (a placeholder), and both have 16*steps columns. `q` and `k` are
@@ -223,7 +223,7 @@ def publish(order:UOp) -> UOp:
   return statement("publish", order)
 def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   """Waits for all products that this thread has started, except the last `but` products. After that the accumulators `acc` may be used. Returns a
-  statement."""
+  statement (an operation with a side effect)."""
   return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
   """Returns the index of this thread's warpgroup, and tells the compiler that this number is equal in the whole warp."""

@@ -89,7 +89,7 @@ def commit(order:UOp) -> UOp:
   return statement("commit", order)
 def wait_copies(order:UOp, but:int) -> UOp:
   """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. Returns a
-  statement."""
+  statement (an operation with a side effect)."""
   return statement("wait", order, but=but)
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****

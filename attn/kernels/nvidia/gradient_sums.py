@@ -1,7 +1,7 @@
 """The fp32 accumulator of dQ in memory, to which all blocks that own keys add, and two small kernels. One runs before the blocks add: it computes
-delta and sets the sums to 0. The other runs after them: it turns the sums into dq.
+delta and sets the accumulator to 0. The other runs after them: it turns the accumulator into dq.
 
-The sums lie in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. The four numbers that a lane holds of a fragment
+The accumulator lies in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. The four numbers that a lane holds of a fragment
 lie side by side, and the numbers of the next lane follow. So a warp adds its fragments to consecutive numbers."""
 from __future__ import annotations
 from collections.abc import Callable

@@ -72,7 +72,7 @@ WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
 @dataclass(frozen=True)
 class WgmmaBackward:
   """A backward kernel of one problem, or the kernel's pass with index `pass_number`, as one thread sees it: the values that are equal for all tiles,
-  and the steps of the algorithm."""
+  and one method for each operation of the algorithm."""
   warp_rows: WarpRows[SwizzledPanels]
   tile: WgmmaBackwardTile
   state: WgmmaBackwardState      # before the first iteration
