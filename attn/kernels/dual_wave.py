@@ -54,7 +54,7 @@ def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 @dataclass(frozen=True)
 class DualWaveState(InOrder):
   """The state between clusters (the steps between two barriers): the LDS buffers, S(t) and K(t+1) in registers, the softmax's registers, and the
-  statements so far."""
+  statements (operations with side effects) so far."""
   k0: LdsTile
   k1: LdsTile
   v0: LdsTile

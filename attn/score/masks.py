@@ -80,8 +80,8 @@ def told(p:Problem, masks:tuple[Mask, ...]) -> str:
   return ", ".join(f"{mask.name}={getattr(p, mask.name)}" for mask in masks)
 
 def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
-  """Returns the names of those terms (such as a bias) and masks of a problem that depend on where query and key stand in the whole sequence, and not
-  only on their distance."""
+  """Returns the names of those score terms (such as a bias) and masks of a problem that depend on where query and key stand in the whole sequence,
+  and not only on their distance."""
   walk, row, each = Walk(p, "keys", p.offset, p.Sk, p.Sq), UOp.const(0), scattered(p)
   masks = [mask for mask in SCORE_MASKS if not mask.moves and (mask in each or any(x is not None for x in mask.seen(walk, row)))]
   return (*[term.name for term in score_terms(p) if not term.moves], *[mask.name for mask in masks])

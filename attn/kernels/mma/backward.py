@@ -33,8 +33,8 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """The state between iterations of the loop over tiles: the accumulators of each tile of own rows, shared memory, and the statements so far.
-  `numbers` holds lse and delta of queries that are loaded to registers but not yet stored to shared memory."""
+  """The state between iterations of the loop over tiles: the accumulators of each tile of own rows, shared memory, and the statements (operations
+  with side effects) so far. `numbers` holds lse and delta of queries that are loaded to registers but not yet stored to shared memory."""
   shared: UOp
   acc: UOp
   numbers: UOp

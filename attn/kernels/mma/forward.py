@@ -38,7 +38,8 @@ class MmaState(CopyGroups):
   """The state between iterations of the loop over keys: the accumulators of O, and for each tile of queries three values of each row. These are m,
   the number that the softmax subtracts from the scores; addend = -m*Scores.to_log2; and l, the row's sum of rounded P. O divided by l is a weighted
   mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of unrounded P. Within an iteration the state also holds the
-  scores, P as operand A of the product P V, and the sums of this iteration. Further fields are shared memory, the statements so far, and Q."""
+  scores, P as operand A of the product P V, and the sums of this iteration. Further fields are shared memory, the statements (operations with side
+  effects) so far, and Q."""
   shared: UOp
   acc: UOp
   m: UOp

@@ -35,7 +35,7 @@ class LatentMmaState(CopyGroups):
   """The state between iterations of the loop over keys. Registers hold the warp's columns of O for all queries. For the queries whose scores the warp
   computes, registers hold m, the number that the softmax subtracts from the scores of a row, and two kinds of sums over the warp's part of the keys:
   sums of rounded P, and for the LSE the lane's part of the sums of unrounded P. Within an iteration, registers also hold the scores, and the factors
-  by which O is rescaled, for each tile of queries. Further fields are shared memory and the statements so far."""
+  by which O is rescaled, for each tile of queries. Further fields are shared memory and the statements (operations with side effects) so far."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -154,7 +154,7 @@ class MmaLatent:
     """Loads the numbers that `tell` stored as kind `i`, for the lane's two rows among the 16 rows from row `first` of the block on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
   def met(self, s:LatentMmaState) -> LatentMmaState:
-    """Waits at a barrier until all warps have done the statements so far."""
+    """Waits at a barrier until all warps have done all statements (operations with side effects, such as stores) so far."""
     return s.after(workgroup_barrier(s.done))
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n

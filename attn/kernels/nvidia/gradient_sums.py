@@ -1,8 +1,8 @@
 """The fp32 accumulator of dQ in memory, to which all blocks that own keys add, and two small kernels. One runs before the blocks add: it computes
 delta and sets the accumulator to 0. The other runs after them: it turns the accumulator into dq.
 
-The accumulator lies in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. The four numbers that a lane holds of a fragment
-lie side by side, and the numbers of the next lane follow. So a warp adds its fragments to consecutive numbers."""
+The accumulator lies in tiles of 64 queries. A tile has four rows of C fragments, one for each 16 queries. The four numbers that a lane holds of a
+fragment lie side by side, and the numbers of the next lane follow. So a warp adds its fragments to consecutive numbers."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
   return kernel
 
 def finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
-  """Returns the kernel that turns the sums into dq: multiplies them by softmax_scale and rounds them. Its placeholders have the order of
-  `tensors.finish_arguments(p)`."""
+  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. Its placeholders have the order
+  of `tensors.finish_arguments(p)`."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, finish_arguments(p), args)
     sums, scale = [at.load() for at in x.sums()], UOp.const(p.softmax_scale)

@@ -30,7 +30,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Ready:
-  """A list of statements, `deps`. Every access to local memory must come after them."""
+  """Operations with side effects, `deps`, such as stores and barriers. Every access to local memory must come after them."""
   deps: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> Ready: return Ready((*self.deps, *deps))
 

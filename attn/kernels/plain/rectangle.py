@@ -314,7 +314,7 @@ class Rectangle:
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
     """Combines the values of all threads that share a row into one value, by the function `join` (such as a sum or maximum). `parts` has this
     thread's number for each of its own rows. The threads exchange the numbers through local memory, after the statements `done`. Returns the results,
-    and the statements after which local memory may be used for something else."""
+    and the operations after which local memory may be used for something else."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

@@ -39,7 +39,7 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 @dataclass(frozen=True)
 class WgmmaBackwardState(Arrivals):
   """The state between iterations of the loop over tiles: the accumulators. Within an iteration the state also holds the scores, dP, and P and dS as
-  operand A. Further fields are shared memory and the statements so far."""
+  operand A. Further fields are shared memory and the statements (operations with side effects) so far."""
   shared: UOp
   acc: UOp
   scores: UOp

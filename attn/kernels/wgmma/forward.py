@@ -40,9 +40,10 @@ def sums_of(p:Problem) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
-  """The state between iterations of the loop over keys: the accumulators of O, and three values of each of a lane's two rows. These are m, the
-  number that the softmax subtracts from the row's scores; addend = -m*Scores.to_log2; and l, the row's sum of P. Within an iteration the state also
-  holds the iteration's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the statements so far."""
+  """The state between iterations of the loop over keys: the accumulators of O, and three values of each of a lane's two rows. These are m, the number
+  that the softmax subtracts from the row's scores; addend = -m*Scores.to_log2; and l, the row's sum of P. Within an iteration the state also holds
+  the iteration's part of l, the scores, and P as operand A of the product P V. Further fields are shared memory and the statements (operations with
+  side effects) so far."""
   shared: UOp
   acc: UOp
   m: UOp

@@ -234,7 +234,7 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns a row of the workgroup's block. The row's number, counted from the block's first row, is the sum of the arguments `i`."""
+    """Returns a row of the workgroup's block. The row's index, counted from the block's first row, is the sum of the arguments `i`."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 

@@ -1,1 +1,2 @@
-"""Parts of every kernel's program: the ids of ranges and registers, the order of statements, and the loops over tiles."""
+"""Parts of every kernel's program: the ids of ranges and registers, the order of statements (operations with side effects), and the loops over
+tiles."""

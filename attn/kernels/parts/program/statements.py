@@ -62,7 +62,8 @@ class Statements:
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
-  """Base class for the state of a kernel whose statements keep their order: each statement comes after all statements before it."""
+  """Base class for the state of a kernel whose statements (operations with side effects) keep their order: each statement comes after all statements
+  before it."""
   statements: Statements
   @property
   def done(self) -> UOp: return self.statements.done
