@@ -114,7 +114,8 @@ class Softmax(Carried):
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
     """Adds the weights P of this iteration to the state. If a sum of P is above the limit `above` (see attn/ops/softmax.py), the reference m of a row
     is too low: raises m, and corrects the weights and the whole state for the new m. `do` adds a statement (an operation with a side effect) to the
-    program. The correction comes after the operations `before`. If V's rows have `scales`, P includes them where it is a factor of V; there is a vector of scales for each vector of P."""
+    program. The correction comes after the operations `before`. If V's rows have `scales`, P includes them where it is a factor of V; there is a
+    vector of scales for each vector of P."""
     scaled = weights if scales is None else [[scaled_weights(x, y) for x, y in zip(column, scales)] for column in weights]
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in scaled]
     parts = sums.rounded(packed)
