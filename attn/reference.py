@@ -187,7 +187,7 @@ def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> t
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   """Computes the numerators of the softmax from scores. Returns three arrays: P before it is divided by its sum, the weight of the sink, and the
-  row's number that was subtracted before the exponential."""
+  number that was subtracted from the scores of each row before the exponential."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)

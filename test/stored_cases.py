@@ -93,7 +93,8 @@ def dequantised(x:Stored) -> tuple[np.ndarray, np.ndarray]:
 
 def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None,
                 flushes:bool=False) -> None:
-  """Checks a kernel's o and lse against the accuracy law of the dequantised rows."""
+  """Compares a kernel's o and lse with float64, computed from the dequantised rows: each element must be within its error limit
+  (docs/contract.md)."""
   (k, v), options = dequantised(x), {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras) | numbers_of_rows(p)
   law, of_lse = law_of(x.q, k, v, p.softmax_scale, p.window, p.offset, Options(top_left=p.top_left, **options), dtype=p.dtype, out_dtype=p.out_dtype,
                        v_scales=x.v_scales, flushes=flushes)
@@ -102,7 +103,8 @@ def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray,
 
 def check_stored(arch:str, make:Callable[[Problem], Stored]=normal_rows, *, tile:Callable[[Any], Any]|None=None,
                  extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Builds the problem, runs the kernels, checks o and lse against the accuracy law and returns them. `tile` makes the tile from the problem."""
+  """Builds the problem, runs the kernels, and compares o and lse with float64: each element must be within its error limit (docs/contract.md).
+  Returns o and lse. `tile` makes the tile from the problem."""
   extras = dict(extras or {})
   if parameters.get("page_size"):
     B, pages = parameters.get("B", 1), parameters["Sk"]//parameters["page_size"]

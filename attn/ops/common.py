@@ -258,8 +258,8 @@ instruction("alone", _alone, "{0}", "{0}")
 instruction("at_least_0", lambda lanes, x: np.maximum(x, 0), *[Body("return x > 0 ? x : 0;", "x")]*2)
 
 def page_number(entry:UOp, there:UOp, count:int) -> UOp:
-  """Returns `entry`, the index of a page in a block table. Only lanes where `there` is true use the result. The emulator stops if the number is not
-  in 0..count-1 in such a lane."""
+  """Returns `entry`, the index of a page in a block table. Only lanes where `there` is true use the result. The emulator stops if the index is not in
+  0..count-1 in such a lane."""
   return emit("page_number", dtypes.int, entry, there, count=count)
 def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, told:str) -> UOp:
   """Returns `index`, a place along an axis of `size` elements of a caller's tensor. The emulator checks the lanes where `there` is true and whose row

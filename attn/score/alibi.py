@@ -19,7 +19,7 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
 
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
   """Computes x + slope*|distance - offset| for each element of x. x holds the scores of one row. `distance` (fp32) is the distance of the row to one
-  column, and `offsets` gives each element's number of columns from there."""
+  column, and `offsets` has the distance, in columns, of each element from that column."""
   return emit("alibi", x.dtype, x, slope, distance, offsets=offsets)
 
 def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:

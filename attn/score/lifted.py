@@ -2,10 +2,12 @@
 fp32 numbers.
 
 A traced function is a UOp whose arguments are symbols (attn/functions). Each UOp inside the function is computed once, in one of three forms:
-- what is equal for all columns of the fragment is a scalar. Most such scalars do not change in a kernel's loop, so compilers compute them before it
-- what differs between columns, and is an integer or a condition, is a scalar for each element
-- what differs between columns, or depends on the score, and is a float, is a list of vectors. The operations of attn/ops add and multiply whole
-  vectors, as the chip's packed instructions do
+
+  - what is equal for all columns of the fragment is a scalar. Most such scalars do not change in a kernel's loop, so compilers compute them
+    before the loop
+  - what differs between columns, and is an integer or a condition, is a scalar for each element
+  - what differs between columns, or depends on the score, and is a float, is a list of vectors. The operations of attn/ops add and multiply whole
+    vectors, as the chip's packed instructions do
 
 A constant that multiplies the result, such as log2(e) for scores in base 2, is multiplied into the function's own constants where that is possible
 (`scaled`)."""

@@ -9,7 +9,7 @@ from attn.tinygrad_compat import Tensor, UOp
 @dataclass(frozen=True)
 class Walk:
   """The rows and columns of a workgroup's loop. The workgroup owns `own` rows, and loops over `count` columns: rows are queries and columns are keys,
-  or the reverse. The place of a key is its number. The place of a query is its number plus the offset of the problem. A query and a key with the same
+  or the reverse. The place of a key is its index. The place of a query is its index plus the offset of the problem. A query and a key with the same
   place meet on the diagonal."""
   p: Problem
   over: str            # "keys" or "queries"
@@ -29,8 +29,8 @@ class Walk:
 @dataclass(frozen=True)
 class Positions:
   """Positions of queries and keys in their sequences, as tensors. `belongs` (bool, broadcastable to (B, 1, 1, Sq, Sk)) says which keys exist for a
-  query; None: all keys exist. `query` (.., Sq, 1) counts queries such that a causal query sees the keys up to its own position. `key` has the shape
-  (1, Sk)."""
+  query; None: all keys exist. `query` (..., Sq, 1) and `key` (1, Sk) are positions on one axis: under a causal mask a query sees the keys up to its
+  own position."""
   belongs: Tensor|None
   query: Tensor
   key: Tensor

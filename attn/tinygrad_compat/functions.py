@@ -51,7 +51,7 @@ def buffers_of_function(uret:UOp) -> set[UOp]:
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Gives new numbers to the buffers that belong to a FUNCTION, taken from `slots`. All are replaced at once."""
+  """Gives new numbers to the buffers that belong to a FUNCTION, taken from `slots`. One replacement changes all of them at once."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
@@ -81,7 +81,7 @@ def with_inlined_functions(body:UOp) -> UOp:
 def numbered(uret:UOp) -> UOp:
   """Prepares the body of a FUNCTION, in place of tinygrad's own function for this. The buffers inside get the numbers -1, -2 and so on, so that equal
   functions are the same UOp. tinygrad gives the numbers 0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a
-  new number is the old number of another buffer in the function, or the index of a tensor's buffer."""
+  new number is the old number of another buffer in the function, or of a tensor's buffer."""
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name

@@ -90,7 +90,8 @@ def test_appended_rows_on_every_unit(arch:str) -> None:
 
 @pytest.mark.parametrize("dtype, arch, scale_dtype", KINDS[1:3])
 def test_rows_appended_to_pages(dtype:str, arch:str, scale_dtype:str) -> None:
-  """Rows go to the pages that a table names, in pages that are views of one tensor for both caches and two layers."""
+  """Rows appended to a cache of 8 bits go to the pages that the block table names. The pages are views of one tensor for both caches and two
+  layers."""
   format, new = format_of(dtype, arch), [rows(2, HKV, 3, D, seed=i) for i in range(2)]
   with emulated(arch):
     stored = Tensor.zeros(2, 6, 4, 2, HKV, D, dtype=FORMATS[format].dtype, device="EMU").contiguous().realize()

@@ -27,8 +27,8 @@ DEEP = Family("deep", wave=32, vgprs=256, busy_waves=2, bf16_pack=True, descript
 
 @pytest.fixture(autouse=True)
 def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Adds a chip with this matrix unit to attn's table and to the emulator's. Half h of a wave's lanes holds the elements k = 16d + 8h + e of A and B,
-  for d = 0, 1 and e = 0..7, and the rows 8h + r of C."""
+  """Adds a chip with a matrix unit that no chip of the tables has to attn's table and to the emulator's. Half h of a wave's lanes holds the elements
+  k = 16d + 8h + e of A and B, for d = 0, 1 and e = 0..7, and the rows 8h + r of C."""
   ab, c = Layout("de hi -> i dhe", d=2, e=8, h=2, i=16), Layout("r hn -> hr n", r=8, h=2, n=16)
   monkeypatch.setitem(CHIPS, ARCH, Chip(ARCH, DEEP, LDS, (Card("of this test", 256),), registers=1024, granule=16))
   monkeypatch.setitem(EMULATED, ARCH, EmulatedChip("deep", 32, LDS))

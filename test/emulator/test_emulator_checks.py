@@ -342,7 +342,8 @@ def test_checks_can_be_turned_off(monkeypatch, word):
 # ***** bank conflicts *****
 
 def test_bank_conflicts(monkeypatch):
-  """If a wave reads a column of a 64 x 32 tile of dwords, all lanes access one bank. If rows are one dword longer, there is no conflict."""
+  """The emulator counts bank conflicts. If a wave reads a column of a 64 x 32 tile of dwords, all lanes access one bank. If rows are one dword
+  longer, there is no conflict."""
   def kernel(row):
     def kernel(o, x):
       g, t = threads(64)
@@ -476,7 +477,7 @@ def far(name, factor):
   return kernel
 
 def test_an_integer_that_overflows():
-  """A product of 32 bits with a loaded number can overflow. This is an error in attn's kernels, but not in other kernels, which may need the wrapped
+  """The emulator stops an attn kernel in which a 32-bit product with a loaded number overflows. It runs other kernels, which may need the wrapped
   result."""
   numbers = np.full(32, 2**20, np.int32)
   np.testing.assert_array_equal(run(far("attn_far", 2**10), (32,), X, numbers), X[255])

@@ -172,7 +172,7 @@ def test_lists_of_part_tiles_change_no_bit() -> None:
   for with_lists, without in zip(*found): np.testing.assert_array_equal(with_lists, without)
 
 def test_lists_follow_the_numbers_of_a_tensor() -> None:
-  """Lists of tiles are made again for each call if the mask reads a tensor, also when TinyJit replays the call."""
+  """If the mask reads a tensor, the lists of visible tiles are made again for each call, also when TinyJit replays the call."""
   case = CASES["documents"]
   p = posed(case, Sq=200)
   x = normal(p)

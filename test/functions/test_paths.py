@@ -1,5 +1,5 @@
 """Tests of score_mod and mask_mod in every kind of call: decoding, splits, lengths, pages, packed sequences, latent attention, shards, TinyJit,
-flash_attention_fn and tensor operations. In all of them a function gets places in the whole sequence."""
+flash_attention_fn and tensor operations. In all of them a function gets the positions of query and key in the whole sequence."""
 from __future__ import annotations
 from collections.abc import Callable
 from typing import Any

@@ -133,8 +133,8 @@ def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
 def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def test_how_many_dimensions_a_workgroup_has() -> None:
-  """v0 holds ten bits for each coordinate of a thread. Its range follows from the number of dimensions that the text states for a workgroup, or from
-  three dimensions if the text states none."""
+  """The check knows the range of v0, which holds ten bits for each coordinate of a thread. The range follows from the number of dimensions that the
+  text states for a workgroup, or from three dimensions if the text states none."""
   text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
   says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
   assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]

@@ -214,7 +214,7 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """If a load is still pending at the end of a loop iteration, the next iteration waits for it."""
+  """The report's table of waits counts a load that is still pending at the end of a loop iteration: a wait of the next iteration is for this load."""
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 
@@ -408,8 +408,8 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
-  """A wave of a backward kernel multiplies, in each iteration, the rows that it owns by the rows of the tile that the iteration reads. A kernel of
-  two passes computes P twice."""
+  """The report finds the hot loop of each backward kernel and counts its scores, exponentials and matrix instructions right. A kernel of two passes
+  computes P twice, so it has two exponentials for each score."""
   spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
   _, tile = source.chosen(spec)
   found = source.kernel_source(spec, replace(tile, passes=passes))

@@ -53,8 +53,8 @@ def test_what_was_measured_on_cdna3(body:str, measured:int) -> None:
   assert cycles("gfx942", body) == measured
 
 def test_two_waves_overlap() -> None:
-  """Vector instructions of one wave run beside matrix instructions of another. 8 MFMAs need 128 cycles and 24 additions need 96; together they need
-  at most 130, because 3 additions fit beside each MFMA."""
+  """The model runs vector instructions of one wave beside matrix instructions of another. 8 MFMAs need 128 cycles and 24 additions need 96; together
+  they need at most 130, because 3 additions fit beside each MFMA."""
   assert cycles("gfx942", mfmas(8), adds(24)) <= 130
   assert cycles("gfx942", mfmas(8)) == 128 and cycles("gfx942", adds(24)) == 96
 
@@ -110,7 +110,8 @@ def test_simds_share_the_ports_of_lds() -> None:
   assert cycles("gfx942", *[body]*4, simds=[0, 1, 2, 3]) == 256 and cycles("gfx950", *[body]*4, simds=[0, 1, 2, 3]) == 128
 
 def test_a_barrier_waits_for_the_last_wave() -> None:
-  """A barrier ends when the last wave arrives: 50 instructions of 4 cycles end at cycle 200, and 8 more cycles pass until the next instruction."""
+  """A barrier of the model ends when the last wave arrives: 50 instructions of 4 cycles end at cycle 200, and 8 more cycles pass until the next
+  instruction."""
   assert cycles("gfx942", adds(50) + "s_barrier\n", adds(10) + "s_barrier\n", simds=[0, 1], group=True) == 208
   signal = "s_barrier_signal -1\n"
   wait = "s_barrier_wait -1\n"
@@ -137,8 +138,8 @@ def kernel(before:str="s_nop 0", inside:str="s_nop 0", arch:str="gfx942", thread
 
 @pytest.mark.parametrize("shift, expected", [(2, 0), (3, 2*4 - 2*4 + 4*2), (7, 4*(64 - 2))])
 def test_bank_conflicts_from_the_addresses(shift:int, expected:int) -> None:
-  """Lanes that read addresses 4 bytes apart share no bank. At 8 bytes apart, two lanes share each bank, which costs each access 2 more cycles per
-  wave. At 128 bytes apart, all lanes share one bank."""
+  """The model computes bank conflicts from the addresses of the lanes. Lanes that read addresses 4 bytes apart share no bank. At 8 bytes apart, two
+  lanes share each bank, which costs each access 2 more cycles per wave. At 128 bytes apart, all lanes share one bank."""
   found = timing_of(kernel(f"v_lshlrev_b32_e32 v50, {shift}, v0", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
   assert found.loops[0].conflicts == expected and found.loops[0].unknown_addresses == 0
 
@@ -156,7 +157,8 @@ MINUS_4 = "v_sub_u32_e32 v50, 60, v0\nv_mul_i32_i24_e32 v50, 4, v50\n"      # 24
   ("s_movk_i32 s9, 0x8000\nv_add_u32_e32 v51, s9, v0", lambda lane: lane - 32768),
   ("v_bfe_i32 v51, v0, 0, 1", None), ("v_min_i16_e32 v51, v0, v0", None), ("v_lshlrev_b64 v[51:52], 2, v[0:1]", None)])
 def test_addresses_keep_the_sign(before:str, address) -> None:
-  """The integer instructions that compute an address keep its sign. The address of an instruction that is not followed is unknown, not wrong."""
+  """The model follows the integer instructions that compute an address, and their results have the right sign. The result of an instruction that it
+  does not follow is unknown, not wrong."""
   state = WaveState(CHIPS["gfx942"], 0, False)
   for x in instructions(before, "gfx942"): state.follow(x)
   found = state.values.get("v51" if "v51" in before else "v50")
@@ -198,7 +200,8 @@ def test_a_problem_takes_its_trips_and_edges() -> None:
   assert predict(p, timing, Division(128, 32), card, 1.05).compute_seconds == pytest.approx(2*found.compute_seconds)
 
 def test_small_workgroups_spread_over_the_simds() -> None:
-  """Four workgroups of one wave run on four SIMDs, in the time of one workgroup. A fifth workgroup shares a SIMD with another."""
+  """The model spreads small workgroups over SIMDs: four workgroups of one wave run on four SIMDs, in the time of one workgroup. A fifth workgroup
+  shares a SIMD with another."""
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 v[{16*i}:{16*i + 15}], v[80:81], v[82:83], v[{16*i}:{16*i + 15}]" for i in range(4))
   text = kernel(threads=64).replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]", matrix)
   one, four, five = (timing_of(text, grid=n*CHIPS["gfx942"].cus) for n in (1, 4, 5))

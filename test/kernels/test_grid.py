@@ -41,8 +41,9 @@ def test_groups_of_heads_start_one_after_another(two_heads) -> None:
 @pytest.mark.parametrize("heads, kv_heads, rows, together", [
   (4, 4, 256, 4), (4, 4, 8192, 1), (4, 4, 4096, 2), (6, 6, 2100, 3), (8, 2, 4096, 8), (8, 2, 8192, 4), (3, 3, 10**6, 1)])
 def test_heads_whose_keys_have_room(heads:int, kv_heads:int, rows:int, together:int) -> None:
-  """RX 9060 XT has 32 MB of Infinity Cache, half of it for K and V: 65536 rows of D = 64 in fp16 are 16 MB. A group is a divisor of the number of
-  heads. Query heads that share their keys need them only once."""
+  """`heads_together` returns the largest divisor of the number of heads whose K and V fit into the part of the chip's cache that is for K and V. RX
+  9060 XT has 32 MB of Infinity Cache, half of it for K and V: 65536 rows of D = 64 in fp16 are 16 MB. Query heads that share their keys need them
+  only once. A chip that needs no groups, such as gfx942, gets all heads."""
   chip = replace(get_chip("gfx1200"), caches=replace(get_chip("gfx1200").caches, group=8192*ROW))
   assert get_chip("gfx1200").caches.group == 65536*ROW
   p = problem(H=heads, Hkv=kv_heads, Sq=rows, Sk=rows, D=64)

@@ -212,7 +212,7 @@ def test_kernel_by_dispatch(arch:str, D:int=264) -> None:
 @pytest.mark.parametrize("arch, Dv", [pytest.param(arch, Dv, marks=() if arch == "gfx1201" else pytest.mark.thorough)
                                       for arch, Dv in (("gfx1201", 24), ("sm_90", 24), ("sm_80", 20), ("gfx942", 20), ("gfx950", 32))])
 def test_other_kernels_read_v_in_k(arch:str, Dv:int) -> None:
-  """Dispatch chooses the other kernels for shorter rows. These kernels also read V from the columns of K."""
+  """Latent attention with short rows is right: dispatch chooses the usual kernels for it, which then read V from the columns of K."""
   q, k = drawn(1, 4, 70, 32), drawn(1, 1, 80, 32, seed=1)
   with emulated(arch): check_against_exact(array(attn.attention(tensor(q, "float16"), tensor(k, "float16"), None, v_dim=Dv, causal=True)), q, k, Dv)
 

@@ -332,7 +332,8 @@ for start, value in ((0, 1.0), (1, 0.0)):
 """
 
 def test_a_cpu_with_slices_that_begin_between_units() -> None:
-  """A slice of a buffer may begin at any element. A 16-byte instruction of a CPU would crash the process at an address that is no multiple of 16."""
+  """Kernels on a CPU read slices that begin at any element of a buffer. A 16-byte instruction of the CPU would crash the process at an address that
+  is no multiple of 16."""
   pytest.importorskip("ziglang")
   on("CPU", 1, BETWEEN_UNITS, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 

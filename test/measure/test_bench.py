@@ -63,7 +63,7 @@ def test_backward(bench_here:Callable[..., int], settings:dict[str, str], tmp_pa
   assert row["heads checked"] == "100%"
 
 def test_sweep_shows_progress(bench_here:Callable[..., int], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """A setting applies to every shape of the sweep. The settings here leave few different shapes."""
+  """SWEEP=1 runs every shape of the sweep with the given settings, writes a row for each to the CSV file, and shows its progress."""
   assert bench_here(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
                     WINDOW="-1,-1", SK="64") == 0
   assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in capsys.readouterr().err

@@ -273,8 +273,8 @@ def test_windows_of_long_sequences(monkeypatch:pytest.MonkeyPatch, arch:str, dty
   check(2, order, arch, Sq=1300, D=32, H=1, window=(70, 0), causal=True, dtype=dtype)
 
 def test_wide_scores_of_an_odd_number_of_rows() -> None:
-  """Results are right although a part of a device's buffer does not begin at a multiple of 16 bytes: lse_rest, what lse loses in fp32, with one
-  number for each row. Here a device's partial result has 5 rows."""
+  """Results are right if a device's partial result has 5 rows: then lse_rest, the part of lse that fp32 loses, begins at no multiple of 16 bytes in
+  the device's buffer."""
   check(2, keys=True, H=1, Sq=5, Sk=12, D=16, extras={"bias": floats(1, 1, 1, 12)})
 
 @pytest.mark.thorough
@@ -285,8 +285,8 @@ def test_a_bias_of_one_query() -> None:
 
 @pytest.mark.thorough
 def test_devices_without_regions(monkeypatch:pytest.MonkeyPatch) -> None:
-  """OpenCL buffers have no regions, and the OpenCL renderer prints none of attn's operations. attn then joins the copied parts, and plain UOps merge
-  the results."""
+  """Results are right on devices such as OpenCL's, whose buffers have no regions and whose renderer does not know attn's operations. attn then joins
+  the copied parts, and plain UOps merge the results."""
   monkeypatch.setattr(context, "region", lambda u: None)
   monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})

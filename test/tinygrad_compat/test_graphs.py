@@ -47,8 +47,8 @@ def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
   assert made and all(all(blocks) for blocks in made) == mended
 
 def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The kernel that turns the fp32 accumulator of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to them. tinygrad does not see
-  these additions. The stand-in runs a kernel as early as it may, so dq would be 0."""
+  """The kernel that turns the fp32 accumulator of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to this accumulator. tinygrad
+  does not see these additions. The stand-in runs a kernel as early as it may, so dq would be 0 without this wait."""
   compute_all_gradients_at_once(monkeypatch)
   with emulated("sm_90"):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
