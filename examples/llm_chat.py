@@ -1,4 +1,4 @@
-"""A chat with tinygrad's own server, over attn's kernels and over tinygrad's own attention: the same tokens.
+"""A chat with tinygrad's own server, once with attn's kernels and once with tinygrad's own attention. Both give the same tokens.
 
 The program writes a tiny GGUF file with random weights. tinygrad.llm loads the file, makes its tokenizer and serves it over HTTP. MODEL=latent is a
 model with latent attention (MLA), as DeepSeek's, MODEL=hybrid one with gated attention and recurrent layers, as Qwen3.5; the default has grouped

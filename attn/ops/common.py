@@ -150,12 +150,12 @@ def _weights(c:Any, scores:Value, addend:Value, *, rows:int, scale:float) -> Val
   return c.join(*[c.exp2(c.let("x", c.fma(c.part(scores, r*n, n), c.number(scale), c.element(addend, r)))) for r in range(rows)])
 
 def mask_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column
-  number is above `limit`."""
+  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column index
+  is above `limit`."""
   return emit("mask_above", x.dtype, x, integer(limit - offsets[0]), offsets=from_first(offsets))
 def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column
-  number is not in `first`..`last`."""
+  """Masks elements of a vector of scores: sets them to -inf. `offsets` has the column index of each element. An element is masked if its column index
+  is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
   """Sets masked scores to -inf, as one statement. `scores` is a placeholder of registers with vectors of scores. Each vector holds scores of one row,

@@ -80,5 +80,5 @@ def widen_all(words:UOp, kind:str, dtype:str) -> UOp:
   (`Problem.stored`)."""
   return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype)
 def widen_pair(word:UOp, places:tuple[int, int], kind:str, dtype:str) -> UOp:
-  """Converts two of the four stored numbers in a dword, the bytes with the numbers `places`, to a dword of two numbers of `dtype`."""
+  """Converts two of the four stored numbers in a dword to a dword of two numbers of `dtype`. `places` has the indices of their bytes in the dword."""
   return emit("widen_pair", dtypes.uint, word, places=places, kind=kind, dtype=dtype)

@@ -164,7 +164,7 @@ def of_device(u:UOp, i:int) -> UOp:
 
 def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) -> Iterator[dict[str, UOp]]:
   """Brings the shards of several devices, one after another, to one device. `held` has all shards of each tensor. `owners` are the indices of the
-  devices that own the shards, in the order in which the shards come. `device` and `name` are the number and the name of the device that gets them.
+  devices that own the shards, in the order in which the shards come. `device` and `name` are the index and the name of the device that gets them.
   Yields {tensor name: shard} for each owner. The device's own shards are not copied. Other shards are copied into SLOTS buffers of each tensor, used
   in turn. Each copy is recorded (`remembered`), because at the end the buffers hold the shards of the last owners: a later computation must copy the
   other shards again."""

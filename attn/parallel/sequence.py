@@ -19,7 +19,8 @@ def dealt(count:int, order:str) -> list[int]:
   return [number for device in range(count) for number in numbers_of(device, count, order)]
 
 def rearranged(x:Tensor, axis:int, numbers:Sequence[int]) -> Tensor:
-  """Cuts x along `axis` into equal pieces and joins them in another order. `numbers` gives this order: piece number numbers[0] comes first."""
+  """Cuts x along `axis` into equal pieces and joins them in another order. `numbers` has the index of each piece in this order: the piece with index
+  numbers[0] comes first."""
   if list(numbers) == sorted(numbers): return x
   size = int(x.shape[axis])//len(numbers)
   def piece(n:int) -> Tensor: return x.shrink(tuple((n*size, (n + 1)*size) if i == axis else None for i in range(x.ndim)))

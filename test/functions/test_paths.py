@@ -125,7 +125,8 @@ def test_kernel_function() -> None:
     close(Tensor.empty(B, H, 20, D, dtype="half", device="EMU").custom_kernel(*tensors, fxn=fn)[0], expected(*x))
 
 def test_a_part_of_larger_tensors() -> None:
-  """A function gets places in the larger tensors if first_batch_and_head is given, in kernels and in the tensor operations of gradients."""
+  """If first_batch_and_head says that the tensors are a part of larger ones, the caller's functions get batch and head as counted in the larger
+  tensors, in kernels and in the tensor operations of gradients."""
   x, table = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)], floats(B + 1, H + 2, seed=7).astype(np.float32)
   def gradient(t:Tensor, o:Tensor) -> Array: return o.float().square().sum().gradient(t)[0].numpy().astype(np.float64)
   with emulated("gfx942"):
