@@ -104,7 +104,7 @@ def test_a_load_that_is_under_way_long_enough_costs_nothing() -> None:
   assert cycles("gfx942", early) == 4 + 80 + 4
 
 def test_simds_share_the_ports_of_lds() -> None:
-  """LDS has two ports of 64 bytes a cycle, and each port serves two SIMDs. So 8 reads of 1 KB keep a port busy for 128 cycles."""
+  """The model's LDS has two ports of 64 bytes a cycle, and each port serves two SIMDs. So 8 reads of 1 KB keep a port busy for 128 cycles."""
   body = 8*"ds_read_b128 v[0:3], v4\n"
   assert cycles("gfx942", body, body, simds=[0, 2]) == 128 and cycles("gfx942", body, body, simds=[0, 1]) == 256
   assert cycles("gfx942", *[body]*4, simds=[0, 1, 2, 3]) == 256 and cycles("gfx950", *[body]*4, simds=[0, 1, 2, 3]) == 128
@@ -214,7 +214,8 @@ def test_small_workgroups_spread_over_the_simds() -> None:
   (Division(64, 32, keys=True, products=((2, 2),)), 2, 2*(16 + 12 + 8 + 4)*32 + 2*256),
   (Division(64, 32, keys=True, products=((1, 1), (2, 1))), 2, 2*2*(16 + 12 + 8 + 4)*32 + 2*256)])
 def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:int) -> None:
-  """Time in L2 follows from the rows that workgroups read: a row of two fp16 tensors with D=64 is 256 bytes, at 16384 bytes a cycle and 2.1 GHz."""
+  """The model's time in L2 follows from the rows that workgroups read: a row of two fp16 tensors with D=64 is 256 bytes, at 16384 bytes a cycle and
+  2.1 GHz."""
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, window=(-1, 0), softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   found = predict(p, timing, division, card)
   assert found.times["L2"] == pytest.approx(read*256/(16384*2.1e9)) and found.limit == "compute"
@@ -275,9 +276,9 @@ def test_both_clocks() -> None:
   assert at_both_clocks(p, timing, Division(128, 32), replace(card, gemm=0))[1] is None
 
 def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
-  """A tile of few queries needs more bytes than L2 delivers. gfx950 reads 64 bytes in the time of 4096 operations. A key row of K and V is 4*D bytes,
-  and 4*D operations for each query of the block. So 64 queries run at the full rate, and 16 queries at a quarter of it. If a kernel has two loops
-  over the rows, it reads every row twice."""
+  """The share of the matrix peak that L2 allows is right. A tile of few queries needs more bytes than L2 delivers. gfx950 reads 64 bytes in the time
+  of 4096 operations. A key row of K and V is 4*D bytes, and 4*D operations for each query of the block. So 64 queries run at the full rate, and 16
+  queries at a quarter of it. If a kernel has two loops over the rows, it reads every row twice."""
   text = kernel(arch="gfx950").replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43]", "v_mfma_f32_32x32x16_f16 v[0:15], v[40:43], v[44:47]")
   timing = timing_of(text, d=16, dv=16)         # one MFMA is half of the work on 32 x 32 scores: 512 for a wave
   assert walked_in_a_trip(timing, 64) == 4*512/64

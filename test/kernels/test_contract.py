@@ -215,9 +215,9 @@ def marks(chip:str, dtype:str): return () if chip in BY_DEFAULT and dtype == "fl
 @pytest.mark.parametrize("chip, dtype", [pytest.param(chip, dtype, marks=marks(chip, dtype))
                                          for chip in ("gfx90a", *CHIPS) for dtype in ("float16", "bfloat16")])
 def test_denormal_weights(chip:str, dtype:str) -> None:
-  """P of low keys may be denormal. One key has score 0, and 4096 keys have score ln 2^-15; their P is denormal in fp16 but not in bf16. Matrix units
-  and dot products compute with denormals, except on CDNA2, which treats 16-bit denormals as zero (attn/emulator/matrix.py). On CDNA2 these keys have
-  no weight in O. Their weight always counts in lse, because the sum of P is computed before rounding."""
+  """O and lse are right if P of many keys is denormal. One key has score 0, and 4096 keys have score ln 2^-15; their P is denormal in fp16 but not in
+  bf16. Matrix units and dot products compute with denormals, except on CDNA2, which treats 16-bit denormals as zero (attn/emulator/matrix.py). On
+  CDNA2 these keys have no weight in O. Their weight always counts in lse, because the sum of P is computed before rounding."""
   n, low = 4096, -15*np.log(2)
   p = problem(H=1, Sq=1, Sk=n + 1, D=16, dtype=dtype, out_dtype="float32", softmax_scale=1.0)
   q, k, v = np.zeros((1, 1, 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32), np.zeros((1, 1, n + 1, 16), np.float32)
