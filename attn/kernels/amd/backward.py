@@ -32,7 +32,7 @@ from attn.kernels.parts.weights.dropout import Kept, kept_scores
 from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
-from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.common import query_value_names
 from attn.ops import amd, common as ops
 from attn.ops.atomics import atomic_add
 from attn.ops.common import flat
@@ -160,7 +160,7 @@ class AmdBackward:
   def trips(self) -> StagedTrips[Any]:
     group, head = self.group, self.head
     loaded: dict[str, Any] = {name: group.operand_rows(name, head) for name in self.walked}
-    if self.tile.keys: loaded["numbers"] = QueryValueTensors(tuple(group.numbers(name, head) for name in numbers_of_queries(group.p)))
+    if self.tile.keys: loaded["numbers"] = QueryValueTensors(tuple(group.numbers(name, head) for name in query_value_names(group.p)))
     return StagedTrips(self.tile, self.new, self.statements, self.state, loaded, group.scores.tile)
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:

@@ -18,14 +18,14 @@ from attn.kernels.nvidia.ring import CopyGroups
 from attn.kernels.nvidia.warp_gradients import Lse, OwnQueryValues, WarpRows, WarpTrip
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.backward.gradients import (WEIGHTED, Normaliser, dp_start, gradients_of_passes, kinds_of_normalisers, less_delta,
-                                                   shared_numbers)
+                                                   shared_query_values)
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.parts.program.blocks import Blocks
 from attn.kernels.parts.program.statements import Statements, store_all
 from attn.kernels.parts.program.trips import over_tiles
-from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.common import query_value_names
 from attn.kernels.tiles.mma import MmaBackwardTile, fragments
 from attn.ops import nvidia as nv
 from attn.problem import Problem
@@ -45,7 +45,7 @@ class MmaBackwardState(CopyGroups):
     """Makes the state, with `accs` accumulators for each tile of rows that the block owns."""
     new = warps.group.grid.allocator
     return MmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
-                            new.registers(len(numbers_of_queries(warps.group.p))*tile.carried), Statements.of(new))
+                            new.registers(len(query_value_names(warps.group.p))*tile.carried), Statements.of(new))
 
 MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
@@ -128,8 +128,8 @@ class MmaBackward:
     group, n, head = self.group, self.tile.block_n, self.warp_rows.head
     first = group.scores.row(t*n)
     if self.tile.keys:
-      numbers = [[group.numbers(name, head).load_number(first, n, i, i < n) for i in self.carried] for name in numbers_of_queries(group.p)]
-      found = zip(*[shared_numbers(group.p, *of_query) for of_query in zip(*numbers)])
+      numbers = [[group.numbers(name, head).load_number(first, n, i, i < n) for i in self.carried] for name in query_value_names(group.p)]
+      found = zip(*[shared_query_values(group.p, *of_query) for of_query in zip(*numbers)])
       s = s.store(store_all(s.numbers, [x for kind in found for x in kind]))
     of_tile = {name: self.warp_rows.walked_rows(name, head, group.walked_end) for name in self.warp_rows.walked}
     return s.started([x for name, rows in of_tile.items() for x in self.warp_rows.warps.copies(rows, s.shared, first, self.walked(name, t))])
@@ -138,7 +138,7 @@ class MmaBackward:
     """Stores lse and delta of the queries of tile t from registers to shared memory, if the block owns keys."""
     if not self.tile.keys: return s
     to, n = s.shared.bitcast(dtypes.float), self.tile.block_n
-    places = [(kind*n + i, i < n) for kind in range(len(numbers_of_queries(self.group.p))) for i in self.carried]
+    places = [(kind*n + i, i < n) for kind in range(len(query_value_names(self.group.p))) for i in self.carried]
     return s.do(*[nv.put(to[self.numbers(t)*4 + place], s.numbers[j].load(), there) for j, (place, there) in enumerate(places)])
 
   @property
@@ -163,7 +163,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   def mat(self) -> Mma: return self.of.tile.matrix
   def numbers(self, s:MmaBackwardState, kind:int) -> list[UOp]:
     """Loads per-query values of one `kind` from shared memory, for the queries that belong to the lane's columns of the scores. `kind` is a position
-    in the list of `shared_numbers`, which has the normalisers (computed from lse) and the deltas."""
+    in the list of `shared_query_values`, which has the normalisers (computed from lse) and the deltas."""
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
     first = self.of.numbers(self.t)*2 + (kind*tile.block_n + self.part*tile.part_n)//2 + self.warp_rows.warps.at.h
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]

@@ -113,10 +113,10 @@ class WarpRows(Generic[L]):
     """Returns the statements with which this thread copies its part of the block's own rows to shared memory."""
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
-  def walked_rows(self, name:str, head:UOp, there:UOp) -> Rows:
-    """Returns the rows of the tensor `name` that belong to the query head `head`, for a block that loops over them. Only the first `there` rows
+  def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:
+    """Returns the rows of the tensor `name` that belong to the query head `head`, for a block that loops over them. Only the first `count` rows
     exist."""
-    return self.warps.group.operand_rows(name, head).up_to(there)
+    return self.warps.group.operand_rows(name, head).up_to(count)
 
   # ***** the numbers of own queries *****
   @property

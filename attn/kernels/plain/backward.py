@@ -19,7 +19,7 @@ from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.parts.weights.dropout import KeptHere, kept_here
 from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.plain.rectangle import Portion, Rectangle, grid_of
-from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.common import query_value_names
 from attn.kernels.tiles.plain import KEPT, QUAD, TiledBackwardTile
 from attn.ops import common as ops
 from attn.ops.common import flat
@@ -227,7 +227,7 @@ class PlainTrip:
     if not self.of.keys:
       numbers_of_own = [[self.own(x, i) for x in s.normalisers] for i in own]
       return [[Normaliser(low[0] if low else None, high)]*len(self.firsts) for high, *low in numbers_of_own]
-    numbers = zip(*[self.of_walked(name) for name in numbers_of_queries(self.of.p) if name != "delta"])
+    numbers = zip(*[self.of_walked(name) for name in query_value_names(self.of.p) if name != "delta"])
     return [[Normaliser.joined([exact_normaliser(self.of.p, *x) for x in zip(*quads)], ops.build) for quads in numbers]]*len(own)
   def scores(self, s:PlainState) -> tuple[PlainState, Columns]:
     x, scores = self.product(self.of.s, 0, self.ready)

@@ -8,7 +8,7 @@ from attn.chips.matrix import UNIT_BYTES, Matrix, contraction
 from attn.chips.shapes import BackwardShape, ForwardShape, MlaShape
 from attn.kernels.parts.memory.layouts import PaddedRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.tiles.common import SharingTile, units_of_numbers
+from attn.kernels.tiles.common import SharingTile, units_of_query_values
 from attn.problem import Problem
 
 # Sixteen lanes store at the same time, 8 bytes each, to `v_columns` columns of V (rows of V^T). These columns must lie in different banks.
@@ -122,7 +122,7 @@ class BackwardTile(BackwardShape):
     rows = [both_ways_layout(self.matrix, self.block_n, width).size for width in (p.D, p.Dv)]
     columns = [column_layout(self.matrix, self.block_n, width).size for width in ((p.D, p.Dv) if self.keys else (p.D,))]
     own = [row_layout(self.matrix, self.block_m, width).size for width, in_lds in zip((p.D, p.Dv), self.own_in_lds) if in_lds]
-    numbers = units_of_numbers(p, self.block_n) if self.keys else 0
+    numbers = units_of_query_values(p, self.block_n) if self.keys else 0
     own += [self.ds.size]*self.adds_dq
     return UNIT_BYTES*(self.buffers*(sum(rows) + (sum(columns) if self.passes == 1 else max(columns)) + numbers) + sum(own))
   @property

@@ -34,14 +34,14 @@ def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:
   pieces = 1 if p.dealt is None or not p.dealt.front else 2
   return pieces, ceildiv(p.Sq//pieces*heads_of(p, tile), tile.block_m)
 
-def numbers_of_queries(p:Problem) -> tuple[str, ...]:
+def query_value_names(p:Problem) -> tuple[str, ...]:
   """Names of the tensors that have one number for each query: lse and delta, and, if scores may be as large as fp32 allows, lse_rest, the part of lse
   that rounding to fp32 lost. A kernel whose workgroups own keys copies these numbers to shared memory."""
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
-def units_of_numbers(p:Problem, queries:int) -> int:
-  """Number of 16-byte units of shared memory that lse and delta of `queries` queries take (see `numbers_of_queries`)."""
-  return len(numbers_of_queries(p))*4*queries//UNIT_BYTES
+def units_of_query_values(p:Problem, queries:int) -> int:
+  """Number of 16-byte units of shared memory that lse and delta of `queries` queries take (see `query_value_names`)."""
+  return len(query_value_names(p))*4*queries//UNIT_BYTES
 
 @dataclass(frozen=True)
 class ScalarPlaces:

@@ -7,7 +7,7 @@ from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.chips.shapes import MlaMmaShape, MmaBackwardShape, MmaShape
 from attn.kernels.parts.memory.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.tiles.common import SharingTile, units_of_numbers
+from attn.kernels.tiles.common import SharingTile, units_of_query_values
 from attn.problem import Problem
 
 def fragments(width:int, mat:Mma) -> int:
@@ -103,8 +103,8 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `numbers_of_queries`)."""
-    return units_of_numbers(p, self.block_n) if self.keys else 0
+    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `query_value_names`)."""
+    return units_of_query_values(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:
     """Number of queries for which one thread copies lse and delta to shared memory. The threads divide the queries of a tile."""

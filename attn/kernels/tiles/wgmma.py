@@ -7,7 +7,7 @@ from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.chips.shapes import WgmmaBackwardShape, WgmmaShape
 from attn.kernels.parts.memory.layouts import SwizzledPanels
 from attn.kernels.parts.program.counts import ceildiv, round_up
-from attn.kernels.tiles.common import units_of_numbers
+from attn.kernels.tiles.common import units_of_query_values
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
@@ -72,8 +72,8 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     queries: see `numbers`."""
     return sum(x.size for x in self.layouts(p, self.block_n))
   def numbers(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `numbers_of_queries`)."""
-    return units_of_numbers(p, self.block_n) if self.keys else 0
+    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `query_value_names`)."""
+    return units_of_query_values(p, self.block_n) if self.keys else 0
   @property
   def ds(self) -> SwizzledPanels:
     """Layout of dS of a tile in shared memory: a row for each key of the block, a column for each query of the tile."""

@@ -28,7 +28,7 @@ from attn.kernels.parts.program.blocks import Blocks
 from attn.kernels.parts.program.counts import below
 from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import over_tiles
-from attn.kernels.tiles.common import numbers_of_queries
+from attn.kernels.tiles.common import query_value_names
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import RING, WgmmaBackwardTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
@@ -160,7 +160,7 @@ class WgmmaBackward:
               for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, first_row, self.ring(name, place))]
     if self.tile.keys:
       first, row = self.numbers(place)*4 + i, first_row + i
-      rows = [group.numbers(name, head) for name in numbers_of_queries(group.p)]
+      rows = [group.numbers(name, head) for name in query_value_names(group.p)]
       copies += [nv.copy_number(floats[first + kind*n], x.buffer[x.base + row], row < there, i < n) for kind, x in enumerate(rows)]
     s = s.do(*copies)
     return s.do(wgmma.arrive(s.arrivals, s.done))
@@ -207,7 +207,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Loads lse or delta (`kind`: see `numbers_of_queries`) from shared memory, for the queries that belong to the lane's columns."""
+    """Loads lse or delta (`kind`: see `query_value_names`) from shared memory, for the queries that belong to the lane's columns."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]

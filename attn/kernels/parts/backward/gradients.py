@@ -12,7 +12,7 @@ from attn.kernels.parts.memory.rows import GlobalRows
 from attn.kernels.parts.program.allocator import Allocator, InLds
 from attn.kernels.parts.weights.dropout import Kept, KeptHere
 from attn.kernels.parts.weights.scores import NEG_INF, Scores
-from attn.kernels.tiles.common import numbers_of_queries, units_of_numbers
+from attn.kernels.tiles.common import query_value_names, units_of_query_values
 from attn.ops import common as ops
 from attn.ops.softmax import LOWEST
 from attn.problem import Problem
@@ -69,16 +69,16 @@ class Normaliser:
     if self.high is not None: x = ops.sub(x, self.high)
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
-def shared_numbers(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
+def shared_query_values(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
   """Lists the values of a query that a kernel keeps in shared memory if its workgroups own keys: `low` of the query's normaliser (its lse in the form
   in which exp2 takes it), then `scaled_delta`, then `high` of the normaliser unless it is None."""
   normaliser = Normaliser.of(p, log_sum, *rest)
   return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
 
 def kinds_of_normalisers(p:Problem) -> range:
-  """Returns the positions, in the list of `shared_numbers`, of the values that belong to the normaliser: all positions but the second, which holds
-  delta."""
-  return range(0, len(numbers_of_queries(p)), 2)
+  """Returns the positions, in the list of `shared_query_values`, of the values that belong to the normaliser: all positions but the second, which
+  holds delta."""
+  return range(0, len(query_value_names(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
   """Returns -delta, or with dropout -delta*(1 - dropout_p). With dropout delta is multiplied by a P that is 1/(1 - dropout_p) times as large as the
@@ -172,15 +172,15 @@ def where_known(known:UOp|None, x:UOp, factor:float) -> UOp:
 
 @dataclass(frozen=True)
 class QueryValueTensors:
-  """Tensors in global memory with one number for each query, such as lse and delta. `numbers_of_queries` gives their names."""
+  """Tensors in global memory with one number for each query, such as lse and delta. `query_value_names` gives their names."""
   each: tuple[GlobalRows, ...]
   in_units = True
   def after(self, *deps:UOp) -> QueryValueTensors: return QueryValueTensors(tuple(x.after(*deps) for x in self.each))
 
 @dataclass(frozen=True)
 class QueryValues(InLds):
-  """LDS buffer with the values of each query of a tile: its normaliser (its lse in the form in which exp2 takes it) and its delta (`shared_numbers`).
-  The queries are stored in the order in which lanes hold their scores in C, so the values for one lane lie side by side."""
+  """LDS buffer with the values of each query of a tile: its normaliser (its lse in the form in which exp2 takes it) and its delta
+  (`shared_query_values`). The queries are stored in the order in which lanes hold their scores in C, so the values for one lane lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int
@@ -190,9 +190,9 @@ class QueryValues(InLds):
 
   @staticmethod
   def of(p:Problem, mat:Matrix, block_n:int, new:Allocator, buffers:int, thread:UOp) -> QueryValues:
-    return QueryValues(p, mat, block_n, new.lds(buffers*units_of_numbers(p, block_n)), thread)
+    return QueryValues(p, mat, block_n, new.lds(buffers*units_of_query_values(p, block_n)), thread)
   def after(self, *deps:UOp) -> QueryValues: return replace(self, buffer=self.buffer.after(*deps))
-  def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_numbers(self.p, self.block_n))
+  def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_query_values(self.p, self.block_n))
   @property
   def single(self) -> list[QueryValues]:
     """Returns a list with only this object. A `StagedTile` has a method of the same name, which makes one smaller tile for each 16-byte item that a
@@ -208,7 +208,7 @@ class QueryValues(InLds):
   def store(self, parts:list[UOp]) -> list[UOp]:
     to = self.buffer.bitcast(dtypes.float)
     return [to[(self.base*4 + i*self.block_n + self.thread).valid(self.thread < self.block_n)].store(x)
-            for i, x in enumerate(shared_numbers(self.p, *parts))]
+            for i, x in enumerate(shared_query_values(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Normaliser], list[UOp]]:
     """Loads from LDS the normalisers and `scaled_delta` of the queries in a lane's column of C fragments. A normaliser is the lse of a query in the
@@ -219,5 +219,5 @@ class QueryValues(InLds):
       parts = [ops.as_float(self.buffer[first + i].load()) for i in range(units)]
       while len(parts) > 1: parts = [ops.concat(a, b) for a, b in zip(parts[0::2], parts[1::2])]
       return parts[0]
-    low, deltas, *high = ([fragment(kind, kt) for kt in range(self.block_n//mat.M)] for kind in range(len(numbers_of_queries(self.p))))
+    low, deltas, *high = ([fragment(kind, kt) for kt in range(self.block_n//mat.M)] for kind in range(len(query_value_names(self.p))))
     return [Normaliser(*xs) for xs in zip(low, *high)], deltas
