@@ -59,8 +59,8 @@ class Matrix:
   def groups(self) -> int: return self.wave // self.N             # number of lane groups
   @property
   def group_steps(self) -> tuple[int, ...]:
-    """Distances in lanes by which all lane groups exchange values. In one step each lane exchanges a value with the lane at one of these distances.
-    After all steps, every lane group has values from all groups."""
+    """Distances in lanes by which all lane groups exchange values. A lane group is the lanes that hold the same rows of C. In one step each lane
+    exchanges a value with the lane at one of these distances. After all steps, every lane group has values from all groups."""
     return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property
   def accumulator(self) -> int: return self.M*self.N // self.wave # fp32 elements of C in a lane
@@ -69,11 +69,11 @@ class Matrix:
   @property
   def tile_keys(self) -> int: return self.M                       # keys of a tile of scores
   def c_row(self, h:Int, i:Int) -> Int:
-    """Returns the row of C that element i of a lane in lane group h belongs to."""
+    """Returns the row of C that element i of a lane in lane group h belongs to. A lane group is the lanes that hold the same rows of C."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the key to which the n-th score of a lane in lane group h belongs. A lane has scores of one query with the keys of several matrix
-    tiles, which lie one below the other in S^T. n counts the lane's scores over all these tiles."""
+    """Returns the key to which the n-th score of a lane in lane group h (the lanes that hold the same rows of C) belongs. A lane has scores of one
+    query with the keys of several matrix tiles, which lie one below the other in S^T. n counts the lane's scores over all these tiles."""
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
     """Returns the row of A that must hold row d of V^T. If the rows are in this order, a lane's elements of O^T are consecutive columns d of O, and

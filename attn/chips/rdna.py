@@ -5,7 +5,7 @@ from attn.chips.matrix import Matrix
 from attn.chips.shapes import MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}") -> Matrix:
-  """Makes the table row of a WMMA instruction with 16 x 16 results. `duplicated` says whether both lane groups hold all of A and B."""
+  """Makes the table row of a WMMA instruction with 16 x 16 results. `duplicated` says whether both halves of a wave hold all of A and B."""
   operand = 16*K//32*(1 + duplicated)
   return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated)
 

@@ -47,7 +47,8 @@ def accumulator_cells(mat:Matrix) -> Cells:
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
-  """Returns (lane group, key) for each element along a row of V^T in LDS. The keys have the order in which the lanes hold P^T."""
+  """Returns (lane group, key) for each element along a row of V^T in LDS. The keys have the order in which the lanes hold P^T. A lane group is the
+  lanes that hold the same rows of the accumulator."""
   return [(u % mat.groups, mat.key_of(u % mat.groups, u//mat.groups*UNIT + i)) for u in range(contraction(mat, mat.M)//UNIT) for i in range(UNIT)]
 
 # ***** NVIDIA: S = Q K^T *****

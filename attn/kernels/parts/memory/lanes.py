@@ -83,7 +83,7 @@ def element_sum(x:UOp) -> UOp:
   return ops.add(ops.extract(x, 0), ops.extract(x, 1))
 
 def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
-  """Sums a number over the lanes that share a column of the matrix tile: one lane of each lane group."""
+  """Sums a value over the lanes that share a column of the matrix tile: one lane of each lane group (the lanes that hold the same rows)."""
   for step in matrix.group_steps:
     pair = amd.pair(x, step, matrix)
     x = ops.add(ops.extract(pair, 0), ops.extract(pair, 1))

@@ -65,11 +65,11 @@ class ExchangedChunks(SharedLayout):
   exchange: int = 1
   @property
   def chunk(self) -> int:
-    """Number of rows in a chunk."""
+    """Number of rows in a chunk, the rows that one load of a wave fills."""
     return WAVE_UNITS//self.units
   @property
   def stride(self) -> int:
-    """Number of 16-byte units from one chunk to the next."""
+    """Number of 16-byte units from one chunk (the rows that one load of a wave fills) to the next."""
     return WAVE_UNITS + 4
   @property
   def size(self) -> int: return self.rows//self.chunk*self.stride

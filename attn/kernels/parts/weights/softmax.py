@@ -136,8 +136,7 @@ class Softmax(Carried):
     return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """Returns the row sums of P of a query tile, added over all lane groups: the one by which O is divided, and if an LSE is written the one for the
-    LSE."""
+    """Returns the row sums of P of a query tile, added over all lanes that share a query. There is one for each kind of sum."""
     q_tiles, first = self.m.max_numel(), 0 if self.scales.value is None else 1       # with scales, the first sum only shows whether P is too large
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
