@@ -8,6 +8,7 @@ from attn import values
 from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import check_devices, run, seeded
 from attn.calls.options import AttentionOptions, options_of
+from attn.calls.quantized import GivenRows, QuantizedRows
 from attn.calls.tile_shares import shares_told
 from attn.choose.backward import BackwardChoice, choose_backward
 from attn.choose.dispatch import Choice
@@ -19,7 +20,7 @@ from attn.problem import Problem
 from attn.score.terms import check_differentiable
 from attn.tinygrad_compat import DType, Tensor, UOp
 
-def attention(q:Tensor, k:Tensor, v:Tensor|None, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int,
+def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int,
               int]=(-1, -1), softcap:float=0.0, v_dim:int|None=None, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, score_mod:Callable[...,
               UOp]|None=None, mask_mod:Callable[..., UOp]|None=None, mod_tensors:Sequence[Tensor]=(), sinks:Tensor|None=None,
               kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None, cu_seqlens_q:Tensor|None=None,
@@ -122,12 +123,12 @@ def attend(c:CheckedCall) -> Any:
   o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
-def choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Choice:
+def choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> Choice:
   """Chooses the kernel for a call of `attention` with these arguments, and runs nothing. Returns the kernel, its tile, the number of key ranges (KV
   splits), and for every other kernel the reason why it was not chosen. With `arch` the chip need not be present."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
-def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> BackwardChoice:
+def backward_choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> BackwardChoice:
   """Chooses how the gradients of a call of `attention` with these arguments are computed, and runs nothing. Returns the backward kernels, or else the
   reason why tinygrad's automatic differentiation computes the gradients. Raises NotImplementedError if the score_mod has no derivative.
   """
@@ -136,16 +137,18 @@ def backward_choice_of(q:Tensor, k:Tensor, v:Tensor|None, **options:Any) -> Back
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 
-def copied_pages(c:CheckedCall, given:dict[str, Tensor|None]) -> list[str]:
-  """Returns which of the inputs "k" and "v" are pages (blocks of cache rows) that no kernel can read in place. Every call of `attention` copies these
-  inputs."""
-  return [name for name, t in given.items() if c.problem.pages is not None and t is not None and c.tensors[name] is not t]
+def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
+  """Returns which of the inputs "k" and "v" are pages (blocks of cache rows) or rows of 8 bits that no kernel can read in place. Every call of
+  `attention` copies these inputs."""
+  if c.problem.pages is None and not c.problem.stored: return []
+  tensors = {name: t.values if isinstance(t, QuantizedRows) else t for name, t in given.items() if t is not None}
+  return [name for name, t in tensors.items() if c.tensors[name] is not t]
 
 def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
   """Returns a text for `explain`: which share of its tiles a kernel skips because of masks, and in which share it computes the mask."""
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
-def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
+def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
   """Prints which kernel `attention` chooses for these arguments, with its tile and its number of key ranges (KV splits), and why it doesn't choose
   the other kernels. Returns the choice. Runs no kernel.
 
@@ -159,7 +162,8 @@ def explain(q:Tensor, k:Tensor, v:Tensor|None, *, backward:bool=False, **options
   print(choice := call.choice())
   if told := of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
   if call.shards is not None: print(f"  {call.shared_rows.told}")
-  for name in copied_pages(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
+  if call.problem.stored: print(f"  k and v: {call.problem.stored}, with {call.problem.scale_dtype} scales, converted by the kernel")
+  for name in copied_caches(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")
   device = q.device if isinstance(q.device, str) else (q.device or ("",))[0]
   if choice.arch is not None and device.split(":")[0] == "AMD": print(f"  compiler: {in_use(choice.arch.name)}")

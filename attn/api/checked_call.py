@@ -1,14 +1,15 @@
 """Checks a call of `attention` before anything runs. Finds where its tensors lie and which optional tensors it has, and makes the `Problem` that
 describes the call."""
 from __future__ import annotations
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 from attn import values
 from attn.api.dropout import check_seed
-from attn.api.pages import check_pages, in_pages, placement_in_pages
+from attn.api.pages import check_pages, in_a_cache, placement_in_pages
 from attn.calls.checked_kernel import arch_of, check_output, dtype_of, numbers_at_hand
 from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
-from attn.calls.quantized import QuantizedRows, GivenRows
+from attn.calls.quantized import GivenRows, Quantized, QuantizedRows, check_pair, check_quantized
 from attn.calls.views import places_in_cache
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, choose
@@ -98,6 +99,7 @@ class PlacedInputs:
   layout: str
   pages: Pages|None = None
   views: tuple[Strided, Strided]|None = None
+  stored: dict[str, Any] = field(default_factory=dict)     # fields of the Problem that describe rows of 8 bits
   shards: SequenceShards|None = None
   @property
   def layout_of_keys(self) -> str: return self.layout if self.pages is None else "bhsd"
@@ -110,22 +112,37 @@ class PlacedInputs:
 def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
   """Checks q, k and v, and finds where they lie: on one device, sharded over several devices, in a cache, or in pages."""
   layout = options.layout
-  if isinstance(k, QuantizedRows) or isinstance(v, QuantizedRows): raise NotImplementedError("k or v is QuantizedRows: no kernel reads these yet")
-  tensors = {name: values.tensor(name, t) for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
-  types = [dtype_of(name, tensors.get(name, k)) for name in ("q", "k", "v")]
-  rows_of_v = tensors.get("v", k)
-  if options.block_table is not None: return placed_in_pages(tensors, types, options, lengths_name)
+  check_pair(("k", "v"), k, v)
+  given = {name: t for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
+  quantized = {name: check_quantized(name, t) for name, t in given.items() if isinstance(t, QuantizedRows)}
+  tensors = {name: quantized[name].stored if name in quantized else values.tensor(name, t) for name, t in given.items()}
+  of_k, rows_of_v = tensors["k"], tensors.get("v", tensors["k"])
+  types = [values.dtype_text(t.dtype) if name in quantized else dtype_of(name, t) for name, t in (("q", q), ("k", of_k), ("v", rows_of_v))]
+  if options.block_table is not None: return with_scales(placed_in_pages(tensors, types, options, lengths_name), quantized)
   for name, t in tensors.items():
     if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
       raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
   whole = {name: static_shape(name, t.shape) for name, t in tensors.items()}
-  at, shards, (queries, keys) = sequence_shards(whole, options, placement_of(q, k, rows_of_v, layout))
+  at, shards, (queries, keys) = sequence_shards(whole, options, placement_of(q, of_k, rows_of_v, layout))
   def shape_of(name:str, t:Tensor) -> tuple[int, ...]:
     return local_shape(t) if shards is None else with_rows(whole[name], layout, queries if name == "q" else keys)
   shapes = {name: shape_of(name, t) for name, t in tensors.items()}
   if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
-  views = places_in_cache(k, rows_of_v, layout) if in_place and isinstance(at.device, str) else None
-  return PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards)
+  views = places_in_cache(of_k, rows_of_v, layout) if in_place and not quantized and isinstance(at.device, str) else None
+  return with_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
+
+def with_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
+  """Adds the scales of k and v to placed inputs if k and v have rows of 8 bits, and finds where these rows and their scales lie."""
+  if not quantized: return x
+  if x.shards is not None: raise NotImplementedError("k and v are QuantizedRows sharded along their rows: shard them along batch or heads")
+  if x.layout == "thd" and x.pages is None:
+    raise NotImplementedError("k and v are QuantizedRows with layout='thd': packed keys are not a cache; give pages and a block_table")
+  layout, k = "bshd" if x.pages is not None else x.layout, quantized["k"]
+  lies = {name: in_a_cache(t, layout) for key, rows in quantized.items() for name, t in ((key, rows.stored), (f"{key}_scales", rows.scales))}
+  tensors, places = x.tensors | {name: t for name, (t, _) in lies.items()}, {name: place for name, (_, place) in lies.items()}
+  stored = {"stored": k.format.name, "scale_dtype": values.dtype_text(k.scales.dtype), "k_scale_view": places["k_scales"],
+            "v_scale_view": places["v_scales"]}
+  return replace(x, tensors=tensors, views=(places["k"], places["v"]), stored=stored)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
   """Checks q, and the k and v that lie in pages (blocks of cache rows), and finds where they lie. The result describes k and v on one device as
@@ -139,7 +156,7 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
     _, _, heads, width = local_shape(t)
     shapes[name] = (int(table.shape[0]), heads, pages.rows, width)
   if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
-  (k, in_k), (v, in_v) = in_pages(k), in_pages(v)
+  (k, in_k), (v, in_v) = in_a_cache(k, "bshd"), in_a_cache(v, "bshd")
   given = {"q": q, "k": k, "v": v}
   return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
@@ -204,7 +221,7 @@ def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, l
   check_out(q, x.shapes["v"][-1], options)
   p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],
                  dtypes=[out_dtype_of(x, options), *x.types], num_splits=options.num_splits, views=x.views, pages=x.pages,
-                 v_in_k="v" not in x.tensors, **options.posed, **functions,
+                 v_in_k="v" not in x.tensors, **x.stored, **options.posed, **functions,
                  extras={name: (extra_shape(name, t, x.shards, x.shapes["q"][AXES[x.layout].index("rows")]), dtype_of(name, t))
                          for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")

@@ -23,6 +23,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels
 from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
 
+OF_8_BITS = "k and v are QuantizedRows: rows of 8 bits have no gradient; train with k and v of 16 bits or float32"
 OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.attention of whole k and v"
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
@@ -45,7 +46,8 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
-    gradient = None if "o" not in given else gradient_of(replace(p, tile_list=None), arch, given) if p.k_view is None else no_gradient(OF_A_CACHE)
+    gradient = None if "o" not in given else gradient_of(replace(p, tile_list=None), arch, given) if p.k_view is None else \
+               no_gradient(OF_8_BITS if p.stored else OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       sink = checked_ast(program, arch, *placeholders[:len(takes)])
       return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes))
@@ -84,7 +86,8 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """Launches the attention kernel that `choice` names. If the choice divides the keys into ranges, this kernel writes one partial result per range,
   and the kernel `combine` then merges them."""
   p = replace(c.problem, num_splits=choice.work.splits)
-  t = {name: flat_buffer(x) if p.k_view is not None and name in ("k", "v") else in_a_buffer(c, x) for name, x in c.tensors.items()}
+  in_place = () if p.k_view is None else ("k", "v", *p.scale_views)
+  t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = of_backward(p)
   if c.arch is not None and isinstance(c.at.device, str) and (lists := listing(p, c.arch, choice.work.tile)) is not None:

@@ -70,12 +70,13 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             f"or {names[0]} along its heads with a single key/value head on every device, or none of them; layout='nsd' cannot be "
                             "sharded, because it joins the heads of all sequences")
 
-def in_pages(t:Tensor) -> tuple[Tensor, Strided]:
-  """Returns pages that kernels can read, and where their rows lie in a buffer. Pages that are a view of a larger buffer are read in place if each row
-  is contiguous and rows lie a constant stride apart. Otherwise the pages are copied."""
-  if not isinstance(t.device, str): return t, whole_places(local_shape(t), "bshd")
-  if (found := in_buffer(bhsd(t, "bshd"))) is not None: return t, found.places
-  return t if buffer_under(t.uop) is None else t.contiguous(), whole_places(local_shape(t), "bshd")
+def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
+  """Returns rows that kernels can read, and where they lie in a buffer. Rows that are a view of a larger buffer are read in place if each row is
+  contiguous and rows lie a constant stride apart. Other views are copied. A tensor without the last axis of `layout` has one number in each row."""
+  rows = t if t.ndim == len(AXES[layout]) else t.unsqueeze(-1)
+  if isinstance(t.device, str) and (found := in_buffer(bhsd(rows, layout))) is not None: return t, found.places
+  whole = whole_places(local_shape(rows), layout)
+  return t if not isinstance(t.device, str) or buffer_under(t.uop) is None else t.contiguous(), whole
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
   """Computes attention of keys and values in pages by tinygrad's own operations, without one of attn's kernels. An entry of the block table that is

@@ -1,0 +1,219 @@
+"""Tests of attention over keys and values of 8 bits, by the API: caches that grow, pages, views, devices, shared scales, and rows of NaN."""
+from __future__ import annotations
+import os, subprocess, sys
+from pathlib import Path
+from typing import Any
+import numpy as np
+import pytest
+from tinygrad import TinyJit, Variable
+import attn
+from attn import QuantizedRows, flash_attn
+from attn.accuracy import judge, law_of
+from attn.tinygrad_compat import Context, Tensor, dtypes
+from api_cases import draw, emulated, whole
+from cases import array, arrange, restore, tensor
+from eight_bits import numbers_of
+from test_quantized import DEVICES, int32
+
+pytestmark = pytest.mark.usefixtures("not_unrolled")
+
+B, H, HKV, D, CAPACITY = 2, 4, 2, 32, 80
+UNITS = ("gfx942", "gfx1100", "gfx1201", "sm_80", "sm_90")
+
+def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:Any="EMU", scale_dtype:str="float32") -> list[QuantizedRows]:
+  """Makes a key cache and a value cache with random numbers, and scales that are NaN, infinity or large."""
+  rng = np.random.default_rng(7)
+  def made() -> QuantizedRows:
+    stored = rng.integers(0, 256, shape).astype(np.uint8)
+    scales = rng.choice(np.array([np.nan, np.inf, 1e4], np.float32), shape[:-1])
+    numbers = Tensor(stored.view(np.int8) if dtype == "int8" else stored, device=device).realize()
+    return QuantizedRows(numbers, tensor(scales, scale_dtype, device).realize())
+  return [made(), made()]
+
+def rows_in(cache:QuantizedRows, format:str="int8") -> tuple[np.ndarray, np.ndarray]:
+  """Returns the rows of a cache in float64, and their scales."""
+  scales = array(whole(cache.scales)).astype(np.float64)
+  with np.errstate(invalid="ignore"): return numbers_of(format)[whole(cache.values).numpy().view(np.uint8)]*scales[..., None], scales
+
+def close(got:np.ndarray, q:np.ndarray, k:tuple[np.ndarray, np.ndarray], v:tuple[np.ndarray, np.ndarray], n:int, dtype:str="float16") -> None:
+  """Checks causal attention to the first n keys against the accuracy law. k and v are rows, and their scales, (B, Hkv, capacity)."""
+  law = law_of(q.astype(np.float32), k[0][:, :, :n], v[0][:, :, :n], q.shape[-1]**-.5, (-1, 0), n - q.shape[2], dtype=dtype, out_dtype=dtype,
+               v_scales=v[1][:, :, :n])[0]
+  assert (verdict := judge(got, law)).ok, verdict
+
+def near(cache:tuple[np.ndarray, np.ndarray], x:np.ndarray) -> None:
+  """Checks that the first rows of a cache of int8 are those of x, but for the rounding."""
+  n = x.shape[2]
+  assert (np.abs(cache[0][:, :, :n] - x) <= 0.5001*cache[1][:, :, :n, None]).all()
+
+def drawn(n:int, heads:tuple[int, ...]=(H, HKV, HKV), batch:int=B, width:int=D) -> list[np.ndarray]:
+  return [np.random.default_rng(i).standard_normal((batch, h, n, width)).astype(np.float16) for i, h in enumerate(heads)]
+
+def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float16") -> list[Tensor]:
+  return [tensor(arrange(x[:, :, i:j], layout), dtype).realize() for x in xs]
+
+# ***** caches that grow *****
+
+@pytest.mark.parametrize("arch", UNITS)
+def test_decoding(arch:str) -> None:
+  """A prompt, a chunk, and steps under TinyJit with a Variable, over caches whose other rows are stale, keep the accuracy law of the rows that the
+  cache holds. These are the new rows, but for the rounding to 8 bits."""
+  with emulated(arch):
+    x, (k, v) = drawn(60), stale()
+    def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
+    jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)
+    for i, j in ((0, 40), (40, 56), (56, 57), (57, 58), (58, 59), (59, 60)):
+      got = array(step(*given(x, i, j), i) if j - i > 1 else jitted(*given(x, i, j), n.bind(i)))
+      of_k, of_v = rows_in(k), rows_in(v)
+      close(got, x[0][:, :, i:j], of_k, of_v, j)
+    near(of_k, x[1])
+    near(of_v, x[2])
+
+@pytest.mark.parametrize("arch, layout, scale_dtype, dtype", [
+  ("gfx942", "bshd", "float16", "bfloat16"), ("sm_90", "nsd", "float32", "float16"), ("gfx1030", "bhsd", "float32", "float16")])
+def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtype:str) -> None:
+  """QuantizedRows are arguments of a function under TinyJit, which gets other caches in a later call. Lengths are a tensor with a number for each
+  batch."""
+  with emulated(arch):
+    x, ends = drawn(9), (4, 4) if layout == "nsd" else (4, 7)
+    shape = {"bhsd": (B, HKV, CAPACITY, D), "bshd": (B, CAPACITY, HKV, D), "nsd": (B*HKV, CAPACITY, D)}[layout]
+    def step(q:Tensor, k_new:Tensor, v_new:Tensor, k:QuantizedRows, v:QuantizedRows, n:Tensor) -> Tensor:
+      o = attn.attention_with_kv_cache(q, k_new, v_new, k, v, n, layout=layout)
+      return o.realize(*k, *v)
+    jitted = TinyJit(step)
+    def row(i:int) -> list[Tensor]: return given(x, i, i + 1, layout, dtype)
+    for caches in (stale(shape=shape, scale_dtype=scale_dtype) for _ in range(4)):
+      start = [0] if layout == "nsd" else [0, 0]
+      attn.append_kv(*given([a[:, :, :7] for a in x[1:]], 0, 7, layout, dtype), *caches, int32(start), layout=layout).realize(*caches[0], *caches[1])
+      got = restore(array(jitted(*row(8), *caches, int32(ends[:len(start)]))), layout, (B, H, 1, D))
+      of_k, of_v = ([restore(a if a.ndim == len(shape) else a[..., None], layout, (B, HKV, CAPACITY, a.shape[-1] if a.ndim == len(shape) else 1))
+                     for a in rows_in(cache)] for cache in caches)
+      for b, n in enumerate(ends):
+        one = [(a[0][b:b + 1], a[1][b:b + 1, ..., 0]) for a in (of_k, of_v)]
+        close(got[b:b + 1], x[0][b:b + 1, :, 8:9], *one, n + 1, dtype)
+
+@pytest.mark.parametrize("arch, page", (("gfx1100", 16), ("sm_80", 7), ("gfx942", 64), ("gfx1030", 4)))
+def test_pages(arch:str, page:int) -> None:
+  """Pages that are views of one tensor for two layers, K and V; sequences of different lengths; lengths known to the device only; a step with a
+  split; and stale pages that no sequence has."""
+  lengths, count = (33, 9), 2*-(-40//page) + 3
+  most, x = -(-40//page), drawn(40)
+  table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)
+  with emulated(arch):
+    (both, _), at = stale(shape=(2, count, page, 2, HKV, D)), int32(table)
+    k, v = (QuantizedRows(both.values[1, :, :, i], both.scales[1, :, :, i]) for i in range(2))
+    def gathered(x:np.ndarray) -> np.ndarray: return x[table].reshape(2, -1, *x.shape[2:]).swapaxes(1, 2)
+    attn.append_kv(*given(x[1:], 0, 33), k, v, 0, block_table=at)
+    for options in ({}, {"num_splits": 2}) if arch != "gfx1030" else ({},):
+      o = array(attn.attention_with_kv_cache(*given(x, 34, 37), k, v, int32(lengths), block_table=at, **options))
+      for b, n in enumerate(lengths):
+        one = [tuple(gathered(a)[b:b + 1] for a in rows_in(cache)) for cache in (k, v)]
+        close(o[b:b + 1], x[0][b:b + 1, :, 34:37], *one, n + 3)
+    again = attn.attention(given(x, 34, 37)[0], k, v, block_table=at, kv_lengths=int32([n + 3 for n in lengths]), causal=True)
+    np.testing.assert_allclose(array(again), o, atol=2e-3)
+
+@pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
+def test_on_two_devices(axis:int, arch:str) -> None:
+  """Caches are sharded along batch or heads, whole or in pages."""
+  with emulated(arch):
+    x, (k, v) = drawn(20), stale(device="EMU:0")
+    k, v = (QuantizedRows(*(t.shard(DEVICES, axis).realize() for t in cache)) for cache in (k, v))
+    def shard(i:int, j:int) -> list[Tensor]: return [tensor(a[:, :, i:j], "float16").shard(DEVICES, axis).realize() for a in x]
+    for i, j, n in ((0, 19, 0), (19, 20, int32([19, 19]))):
+      got = array(whole(attn.attention_with_kv_cache(*shard(i, j), k, v, n)))
+      close(got, x[0][:, :, i:j], rows_in(k), rows_in(v), j)
+    near(rows_in(k), x[1])
+    if axis == 1:
+      pages, table = attn.empty_paged_cache(6, 8, HKV, D, dtype="int8", device=DEVICES), int32([[4, 1, 0], [5, 2, 3]], DEVICES[0])
+      assert [t.uop.axis for t in pages[0]] == [2, 2]
+      for i, j in ((0, 19), (19, 20)): o = whole(attn.attention_with_kv_cache(*shard(i, j), *pages, i, block_table=table))
+      np.testing.assert_allclose(array(o), got, atol=2e-3)
+
+@pytest.mark.parametrize("arch, shape", (("gfx1201", ()), ("sm_80", (HKV, 1)), ("gfx942", (1, HKV, 1))))
+def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
+  """A cache that another program has filled may have one scale for all rows, or for those of a head."""
+  with emulated(arch):
+    x = drawn(50)
+    scales = [np.abs(a.astype(np.float64)).max((0, 2, 3) if shape else None).reshape(shape)/127 for a in x[1:]]
+    stored = [np.rint(a/(s[..., None] if shape else s)).astype(np.int8) for a, s in zip(x[1:], scales)]
+    k, v = (QuantizedRows(Tensor(a, device="EMU").realize(), tensor(s.astype(np.float32), "float32").realize()) for a, s in zip(stored, scales))
+    got = array(attn.attention(given(x, 0, 50)[0], k, v, causal=True, kv_lengths=50))
+    full = [np.broadcast_to(c.scales.numpy().astype(np.float64), (B, HKV, 50)) for c in (k, v)]
+    close(got, x[0], *[(a*s[..., None], s) for a, s in zip(stored, full)], 50)
+
+# ***** rows that are not finite *****
+
+@pytest.mark.parametrize("arch", ("gfx1100", "sm_90", "gfx1030"))
+def test_a_row_of_nan_reaches_only_the_rows_that_see_it(arch:str) -> None:
+  with emulated(arch):
+    x, (k, v) = drawn(30), stale()
+    x[1][0, 0, 11, 3], x[2][1, 1, 20, 5] = np.nan, -np.inf       # of K, and of V
+    o, lse = attn.attention_with_kv_cache(*given(x, 0, 30), k, v, 0, return_lse=True)
+    o, lse = array(o), lse.numpy()
+    seen = np.zeros((B, H, 30), bool)
+    seen[0, :2, 11:] = True
+    np.testing.assert_array_equal(np.isnan(lse), seen)
+    seen[1, 2:, 20:] = True
+    np.testing.assert_array_equal(np.isnan(o), np.broadcast_to(seen[..., None], o.shape))
+
+# ***** a CPU *****
+
+@pytest.mark.thorough
+def test_on_a_cpu() -> None:
+  pytest.importorskip("ziglang")
+  root = Path(__file__).parent.parent.parent
+  script = "import attn, test_quantized_attention as t\n" \
+    "x, (k, v) = t.drawn(20), t.stale(device='CPU')\n" \
+    "for i, j in ((0, 19), (19, 20)):\n" \
+    "  new = [t.Tensor(a[:, :, i:j].astype('float32'), device='CPU').cast('float').realize() for a in x]\n" \
+    "  got = attn.attention_with_kv_cache(*new, k, v, i).numpy()\n" \
+    "  t.close(got, x[0][:, :, i:j], t.rows_in(k), t.rows_in(v), j, 'float32')\n"
+  environment = {**os.environ, "DEV": "CPU", "CC": str(root/"examples/clang_of_zig.sh"), "PYTHONPATH": f"{root}:{root/'test'}:{root/'test/api'}",
+                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
+  assert done.returncode == 0, done.stderr[-2000:]
+
+# ***** refused calls *****
+
+def test_refused() -> None:
+  with emulated("gfx942"):
+    k, v = attn.empty_kv_cache(B, HKV, 40, D, dtype="int8")
+    half, q, new = attn.empty_kv_cache(B, HKV, 40, D)[0], draw(B, H, 3, D), draw(B, HKV, 3, D)
+    def attend(q:Tensor=q, k:Any=k, v:Any=v, **options:Any) -> Any: return lambda: attn.attention(q, k, v, **{"kv_lengths": 9, **options})
+    def step(q:Tensor=q, k:Any=k, v:Any=v, **options:Any) -> Any: return lambda: attn.attention_with_kv_cache(q, new, new, k, v, 0, **options)
+    packed = [QuantizedRows(x.values[0].transpose(0, 1), x.scales[0].transpose(0, 1)) for x in (k, v)]
+    ends = int32([0, 3])
+    for call, text in (
+      (attend(v=half), "k is int8 with float32 scales and v float16: both must be QuantizedRows of the same format"),
+      (step(v=half), "k_cache is int8 with float32 scales and v_cache float16: both"),
+      (attend(v=None, v_dim=16), "k is QuantizedRows and v None: latent attention .MLA. reads a cache of 16 bits only"),
+      (attend(q=draw(B, H, 3, 16)), r"k has shape \(2, 2, 40, 32\): its head dimension is 32 but the head dimension of q is 16"),
+      (attend(q=q.cast(dtypes.int)), "q has dtype int32"), (attend(kv_lengths=41), r"kv_lengths=41: must lie in 0\.\.40"),
+      (step(q=draw(B, H, 3, D).to("EMU:1")), "k_cache is on EMU but q on EMU:1"),
+      (attend(k=QuantizedRows(k.values, k.scales[:, :, :3])), r"k.scales has shape \(2, 2, 3\): must be \(2, 2, 40\)"),
+      (attend(q=draw(3, H, D), k=packed[0], v=packed[1], layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends, kv_lengths=None),
+       "k and v are QuantizedRows with layout='thd': packed keys are not a cache"),
+      (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 3, H, D), k, v, cache_seqlens=3), "k_cache=QuantizedRows.*must be a Tensor")):
+      with pytest.raises((ValueError, NotImplementedError), match=text): call()
+    with emulated("gfx942", "three_pass"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=three_pass: stored='int8': tensor"): attend()()
+    shared = [QuantizedRows(*(t.shard(DEVICES, 2) for t in x)) for x in (k, v)]
+    with pytest.raises(NotImplementedError, match="k and v are QuantizedRows sharded along their rows"):
+      attend(q=draw(B, H, 3, D).to(DEVICES), k=shared[0], v=shared[1], kv_lengths=None)()
+    assert not k.scales.numpy().any()
+
+def test_gradients_are_refused() -> None:
+  with emulated("gfx942"):
+    k, v = (attn.quantize_kv(draw(1, 2, 20, 32, seed=i)) for i in range(2))
+    for training in (0, 1):
+      with Context(TRAINING=training):
+        q = draw(1, 2, 4, 32)
+        with pytest.raises(NotImplementedError, match="k and v are QuantizedRows: rows of 8 bits have no gradient"):
+          attn.attention(q, k, v).float().sum().gradient(q)
+
+def test_explain_names_the_format(capsys:pytest.CaptureFixture[str]) -> None:
+  with emulated("gfx942"):
+    k, v = attn.empty_kv_cache(1, 2, 40, D, dtype="int8", scale_dtype="float16")
+    attn.explain(draw(1, 2, 1, D), k, v, kv_lengths=9)
+    assert "k and v: int8, with float16 scales, converted by the kernel" in capsys.readouterr().out
+    attn.explain(draw(1, 2, 1, D), QuantizedRows(k.values.flip(2), k.scales.flip(2)), v, kv_lengths=9)
+    assert "k is a view whose rows don't lie a constant stride apart: every call copies it" in capsys.readouterr().out
