@@ -3,13 +3,16 @@
 The model is a small transformer with random weights. `Pages` hands out the pages of the cache; requests whose prompts begin with the same tokens
 share pages. `Server.step` first computes the prompts of new requests, in chunks, then one token for every request: a batch of a fixed size under
 TinyJit, in which an empty place has length 0. With batch_invariant=True a request gets the same text whatever is served beside it. At the end each
-request is served again, alone, to show that.
+request is served again, alone, to show that. With CACHE=int8, a second server has a cache of 8 bits in the same memory. It serves twice as many
+requests at a time, and its text is printed beside that of the first.
 
-REQUESTS=8 LAYERS=2 WIDTH=64 BATCH=4 python examples/serve.py;  on a GPU: DEV=CUDA WIDTH=1024 LAYERS=8 HEADS=16 KV_HEADS=4 REQUESTS=64 BATCH=32"""
+REQUESTS=8 LAYERS=2 WIDTH=64 BATCH=4 python examples/serve.py;  on a GPU: DEV=CUDA WIDTH=1024 LAYERS=8 HEADS=16 KV_HEADS=4 REQUESTS=64 BATCH=32
+CACHE=int8 python examples/serve.py"""
 from __future__ import annotations
-import os, time
+import math, os, time
 os.environ.setdefault("DEV", "EMU::gfx942")
 from dataclasses import dataclass, field
+from typing import Any
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 import attn
@@ -18,7 +21,7 @@ def setting(name:str, default:int) -> int: return int(os.environ.get(name, defau
 VOCABULARY, WIDTH, LAYERS = 97, setting("WIDTH", 32), setting("LAYERS", 1)
 H, HKV, BATCH, REQUESTS = setting("HEADS", 2), setting("KV_HEADS", 1), setting("BATCH", 3), setting("REQUESTS", 5)
 PAGE, MOST_PAGES, CHUNK, TOKENS = setting("PAGE", 8), setting("MOST_PAGES", 4), setting("CHUNK", 8), setting("TOKENS", 6)
-D, CAPACITY = WIDTH//H, PAGE*MOST_PAGES
+D, CAPACITY, CACHE = WIDTH//H, PAGE*MOST_PAGES, os.environ.get("CACHE", "float16")
 assert PAGE % CHUNK == 0, "a chunk of a prompt lies in one page"
 rng = np.random.default_rng(0)
 
@@ -60,33 +63,45 @@ class Request:
 
 def weight(rows:int, columns:int) -> Tensor: return Tensor((rng.standard_normal((rows, columns))*rows**-.5).astype(np.float16)).realize()
 
+def empty_cache(pages:int, dtype:str) -> tuple[Any, Any]: return attn.empty_paged_cache(pages, PAGE, HKV, D, dtype=dtype, scale_dtype="float16")
+
+def bytes_of_a_page(dtype:str) -> int:
+  """Counts the bytes that a page takes in the caches of keys and values of one layer."""
+  tensors = [t for cache in empty_cache(1, dtype) for t in (cache if isinstance(cache, attn.QuantizedRows) else (cache,))]
+  return sum(math.prod(map(int, t.shape))*t.dtype.itemsize for t in tensors)
+
 class Layer:
-  def __init__(self, pages:int) -> None:
+  def __init__(self) -> None:
     self.qkv, self.out = weight(WIDTH, (H + 2*HKV)*D), weight(WIDTH, WIDTH)
     self.up, self.down = weight(WIDTH, 2*WIDTH), weight(2*WIDTH, WIDTH)
-    self.cache = attn.empty_paged_cache(pages, PAGE, HKV, D)
-  def __call__(self, x:Tensor, filled:Tensor, table:Tensor) -> Tensor:
+  def __call__(self, x:Tensor, cache:tuple[Any, Any], filled:Tensor, table:Tensor) -> Tensor:
     """Computes the layer on x (B, S, WIDTH). Its keys and values go to the cache from row `filled` (B) on."""
     qkv = (x.layernorm().cast(x.dtype) @ self.qkv).reshape(*x.shape[:2], H + 2*HKV, D)
     q, k, v = qkv.split([H, HKV, HKV], dim=2)
-    o = attn.attention_with_kv_cache(q, k, v, *self.cache, filled, layout="bshd", block_table=table, batch_invariant=True)
+    o = attn.attention_with_kv_cache(q, k, v, *cache, filled, layout="bshd", block_table=table, batch_invariant=True)
     x = x + o.reshape(*x.shape) @ self.out
     return (x + (x.layernorm().cast(x.dtype) @ self.up).gelu() @ self.down).realize()
 
-class Server:
-  def __init__(self, pages:int) -> None:
+class Model:
+  def __init__(self) -> None:
     self.embedding, self.places, self.head = weight(VOCABULARY, WIDTH), weight(CAPACITY, WIDTH), weight(WIDTH, VOCABULARY)
-    self.pages, self.layers = Pages(pages), [Layer(pages + BATCH) for _ in range(LAYERS)]
-    self.nobodys = [pages + i for i in range(BATCH)]       # pages for the rows that empty places of the batch append
-    self.places_taken = list[Request|None]([None]*BATCH)
+    self.layers = [Layer() for _ in range(LAYERS)]
+
+class Server:
+  def __init__(self, model:Model, batch:int, pages:int, dtype:str) -> None:
+    """Makes a server of `batch` requests at a time, with a cache of `pages` pages of this dtype."""
+    self.model, self.pages, self.batch, self.most = model, Pages(pages - batch), batch, 0
+    self.caches = [empty_cache(pages, dtype) for _ in range(LAYERS)]
+    self.nobodys = [pages - batch + i for i in range(batch)]       # pages for the rows that empty places of the batch append
+    self.places_taken = list[Request|None]([None]*batch)
     self.steps = {n: TinyJit(self.forward) for n in (1, CHUNK)}
 
   def forward(self, tokens:Tensor, filled:Tensor, table:Tensor) -> Tensor:
     """Computes the next token after each of `tokens` (B, S)."""
     at = (filled.reshape(-1, 1) + Tensor.arange(tokens.shape[1], dtype=dtypes.int)).minimum(CAPACITY - 1)
-    x = (self.embedding[tokens] + self.places[at]).realize()
-    for layer in self.layers: x = layer(x, filled, table)
-    return (x @ self.head).float().argmax(-1).realize()
+    x = (self.model.embedding[tokens] + self.model.places[at]).realize()
+    for layer, cache in zip(self.model.layers, self.caches): x = layer(x, cache, filled, table)
+    return (x @ self.model.head).float().argmax(-1).realize()
 
   def run(self, rows:list[list[int]], filled:list[int], pages:list[list[int]]) -> np.ndarray:
     """Runs `forward` on some sequences, each in its own row of the batch. Shorter sequences are padded. Rows that are appended to the cache later
@@ -109,7 +124,7 @@ class Server:
   def step(self) -> None:
     """Computes the next token of every running request."""
     under_way = [r for r in self.places_taken if r is not None]
-    rest = BATCH - len(under_way)
+    self.most, rest = max(self.most, len(under_way)), self.batch - len(under_way)
     newest, pages = [[r.tokens[-1]] for r in under_way], [r.pages for r in under_way]
     found = self.run(newest + [[0]]*rest, [r.rows for r in under_way] + [0]*rest, pages + [[]]*rest)
     for r, token in zip(under_way, found):
@@ -131,10 +146,11 @@ def main() -> None:
   common = list(map(int, rng.integers(1, VOCABULARY, PAGE + 1)))       # the beginning of half of the prompts
   requests = [Request((common if i % 2 else []) + list(map(int, rng.integers(1, VOCABULARY, int(rng.integers(1, PAGE))))), TOKENS)
               for i in range(REQUESTS)]
-  server = Server(pages=(BATCH + 1)*MOST_PAGES)
+  model, pages = Model(), (BATCH + 1)*MOST_PAGES + BATCH
+  server = Server(model, BATCH, pages, "float16")
   seconds, text = serve(server, requests), [r.tokens for r in requests]
   assert len(server.pages.free) == (BATCH + 1)*MOST_PAGES and not server.pages.prefixes
-  print(f"{REQUESTS} requests, {REQUESTS*TOKENS} tokens on {Device.DEFAULT}, up to {BATCH} at a time: "
+  print(f"{REQUESTS} requests, {REQUESTS*TOKENS} tokens on {Device.DEFAULT}, up to {server.most} at a time: "
         f"{REQUESTS*TOKENS/seconds:.1f} tokens per second, compilation included; "
         f"{server.pages.shared} pages were another request's")
   again = [Request(r.prompt, TOKENS) for r in requests]
@@ -144,5 +160,16 @@ def main() -> None:
   for request in alone: serve(server, [request])
   assert [r.tokens for r in again] == text and [r.tokens for r in alone] == text[:len(alone)]
   print(f"the same text alone: {text[0]}")
+  if CACHE != "float16": beside(model, requests, pages)
+
+def beside(model:Model, requests:list[Request], pages:int) -> None:
+  """Serves the requests from a cache of 8 bits in the memory that `pages` pages of 16 bits take, twice as many at a time. Prints its text beside that
+  of 16 bits."""
+  room = pages*bytes_of_a_page("float16")//bytes_of_a_page(CACHE)
+  server, again = Server(model, 2*BATCH, room, CACHE), [Request(r.prompt, TOKENS) for r in requests]
+  serve(server, again)
+  for r, x in zip(requests, again): print(f"16 bits: {r.tokens}   {CACHE}: {x.tokens}")
+  same = sum(a == b for r, x in zip(requests, again) for a, b in zip(r.tokens, x.tokens))
+  print(f"{CACHE}: {room} pages in the memory of {pages}, up to {server.most} requests at a time; {same} of {REQUESTS*TOKENS} tokens as with 16 bits")
 
 if __name__ == "__main__": main()
