@@ -123,3 +123,19 @@ def dequantize_kv(rows:QuantizedRows, dtype:DType|str=dtypes.half) -> Tensor:
   if not isinstance(rows, QuantizedRows): raise values.wrong("rows", rows, "QuantizedRows")
   x, dtype = check_quantized("rows", rows), check_out_dtype("dtype", dtype)
   return (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)
+
+def rotate(x:Tensor) -> Tensor:
+  """Rotates rows (the last axis) of q and k by a Hadamard matrix, by tensor operations. Scores of rotated queries and keys are those of the given ones,
+  but for rounding. The rotation spreads a large element over its row, so that keys with a few large columns lose less in int8.
+
+    q, k_new = attn.rotate(q), attn.rotate(k_new)      # before each call of attention_with_kv_cache with a cache of int8
+
+  Rows whose length is not a power of two are rotated in parts. Rotate either all queries and keys or none. fp8 gains nothing (docs/serving.md)."""
+  values.dtype_name("x", values.tensor("x", x).dtype, FLOATS)
+  if x.device is None: raise ValueError("x is a constant without a device: call .contiguous() on a device first")
+  part = (width := static_shape("x", x.shape)[-1]) & -width
+  i = Tensor.arange(part, dtype=dtypes.int)
+  common = i.reshape(-1, 1) & i
+  for shift in (16, 8, 4, 2, 1): common = common ^ (common >> shift)     # its last bit says whether the number of common bits is odd
+  sign = (1 - 2*(common & 1)).cast(x.dtype).clone(x.device if isinstance(x.device, str) else x.device[0]).to(x.device)
+  return (x.reshape(*x.shape[:-1], -1, part).matmul(sign, dtype=dtypes.float)*part**-.5).reshape(*x.shape).cast(x.dtype)
