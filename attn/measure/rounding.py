@@ -1,0 +1,67 @@
+"""Measures what the rounding of keys and values to a dtype or a format of 8 bits changes in attention, in float64:
+`DEV=EMU::gfx942 python -m attn.measure.rounding --write docs/data/rounding.csv`.
+
+Queries, keys and values are normally distributed, the queries with a standard deviation of 2. "outliers" are keys with 4 columns that are 16 times as
+large as the others, as models have. The error of the scores is the standard deviation of their differences from the exact scores, without the mean of
+each query, which the softmax takes away. The error of the output is the norm of its difference from the exact output, divided by the norm of that.
+Both are exact attention to the rounded keys and values: no kernel runs."""
+from __future__ import annotations
+import csv, sys
+from collections.abc import Callable, Iterator
+import numpy as np
+from numpy.typing import NDArray
+from attn.calls.quantized import rotate
+from attn.ops.formats import FORMATS, Format, sizes_of
+from attn.tinygrad_compat import DType, Tensor, dtypes
+
+Rounding = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+
+HEADS, QUERIES, KEYS, OUTLIERS, LARGE = 4, 32, 2048, 4, 16
+WIDTHS = (64, 128)
+COLUMNS = ("D", "keys", "stored as", "scales", "rotated", "error of scores", "error of output")
+
+def through(x:NDArray[np.float64], change:Callable[[Tensor], Tensor]) -> NDArray[np.float64]:
+  """Applies a function of fp32 Tensors to an array."""
+  return change(Tensor(x.astype(np.float32))).float().numpy().astype(np.float64)
+
+def to_format(format:Format, scale_dtype:DType) -> Rounding:
+  """Returns the function that rounds rows to a format of 8 bits."""
+  def changed(x:Tensor) -> Tensor:
+    scale = format.scale_of(sizes_of(x).max(-1, keepdim=True), scale_dtype)
+    return format.decode(format.stored(x, scale))*scale
+  return lambda x: through(x, changed)
+
+def to_dtype(dtype:DType) -> Rounding: return lambda x: through(x, lambda t: t.cast(dtype).contiguous())
+
+ROUNDINGS: dict[tuple[str, str], Rounding] = {
+  ("float16", ""): to_dtype(dtypes.half), ("bfloat16", ""): to_dtype(dtypes.bfloat16),
+  **{(name, scales): to_format(format, dtype) for name, format in FORMATS.items()
+     for scales, dtype in (("float32", dtypes.float), ("float16", dtypes.half))}}
+
+def attended(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+  """Returns the scores without the mean of each query, and the output."""
+  scores = q @ k.swapaxes(-1, -2)*q.shape[-1]**-.5
+  p = np.exp(scores - scores.max(-1, keepdims=True))
+  return scores - scores.mean(-1, keepdims=True), p/p.sum(-1, keepdims=True) @ v
+
+def table(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
+  """Yields the rows of the table."""
+  for width in widths:
+    for keys in ("normal", "outliers"):
+      rng = np.random.default_rng(width)
+      q, k, v = (rng.standard_normal((HEADS, n, width)) for n in (QUERIES, KEYS, KEYS))
+      if keys == "outliers": k[..., rng.choice(width, OUTLIERS, replace=False)] *= LARGE
+      scores, o = attended(q := 2*q, k, v)
+      turned = through(np.eye(width), rotate)
+      for (name, scales), rounding in ROUNDINGS.items():
+        for rotated in (False, True):
+          of_q, of_k = (q @ turned, rounding(k @ turned)) if rotated else (q, rounding(k))
+          found = attended(of_q, of_k, rounding(v))
+          errors = float((found[0] - scores).std()), float(np.linalg.norm(found[1] - o)/np.linalg.norm(o))
+          yield str(width), keys, name, scales, "yes" if rotated else "no", *(f"{x:.2g}" for x in errors)
+
+def main(arguments:list[str]) -> None:
+  to = open(arguments[1], "w", newline="") if arguments[:1] == ["--write"] else sys.stdout     # noqa: SIM115 - closed when the process ends
+  csv.writer(to, lineterminator="\n").writerows((COLUMNS, *table()))
+
+if __name__ == "__main__": main(sys.argv[1:])
