@@ -39,7 +39,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   Tensors
     q                 (B, H, Sq, D), float16, bfloat16 or float32. A view is copied.
     k                 (B, Hkv, Sk, D), in the dtype of q. H is a multiple of Hkv: query head h reads key/value head h // (H // Hkv).
-    v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given.
+    v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given. k and v may be QuantizedRows, of 8 bits.
     v_dim             V is k[..., :v_dim]: multi-head latent attention, see MLA below.
     layout            "bhsd", "bshd" (B, S, H, D), "nsd" (B*H, S, D) or "thd" (total, H, D): packed sequences, one after another.
     out               Buffer to write o to, and what the call returns as o. It must be a whole buffer.

@@ -1,13 +1,11 @@
 """Appends rows to the key/value cache in place: new row i of batch b becomes row lengths[b] + i of the cache. A row that would lie outside the cache
 is not stored. A cache of 8 bits gets the row's numbers of 8 bits, and its scale, which follows from the largest element."""
 from __future__ import annotations
-import functools
 from dataclasses import dataclass, replace
 from typing import Callable
 from attn.kernels.parts.memory.rows import Table, strides
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
-from attn.kernels.parts.program.statements import workgroup_barrier
 from attn.ops import common as ops
 from attn.ops.common import flat
 from attn.ops.formats import FORMATS, sizes_of
@@ -74,8 +72,10 @@ class NewRow:
     mine = sizes_of(self.element(part := self.part(AxisType.REDUCE))[2].cast(dtypes.float)).reduce(part, arg=Ops.MAX)
     if not self.a.threads: return mine
     found = self.numbers.lds(THREADS, dtypes.float)
-    met = found.after(workgroup_barrier(found[self.thread].store(mine)))
-    return functools.reduce(UOp.maximum, [met[i].load() for i in range(THREADS)])
+    met = found.after(found[self.thread].store(mine))      # tinygrad puts a barrier after this store
+    each = [met[i].load() for i in range(THREADS)]
+    while len(each) > 1: each = [x.maximum(y) for x, y in zip(each[::2], each[1::2])]
+    return each[0]
 
 @cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
