@@ -597,12 +597,15 @@ class Posed:
       both = self.tensor(f"np.stack([arrange(filled[n], {self.layout!r}) for n in 'kv'], 1)")
       self.before += [f"both = {both}", "k_cache, v_cache = both[:, 0], both[:, 1]"]
     else: self.before.append(f"k_cache, v_cache = ({self.tensor(f'arrange(filled[n], {self.layout!r})')} for n in 'kv')")
+    eight = form != "flash" and self.on != "CL" and self.chance(.4)
+    if eight:
+      self.before.append(f"k_cache, v_cache = (in_8_bits(cache, {self.one('float32', 'float16')!r}) for cache in (k_cache, v_cache))")
     self.masks()
     if form == "flash": self.facts["top_left"] = False
     self.slopes()
     if form != "flash": self.sinks()
     self.splits()
-    if form == "flash": self.options.pop("batch_invariant", None)
+    if form == "flash" or (eight and self.plain_uops): self.options.pop("batch_invariant", None)     # tiled has none
     self.each += ["at, new = begin + counted, each[turn]", "counted += new"]
     self.values("q", self.one("normal", "normal", "large"), f"({self.B}, {self.H}, new, {self.D})", self.dtype)
     self.arrays |= {"k": "rows['k']", "v": "rows['v']", "kv_lengths": "at + new"}
@@ -637,6 +640,10 @@ class Posed:
     self.call(text, lse)
     want = f"paged(until(rows[name], at + new), table, {size}, {count})" if paged else f"arrange(until(rows[name], at + new), {self.layout!r})"
     if indexed: want = f"indexed({want}, batches, {batches})"
+    if eight:
+      in_pages = f", table, {size}" if paged else ""
+      self.after.append(f"x |= held_in_8_bits((k_cache, v_cache), rows, at + new, {self.layout!r}{in_pages})")
+      return
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 
   def turned(self, positions:int) -> None:

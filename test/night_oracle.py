@@ -78,8 +78,9 @@ def forward(x:Arrays, f:Facts) -> dict[str, Law]:
   shape = x["q"].shape[:3]
   total = {"o": without_error((*shape, x["v"].shape[-1])), "lse": without_error(shape, -np.inf)}
   for s in sequences(x):
+    scales = x["v_scales"][s.batch:s.batch + 1, :, s.keys] if "v_scales" in x else None
     laws = law_of(*part(x, s), f.scale, f.window, s.offset(f), options_of(x, f, s), dtype=f.dtype, out_dtype=f.out_dtype,
-                  flushes=f.flushes)
+                  flushes=f.flushes, v_scales=scales)
     for to, law in zip(total.values(), laws): to.put((slice(s.batch, s.batch + 1), slice(None), s.rows), law)
   return total
 

@@ -14,8 +14,8 @@ from cases import DTYPES, array, tensor
 from guarded import guarded
 
 __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "array", "attn", "base", "bools", "by_attn", "dtypes", "entries",
-           "flash_attn", "indexed", "integers", "np", "on", "paged", "read", "restore", "rounded", "rows_of_steps", "tensor", "turned_back", "unseen",
-           "until", "values", "view"]
+           "flash_attn", "held_in_8_bits", "in_8_bits", "indexed", "integers", "np", "on", "paged", "read", "restore", "rounded", "rows_of_steps",
+           "tensor", "turned_back", "unseen", "until", "values", "view"]
 
 @contextlib.contextmanager
 def on(device:str, kernel:str="", guard:str="", **settings:int) -> Iterator[None]:
@@ -133,6 +133,25 @@ def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
   found = a.copy()
   for b, n in enumerate(ends): found[b, :, n:] = np.nan
   return found
+
+def in_8_bits(cache:Tensor, scale_dtype:str) -> attn.QuantizedRows:
+  """Makes a cache of int8 with the rows of another cache. Each row of NaN gets a scale of NaN."""
+  return attn.QuantizedRows(*(t.contiguous().realize() for t in attn.quantize_kv(cache, "int8", scale_dtype=scale_dtype)))
+
+def held_in_8_bits(caches:Sequence[attn.QuantizedRows], rows:dict[str, np.ndarray], ends:Sequence[int], layout:str, table:np.ndarray|None=None,
+                   size:int=0) -> dict[str, np.ndarray]:
+  """Returns k and v as caches of int8 hold them, in float64, and the scales of v. Checks that the rows before each end are those of `rows`, but for
+  the rounding."""
+  found, scales = {}, np.zeros(0)
+  for (name, a), cache in zip(rows.items(), caches):
+    stored, scales = cache.values.numpy().astype(np.float64), array(cache.scales).astype(np.float64)[..., None]
+    if table is not None: stored, scales = (x[table].reshape(len(table), -1, *x.shape[2:]) for x in (stored, scales))
+    if table is not None or layout == "bshd": stored, scales = (x.swapaxes(1, 2) for x in (stored, scales))
+    found[name] = stored*scales
+    for b, n in enumerate(ends):
+      off, most = np.abs(found[name] - a)[b, :, :n], (np.abs(stored).clip(1, None)*2.0**-10 + 0.501)*scales
+      assert (off <= most[b, :, :n] + 1e-7).all(), f"{name}_cache is off by {off.max()}"
+  return found | {"v_scales": scales[..., 0]}
 
 def rows_of_steps(a:np.ndarray, start:Sequence[int], count:int) -> np.ndarray:
   """Selects `count` rows of each batch, from the start of the batch on."""

@@ -9,11 +9,12 @@ from tinygrad import TinyJit, Variable
 import attn
 from attn import QuantizedRows, flash_attn
 from attn.accuracy import judge, law_of
+from attn.choose.refusals import CONVERTED
 from attn.tinygrad_compat import Context, Tensor, dtypes
-from api_cases import draw, emulated, whole
+from api_cases import computed_on, draw, emulated, whole
 from cases import array, arrange, restore, tensor
 from eight_bits import numbers_of
-from test_quantized import DEVICES, int32
+from test_quantized import DEVICES, FORMAT_OF, format_of, int32
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -41,33 +42,48 @@ def close(got:np.ndarray, q:np.ndarray, k:tuple[np.ndarray, np.ndarray], v:tuple
                v_scales=v[1][:, :, :n])[0]
   assert (verdict := judge(got, law)).ok, verdict
 
-def near(cache:tuple[np.ndarray, np.ndarray], x:np.ndarray) -> None:
-  """Checks that the first rows of a cache of int8 are those of x, but for the rounding."""
+def near(cache:tuple[np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
+  """Checks that the first rows of a cache are those of x, but for the rounding: half a scale in int8; in fp8 a 16th of the number, or the 1024th part
+  of a scale."""
   n = x.shape[2]
-  assert (np.abs(cache[0][:, :, :n] - x) <= 0.5001*cache[1][:, :, :n, None]).all()
+  most = 0.5001*cache[1][:, :, :n, None] if format == "int8" else np.maximum(np.abs(x)/15.9, cache[1][:, :, :n, None]/1000)
+  assert (np.abs(cache[0][:, :, :n] - x) <= most).all()
 
 def drawn(n:int, heads:tuple[int, ...]=(H, HKV, HKV), batch:int=B, width:int=D) -> list[np.ndarray]:
   return [np.random.default_rng(i).standard_normal((batch, h, n, width)).astype(np.float16) for i, h in enumerate(heads)]
 
-def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float16") -> list[Tensor]:
-  return [tensor(arrange(x[:, :, i:j], layout), dtype).realize() for x in xs]
+def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float16", device:str="EMU") -> list[Tensor]:
+  return [tensor(arrange(x[:, :, i:j], layout), dtype, device).realize() for x in xs]
 
 # ***** caches that grow *****
 
-@pytest.mark.parametrize("arch", UNITS)
-def test_decoding(arch:str) -> None:
+def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float32") -> None:
   """A prompt, a chunk, and steps under TinyJit with a Variable, over caches whose other rows are stale, keep the accuracy law of the rows that the
   cache holds. These are the new rows, but for the rounding to 8 bits."""
-  with emulated(arch):
-    x, (k, v) = drawn(60), stale()
-    def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
-    jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)
-    for i, j in ((0, 40), (40, 56), (56, 57), (57, 58), (58, 59), (59, 60)):
-      got = array(step(*given(x, i, j), i) if j - i > 1 else jitted(*given(x, i, j), n.bind(i)))
-      of_k, of_v = rows_in(k), rows_in(v)
-      close(got, x[0][:, :, i:j], of_k, of_v, j)
-    near(of_k, x[1])
-    near(of_v, x[2])
+  x, (k, v) = drawn(60, width=width), stale(dtype, (B, HKV, CAPACITY, width), device, scale_dtype)
+  def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
+  jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)
+  for i, j in ((0, 40), (40, 56), (56, 57), (57, 58), (58, 59), (59, 60)):
+    new = given(x, i, j, device=device)
+    got = array(step(*new, i) if j - i > 1 else jitted(*new, n.bind(i)))
+    of_k, of_v = rows_in(k, format), rows_in(v, format)
+    close(got, x[0][:, :, i:j], of_k, of_v, j)
+  near(of_k, x[1], format)
+  near(of_v, x[2], format)
+
+EIGHT_BITS = [name for name in ("int8", "fp8e4m3") if name in CONVERTED]
+
+@pytest.mark.parametrize("arch", UNITS)
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_decoding(arch:str, dtype:str) -> None:
+  if dtype != "int8" and arch not in FORMAT_OF: pytest.skip(f"{arch} has no fp8")
+  with emulated(arch): grow("EMU", dtype, format_of(dtype, arch))
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, scale_dtype", ((128, "float32"), (64, "float16"), (40, "float32")))
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_decoding_on_a_gpu(dtype:str, width:int, scale_dtype:str) -> None:
+  with computed_on("CUDA"): grow("CUDA", dtype, dtype, width, scale_dtype)
 
 @pytest.mark.parametrize("arch, layout, scale_dtype, dtype", [
   ("gfx942", "bshd", "float16", "bfloat16"), ("sm_90", "nsd", "float32", "float16"), ("gfx1030", "bhsd", "float32", "float16")])
