@@ -118,7 +118,7 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   tensors = {name: quantized[name].stored if name in quantized else values.tensor(name, t) for name, t in given.items()}
   of_k, rows_of_v = tensors["k"], tensors.get("v", tensors["k"])
   types = [values.dtype_text(t.dtype) if name in quantized else dtype_of(name, t) for name, t in (("q", q), ("k", of_k), ("v", rows_of_v))]
-  if options.block_table is not None: return with_scales(placed_in_pages(tensors, types, options, lengths_name), quantized)
+  if options.block_table is not None: return with_places_of_scales(placed_in_pages(tensors, types, options, lengths_name), quantized)
   for name, t in tensors.items():
     if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
       raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -129,9 +129,9 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   shapes = {name: shape_of(name, t) for name, t in tensors.items()}
   if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
   views = places_in_cache(of_k, rows_of_v, layout) if in_place and not quantized and isinstance(at.device, str) else None
-  return with_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
+  return with_places_of_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
 
-def with_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
+def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
   """Adds the scales of k and v to placed inputs if k and v have rows of 8 bits, and finds where these rows and their scales lie."""
   if not quantized: return x
   if x.shards is not None: raise NotImplementedError("k and v are QuantizedRows sharded along their rows: shard them along batch or heads")

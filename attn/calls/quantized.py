@@ -125,8 +125,8 @@ def dequantize_kv(rows:QuantizedRows, dtype:DType|str=dtypes.half) -> Tensor:
   return (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)
 
 def rotate(x:Tensor) -> Tensor:
-  """Rotates rows (the last axis) of q and k by a Hadamard matrix, by tensor operations. Scores of rotated queries and keys are those of the given ones,
-  but for rounding. The rotation spreads a large element over its row, so that keys with a few large columns lose less in int8.
+  """Rotates rows (the last axis) of q and k by a Hadamard matrix, by tensor operations. Scores of rotated queries and keys are those of the given
+  ones, but for rounding. The rotation spreads a large element over its row, so keys with a few large columns lose less in int8.
 
     q, k_new = attn.rotate(q), attn.rotate(k_new)      # before each call of attention_with_kv_cache with a cache of int8
 

@@ -16,9 +16,9 @@ from attn.tinygrad_compat import DType, Tensor, dtypes
 
 Rounding = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
-HEADS, QUERIES, KEYS, OUTLIERS, LARGE = 4, 32, 2048, 4, 16
+DRAWN_COUNTS, OUTLIERS, OUTLIER = (4, 32, 2048), 4, 16     # (heads, queries, keys); columns of outliers, and their factor
 WIDTHS = (64, 128)
-COLUMNS = ("D", "keys", "stored as", "scales", "rotated", "error of scores", "error of output")
+ERROR_COLUMNS = ("D", "keys", "stored as", "scales", "rotated", "error of scores", "error of output")
 
 def through(x:NDArray[np.float64], change:Callable[[Tensor], Tensor]) -> NDArray[np.float64]:
   """Applies a function of fp32 Tensors to an array."""
@@ -38,7 +38,7 @@ ROUNDINGS: dict[tuple[str, str], Rounding] = {
   **{(name, scales): to_format(format, dtype) for name, format in FORMATS.items()
      for scales, dtype in (("float32", dtypes.float), ("float16", dtypes.half))}}
 
-def attended(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def exact_attention(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
   """Returns the scores without the mean of each query, and the output."""
   scores = q @ k.swapaxes(-1, -2)*q.shape[-1]**-.5
   p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -46,22 +46,23 @@ def attended(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.float64]
 
 def table(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
   """Yields the rows of the table."""
+  heads, queries, count = DRAWN_COUNTS
   for width in widths:
     for keys in ("normal", "outliers"):
       rng = np.random.default_rng(width)
-      q, k, v = (rng.standard_normal((HEADS, n, width)) for n in (QUERIES, KEYS, KEYS))
-      if keys == "outliers": k[..., rng.choice(width, OUTLIERS, replace=False)] *= LARGE
-      scores, o = attended(q := 2*q, k, v)
+      q, k, v = (rng.standard_normal((heads, n, width)) for n in (queries, count, count))
+      if keys == "outliers": k[..., rng.choice(width, OUTLIERS, replace=False)] *= OUTLIER
+      scores, o = exact_attention(q := 2*q, k, v)
       turned = through(np.eye(width), rotate)
       for (name, scales), rounding in ROUNDINGS.items():
         for rotated in (False, True):
           of_q, of_k = (q @ turned, rounding(k @ turned)) if rotated else (q, rounding(k))
-          found = attended(of_q, of_k, rounding(v))
+          found = exact_attention(of_q, of_k, rounding(v))
           errors = float((found[0] - scores).std()), float(np.linalg.norm(found[1] - o)/np.linalg.norm(o))
           yield str(width), keys, name, scales, "yes" if rotated else "no", *(f"{x:.2g}" for x in errors)
 
 def main(arguments:list[str]) -> None:
   to = open(arguments[1], "w", newline="") if arguments[:1] == ["--write"] else sys.stdout     # noqa: SIM115 - closed when the process ends
-  csv.writer(to, lineterminator="\n").writerows((COLUMNS, *table()))
+  csv.writer(to, lineterminator="\n").writerows((ERROR_COLUMNS, *table()))
 
 if __name__ == "__main__": main(sys.argv[1:])

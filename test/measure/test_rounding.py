@@ -15,7 +15,7 @@ def stored() -> list[list[str]]: return list(csv.reader((DOCS/"data/rounding.csv
 def test_the_page_has_the_figures_of_the_table() -> None:
   """The page shows rows of D = 128 with float32 scales, and the table shows what the page says of rotation."""
   head, *rows = stored()
-  assert tuple(head) == rounding.COLUMNS and len(rows) == len(rounding.WIDTHS)*2*len(rounding.ROUNDINGS)*2
+  assert tuple(head) == rounding.ERROR_COLUMNS and len(rows) == len(rounding.WIDTHS)*2*len(rounding.ROUNDINGS)*2
   of = {tuple(row[:5]): row[5:] for row in rows}
   page = (DOCS/"serving.md").read_text()
   for name, scales in rounding.ROUNDINGS:
