@@ -44,7 +44,7 @@ def exact_attention(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.f
   p = np.exp(scores - scores.max(-1, keepdims=True))
   return scores - scores.mean(-1, keepdims=True), p/p.sum(-1, keepdims=True) @ v
 
-def table(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
+def error_rows(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
   """Yields the rows of the table."""
   heads, queries, count = DRAWN_COUNTS
   for width in widths:
@@ -63,6 +63,6 @@ def table(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
 
 def main(arguments:list[str]) -> None:
   to = open(arguments[1], "w", newline="") if arguments[:1] == ["--write"] else sys.stdout     # noqa: SIM115 - closed when the process ends
-  csv.writer(to, lineterminator="\n").writerows((ERROR_COLUMNS, *table()))
+  csv.writer(to, lineterminator="\n").writerows((ERROR_COLUMNS, *error_rows()))
 
 if __name__ == "__main__": main(sys.argv[1:])

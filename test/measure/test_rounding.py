@@ -37,7 +37,7 @@ def test_rotation_keeps_scores() -> None:
 
 @pytest.mark.thorough
 def test_the_table_is_what_the_command_computes() -> None:
-  with Context(DEV="EMU::gfx942", NOOPT=1): found = list(rounding.table((64,)))
+  with Context(DEV="EMU::gfx942", NOOPT=1): found = list(rounding.error_rows((64,)))
   for row, kept in zip(found, stored()[1:]):
     assert list(row[:5]) == kept[:5]
     np.testing.assert_allclose([float(x) for x in row[5:]], [float(x) for x in kept[5:]], rtol=0.1)
