@@ -37,21 +37,21 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class Law:
-  """Accuracy law of an output: for each element the exact value and the limit of the error. `sigma` is the standard deviation of the rounding errors
-  that the dtypes force, and `slack` the limit of all other errors. `alike` marks the elements that are left out of the root mean square of the
-  errors. An element is left out if its error comes from few different roundings or equals the error of another element, as equal numbers are rounded
-  with equal errors. An element below the smallest normal number of the dtype is left out, too."""
+  """What an output is compared with: for each element the exact value and the limit of the error, 6 `sigma` + `slack`. `sigma` is the standard
+  deviation of the rounding errors that the dtypes force, and `slack` the limit of all other errors. `alike` marks the elements that are left out of
+  the root mean square of the errors. An element is left out if its error comes from few different roundings or equals the error of another element,
+  as equal numbers are rounded with equal errors. An element below the smallest normal number of the dtype is left out, too."""
   exact: Array
   sigma: Array
   slack: Array
   alike: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
-    """Returns the accuracy law of a part or a rearrangement of the output. `change` is a function that selects or rearranges the elements of an
-    array; it is applied to every array of this law."""
+    """Returns the exact values and error limits of a part or a rearrangement of the output. `change` is a function that selects or rearranges the
+    elements of an array; it is applied to every array of this Law."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Overwrites the elements `at` with those of another accuracy law: their exact values and the limits of their errors."""
+    """Overwrites the exact values and error limits of the elements `at` with those of another Law."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
     """Adds another result to the elements `at`. The errors of both results are independent, so exact values, variances and slacks add up."""
@@ -60,19 +60,19 @@ class Law:
     self.slack[at] += law.slack
     self.alike[at] |= law.alike
   def rounded_to(self, dtype:str) -> Law:
-    """Returns the accuracy law of the output after it is rounded once more, to `dtype`."""
+    """Returns the exact values and error limits of the output after it is rounded once more, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
     return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
   def limit(self) -> Array: return SIGMAS*self.sigma + self.slack
 
 def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
-  """Makes the accuracy law of an output that must be exactly `value`."""
+  """Makes the Law (exact values and error limits) of an output that must be exactly `value`."""
   return Law(np.full(shape, value), np.zeros(shape), np.zeros(shape), np.zeros(shape, np.bool_))
 
 @dataclass(frozen=True)
 class Laws:
-  """Accuracy laws of all gradients, each with the exact values and the limits of the errors. None for a gradient that is not computed."""
+  """The exact values and the limits of the errors of all gradients. None for a gradient that is not computed."""
   q: Law
   k: Law
   v: Law
@@ -84,7 +84,7 @@ class Laws:
 
 @dataclass(frozen=True)
 class Verdict:
-  """Result of a comparison of an output with its accuracy law.
+  """Result of a comparison of an output with its exact values and error limits.
 
     error, limit, sigma: of the element with the largest error/limit
     where: index of this element
@@ -105,7 +105,7 @@ class Verdict:
   pattern: str = ""
   @property
   def ratio(self) -> float:
-    """Error divided by the limit. At most 1 if the output keeps the law."""
+    """Error divided by the limit. It is above 1 if the element is wrong."""
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
@@ -120,8 +120,8 @@ class Verdict:
             f"rms of error/sigma {self.rms:.2f} over {self.resolved} elements")
 
 def judge(out:Array, law:Law) -> Verdict:
-  """Compares an output with its accuracy law. Each element's error must not exceed its limit, and NaN and inf must stand exactly where the exact
-  result has them."""
+  """Compares an output with its exact values. Each element's error must not exceed the element's limit, and NaN and inf must stand exactly where the
+  exact result has them."""
   assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(law.exact)).any():
@@ -169,8 +169,9 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """Returns the accuracy law of a result stored as `dtype`. Elements below the normal numbers of `dtype` are marked `alike`, to leave them out of
-  root mean squares: the root mean square of their error/sigma may reach 1, while that of normal numbers is 0.73."""
+  """Returns the exact values and error limits of a result stored as `dtype`. `found` has the errors before the result is stored. Elements below the
+  normal numbers of `dtype` are marked `alike`, to leave them out of root mean squares: the root mean square of their error/sigma may reach 1, while
+  that of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3)
@@ -374,9 +375,9 @@ def _scales_in_range(scales:Array) -> Array:
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False, v_scales:Array|None=None) -> tuple[Law, Law]:
-  """Computes the accuracy laws of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes` says that the
-  matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does. If k and v are stored in 8 bits, they are given as float64, each row times its
-  scale, and `v_scales` (B, Hkv, Sk) are the scales of V."""
+  """Computes the exact values and error limits of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes`
+  says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does. If k and v are stored in 8 bits, they are given as float64, each
+  row times its scale, and `v_scales` (B, Hkv, Sk) are the scales of V."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -421,8 +422,8 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """Computes the accuracy laws of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those of
-  `reference.exact_backward`. `do` is the gradient of o, rounded to `dtype`; o itself is rounded to `out_dtype`."""
+  """Computes the exact values and error limits of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those
+  of `reference.exact_backward`. `do` is the gradient of o, rounded to `dtype`; o itself is rounded to `out_dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
@@ -451,9 +452,9 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Values in float64 from which the laws of the gradients follow. For each pair (..., H, Sq, Sk) there are the derivative of the loss by the final
-  score (`ds`) and by the product of query and key (`capped`), and the variances of the fp32 errors of both (`off`, `capped_off`). For each row (...,
-  H, Sq, 1) there are delta, the variance of its error (`variance`), and the variance that fp32 adds (`fp32`)."""
+  """Values in float64 from which the exact gradients and their error limits follow. For each pair (..., H, Sq, Sk) there are the derivative of the
+  loss by the final score (`ds`) and by the product of query and key (`capped`), and the variances of the fp32 errors of both (`off`, `capped_off`).
+  For each row (..., H, Sq, 1) there are delta, the variance of its error (`variance`), and the variance that fp32 adds (`fp32`)."""
   t: _Pairs
   do: Array
   heads: int

@@ -94,8 +94,8 @@ def both_ways(n:int) -> str:
   return wrapped(", ".join(f'"+f"(acc[{i}].{e})' for i in range(n) for e in "xyzw"), "      ")
 
 def _descriptor(name:str, pointer:str, apart:int=16) -> str:
-  """Returns a C++ statement that makes a matrix descriptor (9.7.15.5.1.2) called `name`. The descriptor has the address of `pointer`, the distance
-  `apart` between panels in bytes (used for a transposed B), the distance between 8 rows and the next 8 rows, and the 128-byte swizzle."""
+  """Returns a C++ statement that makes a matrix descriptor (PTX ISA 9.7.15.5.1.2) called `name`. The descriptor has the address of `pointer`, the
+  distance `apart` between panels in bytes (used for a transposed B), the distance between 8 rows and the next 8 rows, and the 128-byte swizzle."""
   rest = apart >> 4 << 16 | ATOM >> 4 << 32 | 1 << 62
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 

@@ -221,8 +221,8 @@ def test_stored_values_are_computed_before_branches(monkeypatch:pytest.MonkeyPat
   assert found() and all("v_wmma" in x for x in found())
 
 def test_other_values_are_computed_in_the_branch() -> None:
-  """Values that need no operation across lanes are computed inside the branch. Waves that store no part of a tile to LDS then skip this
-  computation."""
+  """Values that a branch of the dbias kernel stores to LDS are computed inside the branch, so that waves that skip the branch do not compute them.
+  Only values that are stored to global memory are computed before the branch."""
   text = dbias_text("gfx1100")
   stored = re.findall(r"if \(.*\) \{\n +\*\((buf|data)\w+\+.*\) = (\w+);", text)
   before = {of: {f'asm volatile("" :: "v"({value}));' in text for space, value in stored if space == of} for of in ("buf", "data")}

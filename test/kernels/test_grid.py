@@ -27,8 +27,8 @@ def two_heads(monkeypatch:pytest.MonkeyPatch):
   return change
 
 def test_groups_of_heads_start_one_after_another(two_heads) -> None:
-  """Four heads with two blocks each: the blocks of the first two heads start first. Where all heads have room, or the chip has no groups, all heads
-  alternate. The blocks of keys do the same, by the size of what they loop over."""
+  """Four heads have two blocks each, and K and V of two heads fit into a cache: the blocks of the first two heads start first. Where K and V of all
+  heads fit, or the chip has no groups of heads, all heads alternate. Blocks of keys start in the same order; there Q and dO of two heads fit."""
   p, tile = problem(H=4, Sq=128, Sk=256, D=64), Tile(4, 1, 16, matrix=CHIPS["gfx1201"].matrix["float16"][0])
   assert tile.block_m == 64
   everything = [(head, block) for block in range(2) for head in range(4)]

@@ -141,8 +141,8 @@ def of_weigh(monkeypatch, change) -> None:
   monkeypatch.setitem(OPERATIONS, "weigh", changed)
 
 def never_weighed(definition, lanes, reference, bias, p, scores, part, *rest, **static):
-  """Faulty version of the operation `weigh`, which computes P of a tile. After a row has its first reference, this version computes nothing, so the
-  kernel uses the old P again."""
+  """Faulty version of the operation `weigh`, which computes P of a tile of keys. Once a row has a reference (the number that the softmax subtracts),
+  this version computes nothing, so the kernel uses an earlier tile's P again."""
   seen = (lanes.load_register(reference, 0) > LOWEST).any()
   if not seen: return definition(lanes, reference, bias, p, scores, part, *rest, **static)
   return np.zeros(len(lanes.active), np.float32)

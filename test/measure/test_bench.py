@@ -189,7 +189,8 @@ def test_problems_of_the_backward() -> None:
   assert backward.name_of(*backward.problems(["65536"])[0]).startswith("1x8x64x65536x128 full") and len(backward.problems([])) == 32
 
 def test_the_backwards_peers_take_every_setting_before_anything_runs(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The backward comparison accepts the right settings and refuses the others, without PyTorch."""
+  """`BWD=1` of bench.py takes its problems from the settings, and refuses settings that the comparison of backward kernels does not have, before
+  anything runs. PyTorch is not needed."""
   compared: list[tuple[Problem, bool]] = []
   from attn.measure import backward
   monkeypatch.setattr(backward, "compare_backward", lambda p, causal: compared.append((p, causal)) or {"shape": "one"})

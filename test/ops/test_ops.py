@@ -399,8 +399,9 @@ def test_masks_of_registers(side:str) -> None:
       np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
 def test_turned() -> None:
-  """`turned` transposes four 8x8 matrices of bits at a time. Before it, lane i of eight lanes holds row i of each matrix; after it, lane i holds
-  column i. A lane's dword has one bit of the row in each of 32 places: the lower and the upper half have 4 bits of each matrix."""
+  """`turned` transposes four 8x8 matrices of bits at once, across eight lanes. Before it, the dword of lane i holds row i of each matrix; after it,
+  column i. The bits of matrix m have the places 4m..4m+3 in the lower half of the dword for even columns, and the same places in the upper half for
+  odd columns."""
   rng, threads = np.random.default_rng(0), WAVES*32
   rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # groups of eight lanes: lane, matrix, column
   def words(bits:np.ndarray) -> np.ndarray:

@@ -122,7 +122,8 @@ FAULTS = [*ROWS, of_tiles(begin=1), of_tiles(end=-1), of_tiles(full_begin=-1), o
 
 @pytest.mark.parametrize("plant", (*FAULTS, uncounted), ids=lambda x: x.__name__)
 def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:
-  """The checks find a wrong row of the table, both for kernels that loop over keys and for kernels that loop over queries."""
+  """If a row of the table of masks is wrong, or blocks leave out tiles, these tests' checks of columns and tiles fail, both for kernels that loop
+  over keys and for kernels that loop over queries."""
   for side in range(2):
     with monkeypatch.context() as m:
       plant(m)
