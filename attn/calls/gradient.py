@@ -64,7 +64,8 @@ def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> d
   return {list(inputs)[slot]: g for slot, g in found.items()}
 
 def gradients_by_tinygrad(p:Problem, arch:Chip) -> list[str]:
-  """Returns the names of those tensors of terms (such as ALiBi slopes) whose gradients no kernel computes. tinygrad computes these gradients."""
+  """Returns the names of those tensors of score terms (such as ALiBi slopes) whose gradients no kernel computes. tinygrad computes these
+  gradients."""
   return [*(name for name, tensor in TERM_TENSORS.items() if not tensor.summed), *tensors_by_tinygrad(p, arch)]
 
 # ***** gradients that kernels compute *****

@@ -118,7 +118,8 @@ def main() -> None:
 def report(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradient:str|None, dv:int|None, kernel:str|None,
            queries:int|None, lds:int|None, threads:int|None, products:LoopProducts, loop:int, every_block:bool, as_json:bool, brief:bool,
            diff:bool) -> None:
-  """Reports registers, the hot loop and lower bounds of its time. WHAT: .s files, llvm-objdump output, code objects, or kernels of attn."""
+  """Report registers, the hot loop, and upper bounds on its use of the matrix unit. WHAT: .s files, llvm-objdump output, code objects, or kernels of
+  attn."""
   words = list(what) or _specs(arch, d, dtype, causal, decode, gradient)
   if not words: raise click.UsageError("name a file, a kernel such as gfx942/128/float16/causal, or --arch and --d")
   if diff and len(words) != 2: raise click.UsageError(f"--diff compares two kernels or files, not {len(words)}")

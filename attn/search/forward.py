@@ -80,9 +80,9 @@ def held(row:UpTo[ForwardShape], arch:Chip, d:int) -> int:
   return RESERVE + c.q_tiles*((round_up(d, mat.M) + c.block_n)//mat.groups + of_q) + on_the_way
 
 def conflict(family:str, mat:Matrix, stride:int) -> bool:
-  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction. Lane group h reads the h-th 16-byte
-  unit of row n. `stride` is the number of units from one row to the next. CDNA's 16x16 instructions have such conflicts, because one phase of a read
-  serves rows of one lane group and the neighbouring rows of another lane group."""
+  """Returns whether lanes of a wave access the same bank of LDS when they read operands of a matrix instruction. Lane group h (the lanes that hold
+  the same rows of a result) reads the h-th 16-byte unit of row n. `stride` is the number of units from one row to the next. CDNA's 16x16 instructions
+  have such conflicts, because one phase of a read serves rows of one lane group and the neighbouring rows of another lane group."""
   banks, groups = phases(family, mat.wave, True, 16)
   unit = np.arange(mat.wave)%mat.N*stride + (0 if mat.duplicated else np.arange(mat.wave)//mat.N)
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
