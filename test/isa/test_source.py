@@ -1,4 +1,4 @@
-"""Tests that the printed source of attn's kernels is readable: its lines are short, and the whole text is short."""
+"""Tests that the rendered source of attn's kernels is readable: its lines are short, and the whole text is short."""
 from __future__ import annotations
 import re
 from collections.abc import Callable
