@@ -51,7 +51,7 @@ def check_options_of_files(word:str) -> None:
   """Raises UsageError if an option for files is given together with a kernel of attn. For attn's kernels these values follow from the kernel."""
   given = click.get_current_context()
   for name in OF_FILES:
-    if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of ours")
+    if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of attn")
 
 def _report(word:str, arch:str|None, d:int|None, options:dict[str, Any]) -> Report:
   """Returns the report on the file `word`, or on a kernel of attn if `word` is the kernel's name."""
@@ -75,7 +75,7 @@ def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradi
   return [str(source.Spec(arch, d, dtype, source.MASKS[causal], kernel))] if arch is not None and d is not None else []
 
 KERNEL_OPTIONS = [
-  click.option("--arch", type=click.Choice(source.KNOWN), help="The chip of our kernel, or of a disassembly that doesn't name its chip."),
+  click.option("--arch", type=click.Choice(source.KNOWN), help="The chip of a kernel of attn, or of a disassembly that doesn't name its chip."),
   click.option("--d", type=int, help="Head dimension."),
   click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
@@ -169,7 +169,7 @@ def asm(what:str|None, arch:str|None, d:int|None, dtype:str, causal:bool, decode
 @click.option("--card", help="Only this card. [default: every card of the chip whose clock is known]")
 @click.option("--ghz", type=click.FloatRange(0.01), help="Its clock. [default: the rated one, and the one that GEMMs sustain]")
 @click.option("--top", type=click.IntRange(0), default=12, show_default=True, help="Waits that are listed.")
-@click.option("--lines/--no-lines", default=True, help="The lines of Python behind them, of a kernel of ours.")
+@click.option("--lines/--no-lines", default=True, help="The lines of Python behind them, for a kernel of attn.")
 @click.option("--svg", type=NewFile(), help="Draw the picture into this file.")
 @click.option("--png", type=NewFile(), help="Draw the picture into this PNG file; needs matplotlib.")
 @click.option("--trips", type=click.IntRange(1), default=1, show_default=True, help="Loop iterations in the picture.")

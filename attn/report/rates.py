@@ -54,7 +54,7 @@ def gemm_rate(n:int, dtype:str) -> RateToMeasure:
   return RateToMeasure(f"tinygrad's GEMM ({n} x {n} x {n}, {dtype}, fp32 sums, as tinygrad schedules it, no search)", TFLOPS, 2*n**3, timer)
 
 def copy_rate(nbytes:int, by_us:bool) -> RateToMeasure:
-  """Rate of a copy that is larger than every cache, by a kernel of ours; on devices without workgroups by tinygrad."""
+  """Rate of a copy that is larger than every cache, by a kernel of attn; on devices without workgroups by tinygrad."""
   def timer() -> Callable[[int], float]:
     x = Tensor.ones(nbytes//4).contiguous().realize()
     return ran_once(Tensor.custom_kernel(Tensor.empty(nbytes//4), x, fxn=copied_by_threads)[0] if by_us else x + 1)

@@ -466,7 +466,7 @@ def test_every_block_of_a_kernel_of_ours(ours):
 def test_an_option_of_files_beside_a_kernel_of_ours(ours):
   for command, option, value in (((), "--dv", 1), ((), "--products", "1,1"),
                                  (("time",), "--behind", 1), (("time",), "--queries", 1)):
-    assert f"{option} is for files: gfx942/64 is a kernel of ours" in run(*command, "gfx942/64", option, value, ok=False)
+    assert f"{option} is for files: gfx942/64 is a kernel of attn" in run(*command, "gfx942/64", option, value, ok=False)
 
 @pytest.mark.parametrize("args", [("time", "gfx942/64", "--svg"), ("time", "gfx942/64", "--png"), ("costs", "--write")])
 def test_a_file_in_a_folder_that_there_is_not(args, tmp_path):

@@ -45,7 +45,7 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """Times one of our kernels, and prepares the prediction for a problem of size `shape`. The kernel is the one that dispatch chooses for this
+  """Times a kernel of attn, and prepares the prediction for a problem of size `shape`. The kernel is the one that dispatch chooses for this
   size."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
