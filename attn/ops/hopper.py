@@ -218,8 +218,8 @@ def sent(order:UOp) -> UOp:
   """Waits until everything that this thread has sent is added to the sums. Returns a statement (an operation with a side effect)."""
   return statement("sent", order)
 def publish(order:UOp) -> UOp:
-  """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (9.7.13.4, fence.proxy.async). Returns
-  a statement."""
+  """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (PTX ISA 9.7.13.4, fence.proxy.async).
+  Returns a statement (an operation with a side effect)."""
   return statement("publish", order)
 def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
   """Waits for all products that this thread has started, except the last `but` products. After that the accumulators `acc` may be used. Returns a

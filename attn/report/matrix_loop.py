@@ -89,7 +89,8 @@ def instruction_name(mat:Matrix|Mma, dtype:str) -> str:
   return f"{mat.name} on {dtype}" if isinstance(mat, Matrix) else f"mma.sync.m{mat.M}n{mat.N}k{mat.K} on {dtype}"
 
 def amd_steps(mat:Matrix, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], UOp], Callable[..., UOp]]:
-  """Returns two functions: one reads an operand by its number, the other multiplies. Lanes that must hold the same operands read the same."""
+  """Returns two functions: one loads an operand by its index, the other multiplies two operands. Lanes that must hold the same operands load the same
+  data."""
   at = Lane(lane, UOp.const(0), mat)
   source = at.n if mat.duplicated else lane
   def read(n:int) -> UOp: return loaded_operand(data, (n*mat.wave + source)*(nbytes//mat.size), nbytes, mat.size)

@@ -93,8 +93,9 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class JudgedResult:
-  """Result of the comparison with float64 by the accuracy law: the largest error relative to its limit. Both are None if a kernel gave no numbers to
-  compare. `checked` is the share of the rows or heads that was compared."""
+  """Result of the comparison with float64 (docs/contract.md). `error` and `limit` are those of the element with the largest error relative to its
+  limit. Both are None if NaN or inf are out of place, or if a kernel gave no numbers to compare. `checked` is the share of the rows or heads that was
+  compared."""
   ok: bool
   text: str
   error: float|None = limited(0)

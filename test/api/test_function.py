@@ -97,8 +97,8 @@ def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name, way, jit, arch", ALL)
 def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
-  """Results and gradients are the same inside a function as outside. Only sums that tinygrad's own kernels compute may differ, in their last bit,
-  because tinygrad may add in another order."""
+  """Results and gradients of attention are the same inside one of tinygrad's functions (`@function`) as outside. Only sums that tinygrad's own
+  kernels compute may differ, in their last bit, because tinygrad may add in another order."""
   call = CALLS[name]
   with emulated(arch):
     found, right = results(call, function(call.layer, **WAYS[way]), jit), results(call, call.layer, jit)

@@ -147,7 +147,8 @@ def test_far_places(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_numbers_of_kernels_fit_in_int32(name:str) -> None:
-  """A kernel computes an interval in int32, and then only adds the problem's offset. Neither overflows."""
+  """The integers from which a kernel computes the first and the last visible column of a row are at most 3*2^29 in magnitude. So they do not overflow
+  int32, and the problem's offset can be added."""
   found = mask_bounds(EDGES[name][0])
   for end in (*found.keys_of(QUERY), *found.queries_of(KEY)):
     if isinstance(end, UOp): assert all(max(-x.vmin, x.vmax) <= 3*2**29 for x in end.toposort() if x.dtype in (dtypes.int, ANY_INT))

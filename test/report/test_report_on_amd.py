@@ -98,7 +98,7 @@ def test_no_names(right:tuple[Any, str, dict[str, Any]]) -> None:
     for where in (text, done.stdout): assert f" {name}" not in where and f'"{name}' not in where and f"{name}/" not in where, name
 
 def test_wrong_results_are_reported(tmp_path:Path, monkeypatch:pytest.MonkeyPatch) -> None:
-  """A wrong result and a kernel that fails are verdicts, the exit status says so, and everything else is still measured."""
+  """If some results are wrong or a kernel fails, the report says which, everything else is still measured, and the exit status is 1."""
   pytest.importorskip("ziglang")
   done, text, _ = run(tmp_path, WRONG)
   monkeypatch.setitem(REPORT_SHAPES, "small", tuple(ReportedShape(**row["shape"]) for row in json.loads(text)["rows"]))
