@@ -15,6 +15,7 @@ from attn.api.dropout import drawn_seed, dropout_mask
 from attn.calls.checked_kernel import dtype_of, numbers_at_hand
 from attn.calls.options import AttentionOptions, check_lengths, check_longest
 from attn.calls.placement import Placement, local_shape, place, placement_of
+from attn.calls.quantized import GivenRows, QuantizedRows, check_quantized, stored_rows
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS, static_shape
 
@@ -176,17 +177,19 @@ def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
   if (there := int(cos.shape[0])) < rows:
     raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
 
-def _batches(name:str, cache:Tensor, batch:int) -> Tensor:
+def _batches(name:str, cache:GivenRows, batch:int) -> GivenRows:
   """Returns the first `batch` batches of a cache. A cache may have more batches than q; then only the first ones are used."""
-  values.tensor(name, cache)
-  return cache[:batch] if cache.ndim == 4 and isinstance(cache.shape[0], int) and cache.shape[0] > batch else cache
+  if not isinstance((count := stored_rows(name, cache).shape[0]), int) or count <= batch: return cache
+  if not isinstance(cache, QuantizedRows): return cache[:batch]
+  x = check_quantized(name, cache)
+  return QuantizedRows(x.stored[:batch], x.scales[:batch])
 
 def check_batches(numbers:Tensor, count:int) -> None:
   """Raises ValueError if a number in a tensor is not the index of a batch of the cache. Checks only if the host can read the numbers at no cost."""
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 
-def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,
+def flash_attn_with_kvcache(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,
                             rotary_sin:Tensor|None=None, cache_seqlens:int|UOp|Tensor|None=None, cache_batch_idx:Tensor|None=None,
                             cache_leftpad:Tensor|None=None, block_table:Tensor|None=None, softmax_scale:float|None=None, causal:bool=False,
                             window_size:Window=(-1, -1), softcap:float=0.0, rotary_interleaved:bool=True, alibi_slopes:Tensor|None=None,
@@ -195,7 +198,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   out, or (out, lse) with return_softmax_lse.
 
     q                (B, Sq, H, D)
-    k_cache, v_cache (B or more, capacity, Hkv, D)
+    k_cache, v_cache (B or more, capacity, Hkv, D): Tensors, or QuantizedRows of 8 bits
     k, v             new rows (B, new, Hkv, D), or None
     cache_seqlens    rows filled, without the new ones: an int, a Variable or an int32 Tensor (B); None means that the caches are full
     cache_batch_idx  int32 (B): batch of the caches for each batch of q; by default the first ones
@@ -209,7 +212,8 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   A row that sees no key has lse -inf, where FlashAttention's is +inf."""
   options = _options(locals())
   k, v = values.tensor_or_none("k", k), values.tensor_or_none("v", v)
-  for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+  of_k, of_v = stored_rows("k_cache", k_cache), stored_rows("v_cache", v_cache)
+  for name, t in (("q", q), ("k_cache", of_k), ("v_cache", of_v)):
     if values.tensor(name, t).ndim != 4: raise ValueError(f"{name} has shape {values.shown_shape(t.shape)}: must be (B, S, H, D)")
   if (k is None) != (v is None): raise ValueError(f"k={values.shown(k)}, v={values.shown(v)}: must both be Tensors, or both None")
   _check_rotary(rotary_cos, rotary_sin, rotary_interleaved, k)
@@ -222,16 +226,16 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
   if cache_batch_idx is not None:
     if block_table is not None:
       raise ValueError("cache_batch_idx with block_table: only one may be given, the table says where the rows are")
-    check_batches(cache_batch_idx, static_shape("k_cache", k_cache.shape)[0])
+    check_batches(cache_batch_idx, static_shape("k_cache", of_k.shape)[0])
     options["block_table"] = cache_batch_idx.reshape(-1, 1)      # each batch of a cache serves as one page
-    if cache_seqlens is None: cache_seqlens = int(k_cache.shape[1])
+    if cache_seqlens is None: cache_seqlens = int(of_k.shape[1])
   elif block_table is None:
     k_cache, v_cache = (_batches(name, t, int(q.shape[0])) for name, t in (("k_cache", k_cache), ("v_cache", v_cache)))
   if k is not None and v is not None:
     if cache_seqlens is None:
       raise ValueError("cache_seqlens=None with new rows k and v: must be the number of rows filled, after which they go")
     if rotary_cos is not None and rotary_sin is not None:
-      _check_positions(rotary_cos, k_cache, options["block_table"])
+      _check_positions(rotary_cos, of_k, options["block_table"])
       moving, at = bool(options["causal"]) or options["window"] != (-1, -1), check_lengths("cache_seqlens", cache_seqlens)
       of_q = placement_of(q, q, q, "bshd")
       # raises if `at` is not one length per batch
@@ -241,7 +245,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:Tensor, v_cache:Tensor, k:Tensor|N
       k = _rotary("k", k, rotary_cos, rotary_sin, at, rotary_interleaved, True)
     return attention_with_kv_cache(q, k, v, k_cache, v_cache, cache_seqlens, layout="bshd", **options)
   if cache_seqlens is not None: cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
-  elif options["kv_starts"] is not None: cache_seqlens = int(k_cache.shape[1])
+  elif options["kv_starts"] is not None: cache_seqlens = int(of_k.shape[1])
   if options["block_table"] is None: check_caches(q, k_cache, v_cache, "bshd")
   checked = AttentionOptions(layout="bshd", kv_lengths=cache_seqlens, **options)
   return attend(prepare(q, k_cache, v_cache, checked, "cache_seqlens", in_place=True))

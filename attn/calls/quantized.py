@@ -85,6 +85,10 @@ def check_quantized(name:str, x:QuantizedRows) -> Quantized:
     raise NotImplementedError(f"{name}.scales has shape {given} on several devices: must be {shape[:-1]} there, one for each row of values")
   return Quantized(stored, scales.reshape(*[1]*(len(shape) - 1 - len(given)), *given).expand(*shape[:-1]), format)
 
+def stored_rows(name:str, x:GivenRows) -> Tensor:
+  """Returns the tensor with the rows of a cache. If the cache has 8 bits, these are the stored numbers."""
+  return values.tensor(f"{name}.values", x.values) if isinstance(x, QuantizedRows) else values.tensor(name, x)
+
 def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
   """Raises ValueError if only one of two caches has rows of 8 bits, or if they have different formats."""
   if v is None:

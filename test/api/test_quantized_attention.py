@@ -157,6 +157,27 @@ def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
     full = [np.broadcast_to(c.scales.numpy().astype(np.float64), (B, HKV, 50)) for c in (k, v)]
     close(got, x[0], *[(a*s[..., None], s) for a, s in zip(stored, full)], 50)
 
+@pytest.mark.parametrize("form", ("more batches than q", "cache_batch_idx", "a scale for each head"))
+def test_flash_attn_with_kvcache(form:str) -> None:
+  """FlashAttention's function takes caches of 8 bits, and chooses their batches."""
+  with emulated("gfx942"):
+    x, (k, v) = drawn(30), stale(shape=(B + 1, CAPACITY, HKV, D))
+    q = given(x, 20, 23, "bshd")[0]
+    chosen = [2, 0] if form == "cache_batch_idx" else [0, 1]
+    if form == "a scale for each head":
+      k, v = (QuantizedRows(c.values, tensor(np.array([0.01, 0.02], np.float32), "float32").realize()) for c in (k, v))
+      got = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=23, causal=True)
+    else:
+      indices = int32(chosen) if form == "cache_batch_idx" else None
+      for i, j in ((0, 20), (20, 23)):
+        new = given(x, i, j, "bshd")
+        got = flash_attn.flash_attn_with_kvcache(*new[:1], k, v, *new[1:], cache_seqlens=int32([i, i]), cache_batch_idx=indices, causal=True)
+    got = restore(array(got), "bshd", (B, H, 3, D))
+    (of_k, k_scales), (of_v, v_scales) = (rows_in(c) for c in (k, v))
+    scales = [np.broadcast_to(s, a.shape[:-1]) for s, a in ((k_scales, of_k), (v_scales, of_v))]
+    one = [(a[chosen].swapaxes(1, 2), s[chosen].swapaxes(1, 2)) for a, s in zip((of_k, of_v), scales)]
+    close(got, x[0][:, :, 20:23], *one, 23)
+
 # ***** rows that are not finite *****
 
 @pytest.mark.parametrize("arch", ("gfx1100", "sm_90", "gfx1030"))
@@ -209,9 +230,9 @@ def test_refused() -> None:
       (attend(k=QuantizedRows(k.values, k.scales[:, :, :3])), r"k.scales has shape \(2, 2, 3\): must be \(2, 2, 40\)"),
       (attend(q=draw(3, H, D), k=packed[0], v=packed[1], layout="thd", cu_seqlens_q=ends, cu_seqlens_k=ends, kv_lengths=None),
        "k and v are QuantizedRows with layout='thd': packed keys are not a cache"),
-      (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 3, H, D), k, v, cache_seqlens=3), "k_cache=QuantizedRows.*must be a Tensor")):
+      (lambda: flash_attn.flash_attn_with_kvcache(draw(B, 3, H, D), k, half, cache_seqlens=3), "k is int8 with float32 scales and v float16")):
       with pytest.raises((ValueError, NotImplementedError), match=text): call()
-    with emulated("gfx942", "three_pass"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=three_pass: stored='int8': tensor"): attend()()
+    with emulated("gfx942", "three_pass"), pytest.raises(NotImplementedError, match="ATTN_KERNEL=three_pass: stored='int8'"): attend()()
     shared = [QuantizedRows(*(t.shard(DEVICES, 2) for t in x)) for x in (k, v)]
     with pytest.raises(NotImplementedError, match="k and v are QuantizedRows sharded along their rows"):
       attend(q=draw(B, H, 3, D).to(DEVICES), k=shared[0], v=shared[1], kv_lengths=None)()
