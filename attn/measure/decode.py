@@ -18,6 +18,7 @@ from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import run_matrix
 from attn.cache import tuned
 from attn.calls.options import options_of
+from attn.calls.quantized import GivenRows, QuantizedRows, quantize_kv
 from attn.choose import splits
 from attn.choose.dispatch import Work
 from attn.choose.mla_tiles import ENTRY
@@ -27,7 +28,7 @@ from attn.measure.machine import need
 from attn.measure.peers import OURS, torch_peers
 from attn.measure.rounds import ROUNDS, in_turn
 from attn.measure.rows import heads_text
-from attn.problem import Problem
+from attn.problem import BYTES, Problem
 from attn.search.latent import latent_space
 from attn.tinygrad_compat import Tensor, compiled, cuda_graph_seconds, device_seconds, foreign_cuda_context
 
@@ -37,7 +38,8 @@ REPEATED = 2**24     # K and V repeat at most this many random numbers
 @dataclass(frozen=True)
 class DecodeStep:
   """Decode step: one query for each of B sequences of `keys` keys. `page` is the number of rows in a page of the cache; 0 means a cache without
-  pages. With `v_dim`, V is the first `v_dim` columns of K; 0 means that V is a separate tensor."""
+  pages. With `v_dim`, V is the first `v_dim` columns of K; 0 means that V is a separate tensor. `bits` is 16 for a cache of float16, or 8 for a cache
+  of int8 with float32 scales."""
   B: int
   H: int
   Hkv: int
@@ -45,18 +47,24 @@ class DecodeStep:
   D: int = 128
   page: int = 0
   v_dim: int = 0
+  bits: int = 16
   def __str__(self) -> str:
     width = f"{self.D}/{self.v_dim}" if self.v_dim else f"{self.D}"
-    return f"({self.B}, {heads_text(self.H, self.Hkv)}, 1 x {self.keys}, {width})" + f" pages of {self.page}"*(self.page > 0)
+    return f"({self.B}, {heads_text(self.H, self.Hkv)}, 1 x {self.keys}, {width})" + f" pages of {self.page}"*(self.page > 0) \
+           + " int8"*(self.bits == 8)
   @property
-  def bytes_read(self) -> int: return 2*self.B*self.Hkv*self.keys*(self.D if self.v_dim else 2*self.D)
+  def bytes_read(self) -> int:
+    """Bytes of K and V with their scales, each counted once."""
+    of_row = self.D*self.bits//8 + (BYTES["float32"] if self.bits == 8 else 0)
+    return self.B*self.Hkv*self.keys*of_row*(1 if self.v_dim else 2)
   @property
   def flops(self) -> int: return 2*self.B*self.H*self.keys*(self.D + (self.v_dim or self.D))
 
 LARGE_CACHES = DecodeStep(64, 32, 8, 4096), DecodeStep(1, 32, 8, 131072)
 OF_LATENT = tuple(DecodeStep(B, heads, 1, 4096, 576, page, v_dim=512) for B, heads, page in ((64, 128, 0), (64, 128, 64), (64, 16, 0), (1, 128, 0)))
 DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1, 32, 32, 16384), DecodeStep(128, 16, 1, 2048), *LARGE_CACHES,
-           *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT)
+           *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT,
+           *(replace(row, page=page, bits=8) for row in LARGE_CACHES for page in (0, 16)))
 
 def normal(*shape:int) -> Tensor:
   """Returns a tensor of normally distributed random numbers. At most REPEATED numbers are drawn; they repeat until they fill the shape."""
@@ -73,7 +81,12 @@ def call_of(row:DecodeStep) -> CheckedCall:
     order = np.random.default_rng(1).permutation(row.B*blocks).astype(np.int32).reshape(row.B, blocks)
     options |= {"block_table": Tensor(order).realize(), "kv_lengths": Tensor(np.full(row.B, row.keys, np.int32)).realize()}
   if row.v_dim: return prepare(q, normal(*shape), None, options_of("attention", {**options, "v_dim": row.v_dim}))
-  return prepare(q, normal(*shape), normal(*shape), options_of("attention", options))
+  k, v = (cache_of_bits(normal(*shape), row.bits) for _ in range(2))
+  return prepare(q, k, v, options_of("attention", options))
+
+def cache_of_bits(rows:Tensor, bits:int) -> GivenRows:
+  """Returns the rows as a cache of 16 bits, or of int8."""
+  return rows if bits == 16 else QuantizedRows(*(t.contiguous().realize() for t in quantize_kv(rows)))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   """Returns a timer of one decode step. `work` has the tile and the number of splits; by default dispatch chooses them."""
@@ -161,6 +174,7 @@ def decode_steps(words:list[str]) -> list[DecodeStep]:
     if name not in names: raise ValueError(f"{word}: must be NAME=NUMBER, NAME one of {', '.join(names)}")
     changes[name] = int(number) if number.isdecimal() else -1
     if changes[name] < (name not in ("page", "v_dim")): raise ValueError(f"{word}: must be a whole number, at least 1")
+    if name == "bits" and changes[name] not in (8, 16): raise ValueError(f"{word}: must be bits=16 or bits=8")
   rows = [row for row in DECODES if all(word in str(row) for word in words if "=" not in word)]
   return list(dict.fromkeys(replace(row, **changes) for row in rows))
 

@@ -9,7 +9,7 @@ from tinygrad import TinyJit, Variable
 import attn
 from attn import QuantizedRows, flash_attn
 from attn.accuracy import judge, law_of
-from attn.choose.refusals import CONVERTED
+from attn.choose import refusals
 from attn.tinygrad_compat import Context, Tensor, dtypes
 from api_cases import computed_on, draw, emulated, whole
 from cases import array, arrange, restore, tensor
@@ -71,7 +71,7 @@ def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float3
   near(of_k, x[1], format)
   near(of_v, x[2], format)
 
-EIGHT_BITS = [name for name in ("int8", "fp8e4m3") if name in CONVERTED]
+EIGHT_BITS = [name for name in ("int8", "fp8e4m3") if name in refusals.CONVERTED]
 
 @pytest.mark.parametrize("arch", UNITS)
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
@@ -236,6 +236,15 @@ def test_refused() -> None:
     shared = [QuantizedRows(*(t.shard(DEVICES, 2) for t in x)) for x in (k, v)]
     with pytest.raises(NotImplementedError, match="k and v are QuantizedRows sharded along their rows"):
       attend(q=draw(B, H, 3, D).to(DEVICES), k=shared[0], v=shared[1], kv_lengths=None)()
+    assert not k.scales.numpy().any()
+
+def test_a_format_that_no_kernel_converts(monkeypatch:pytest.MonkeyPatch) -> None:
+  """The call is refused before a row is appended."""
+  monkeypatch.setattr(refusals, "CONVERTED", ("int8",))
+  with emulated("gfx942"):
+    k, v = attn.empty_kv_cache(B, HKV, 40, D, dtype="fp8e4m3")
+    with pytest.raises(NotImplementedError, match="forward: stored='fp8e4m3fnuz': kernels convert int8"):
+      attn.attention_with_kv_cache(draw(B, H, 3, D), *[draw(B, HKV, 3, D)]*2, k, v, 0)
     assert not k.scales.numpy().any()
 
 def test_gradients_are_refused() -> None:
