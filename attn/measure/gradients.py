@@ -5,9 +5,9 @@ import numpy as np
 from attn.calls.gradient import BackwardLaunch, added, backward_kernels
 from attn.chips import Chip
 from attn.choose.backward import can_differentiate, choose_parts
-from attn.measure.inputs import random_operands, to_tensor
+from attn.measure.inputs import normal_numbers, random_operands, to_tensor
 from attn.problem import Problem
-from attn.reference import arrange, rounded
+from attn.reference import arrange
 from attn.tinygrad_compat import Tensor
 from attn.values import FLOATS
 
@@ -33,7 +33,7 @@ def backward_of(p:Problem, arch:Chip, seed:int) -> Backward:
   p = replace(p, return_lse=True)
   if isinstance(reason := can_differentiate(p, arch), str): raise NotImplementedError(f"no kernels compute the gradients: {reason}")
   inputs, tensors, _ = random_operands(p, seed)
-  do = rounded(np.random.default_rng(seed + 1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.dtype)
+  do = normal_numbers(np.random.default_rng(seed + 1), (p.B, p.H, p.Sq, p.Dv), p.dtype)
   found = Backward([*inputs, do], dict(zip(("q", "k", "v"), tensors)), backward_kernels(p, arch, False, choose_parts(p, arch)))
   found.tensors["do"] = to_tensor(arrange(do, p.layout), p.out_dtype)
   found.tensors.update({n: t.realize() for n, t in found.run("forward").items()})

@@ -1,10 +1,13 @@
 """Random inputs of a problem, as arrays and as tensors of tinygrad's default device."""
 from __future__ import annotations
+import math
 import numpy as np
 from attn.problem import Problem
 from attn.reference import arrange, rounded
 from attn.tinygrad_compat import Tensor, dtypes
 from attn.values import FLOATS
+
+NUMBERS_DRAWN = 2**24 - 3     # most random numbers of a tensor. A prime: where they repeat, rows begin elsewhere, so no two heads are equal
 
 def shapes(B:int, H:int, HKV:int, N:int, SK:int, D:int, DV:int, layout:str) -> list[tuple[int, ...]]:
   """Returns the shapes of q, k, v, o and lse in `layout`."""
@@ -20,11 +23,14 @@ def to_tensor(x:np.ndarray, dtype:str) -> Tensor:
 def to_array(t:Tensor) -> np.ndarray:
   return t.numpy() if t.dtype != dtypes.bfloat16 else (t.bitcast(dtypes.ushort).numpy().astype(np.uint32) << 16).view(np.float32)
 
+def normal_numbers(rng:np.random.Generator, shape:tuple[int, ...], dtype:str) -> np.ndarray:
+  """Returns normally distributed random numbers as rounded to `dtype`. In a large tensor, NUMBERS_DRAWN numbers repeat."""
+  return np.resize(rounded(rng.standard_normal(min(math.prod(shape), NUMBERS_DRAWN), np.float32), dtype), shape)
+
 def random_operands(p:Problem, seed:int) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
   """Makes random inputs: q, k and v as arrays (B, H, S, D) and as tensors. Also returns empty tensors for the outputs."""
   rng = np.random.default_rng(seed)
-  inputs = [rounded(rng.standard_normal((p.B, h, n, d), np.float32), p.dtype)
-            for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
+  inputs = [normal_numbers(rng, (p.B, h, n, d), p.dtype) for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
   *_, o_shape, lse_shape = shapes_of(p)
   outs = [Tensor.empty(*o_shape, dtype=FLOATS[p.out_dtype])] + [Tensor.empty(*lse_shape, dtype=dtypes.float)]*p.return_lse
   return inputs, [to_tensor(arrange(x, p.layout), p.dtype) for x in inputs], outs

@@ -15,8 +15,9 @@ from attn.tinygrad_compat import Device
 REPORT_COMMAND, FOLDER = "python -m attn.report", Path("docs/reports")
 SLOW = ("EMU", "CPU")     # devices for which small shapes are the default
 DESCRIPTION = """Checks attention on this device against float64, times it, and predicts its time. Takes under three minutes and about 3 GB of the
-card's memory. DEV names the device: DEV=AMD, DEV=CUDA, DEV=CL, DEV=CPU or DEV=EMU::gfx1201. Prints a table to paste, and writes a JSON file for
-docs/reports. The report has no host name, no user name and no serial number. The exit status is 1 if a result is wrong."""
+card's memory; with --shapes small seconds, and little memory. DEV names the device: DEV=AMD, DEV=CUDA, DEV=CL, DEV=CPU or DEV=EMU::gfx1201. Prints a
+table to paste, and writes a JSON file for docs/reports. The report has no host name, no user name and no serial number. The exit status is 1 if a
+result is wrong."""
 
 def file_name(report:CardReport) -> str: return re.sub(r"[^a-z0-9]+", "_", f"{report.card.name} {report.card.chip}".lower()).strip("_") + ".json"
 

@@ -15,12 +15,13 @@ from attn.measure.rounds import repeater, timed_rounds
 from attn.report.predicted import predicted
 from attn.report.rates import measured_rates
 from attn.report.schema import BY_EMULATOR, BY_GRAPH, BY_LAUNCH, VERSION, CardReport, JudgedResult, KernelTime, ReportRow
-from attn.report.shapes import OF_BACKWARD, REPORT_SHAPES, ReportedShape
+from attn.report.shapes import OF_BACKWARD, OF_DECODE, OF_FORWARD, REPORT_SHAPES, ReportedShape
 from attn.report.system import FoundCard, Sensors, find_card, first_line, median_reading, sampled, software
 from attn.tinygrad_compat import Device, UOp, compiled, device_seconds
 
 REPORT_SEED = 34
-SCORES = 1 << 21     # most scores of a shape that are checked, except that backward checks at least one head
+# most scores of a shape that are checked, except that backward checks at least one head
+SCORES = {OF_FORWARD: 1 << 20, OF_DECODE: 1 << 18, OF_BACKWARD: 1 << 20}
 
 @dataclass
 class ReportedKernel:
@@ -63,7 +64,7 @@ def judge_forward(found:JudgedShape, arch:Chip) -> tuple[Any, float]:
   choice = choice_of(q, k, v, causal=found.shape.causal)
   o = attention(q, k, v, causal=found.shape.causal)
   first_run(found, found.shape.kind, choice.kernel if choice.work.tile is None else choice.work.tile, o)
-  return verdicts.verify(p, inputs, [to_array(o)], SCORES)
+  return verdicts.verify(p, inputs, [to_array(o)], SCORES[found.shape.kind])
 
 def judge_backward(found:JudgedShape, arch:Chip) -> tuple[Any, float]:
   p = found.shape.problem
@@ -72,7 +73,7 @@ def judge_backward(found:JudgedShape, arch:Chip) -> tuple[Any, float]:
     outputs = call.run(name)
     first_run(found, name, tile, *outputs.values())
     call.tensors.update({n: t.realize() for n, t in outputs.items()})
-  return verdicts.verify_backward(p, call.arrays, [to_array(call.tensors[n]) for n in GRADIENT_NAMES], SCORES)
+  return verdicts.verify_backward(p, call.arrays, [to_array(call.tensors[n]) for n in GRADIENT_NAMES], SCORES[OF_BACKWARD])
 
 # ***** times *****
 

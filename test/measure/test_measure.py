@@ -9,9 +9,11 @@ import pytest
 from attn import attention
 from attn.choose.dispatch import choose
 from attn.chips import get_chip
-from attn.measure import later_calls, latency, short
+from attn.measure import inputs, later_calls, latency, short
 from attn.measure.latency import FIRST_CALLS, FirstCall
-from attn.measure.rounds import in_turn
+from attn.measure.inputs import NUMBERS_DRAWN, normal_numbers
+from attn.measure.rounds import GRAPH_LAUNCHES, ROUND_SECONDS, ROUNDS, in_turn, timed_rounds
+from attn.reference import rounded
 from attn.tinygrad_compat import Context, Device, GlobalCounters, Tensor
 
 def test_first_calls_are_timed() -> None:
@@ -99,3 +101,24 @@ def test_a_program_says_what_it_needs(program:str) -> None:
 def cuda_is_there() -> bool:
   try: return bool(Device["CUDA"])
   except Exception: return False
+
+def test_timed_rounds_fill_their_time() -> None:
+  """A round has as many runs as fill its time. Something slower than a round is run once."""
+  asked: list[int] = []
+  def seconds(each:float) -> Callable[[int], float]:
+    def run(count:int) -> float:
+      asked.append(count)
+      return each
+    return run
+  assert timed_rounds(seconds(ROUND_SECONDS/7)) == (7, (ROUND_SECONDS/7,)*ROUNDS) and asked == [1]*4 + [7]*ROUNDS
+  asked.clear()
+  assert timed_rounds(seconds(2*ROUND_SECONDS)) == (1, (2*ROUND_SECONDS,)) and asked == [1]
+  assert timed_rounds(seconds(1e-5))[0] > GRAPH_LAUNCHES
+
+def test_random_numbers_repeat_but_heads_differ(monkeypatch:pytest.MonkeyPatch) -> None:
+  small = normal_numbers(np.random.default_rng(1), (2, 3, 5, 7), "float16")
+  np.testing.assert_array_equal(small, rounded(np.random.default_rng(1).standard_normal((2, 3, 5, 7), np.float32), "float16"))
+  monkeypatch.setattr(inputs, "NUMBERS_DRAWN", 1021)
+  large = normal_numbers(np.random.default_rng(1), (2, 4, 16, 64), "bfloat16")
+  assert len(np.unique(large)) <= 1021 and all(abs(np.corrcoef(large[0, 0].ravel(), x.ravel())[0, 1]) < 0.2 for x in large.reshape(8, -1)[1:])
+  assert all(NUMBERS_DRAWN % n for n in range(2, 4097))

@@ -14,9 +14,9 @@ from attn.reference import rounded
 from attn.report import __main__ as command, measured, predicted, system
 from attn.report.drawing import comparison
 from attn.report.matrix_loop import LOOP_STEPS, LOOP_WAVES, matrix_loop
-from attn.report.rates import copied_by_threads
+from attn.report.rates import SIZES_OF_RATES, copied_by_threads
 from attn.report.schema import BY_EMULATOR, CardReport, PredictedTime, SensorReading, checked_report, report_json
-from attn.report.shapes import REPORT_SHAPES
+from attn.report.shapes import REPORT_SHAPES, ReportedShape
 from attn.report.tables import markdown, page_with_table, table_of_folder
 from attn.tinygrad_compat import Context, Tensor
 from cases import count_products, in_turn
@@ -74,6 +74,15 @@ def test_a_wrong_result_is_reported(few:None, tmp_path:Path, monkeypatch:pytest.
 def test_bad_arguments(device:str, words:tuple[str, ...], said:str, capsys:pytest.CaptureFixture[str]) -> None:
   assert run(device, *words) == 2
   assert said in capsys.readouterr().err
+
+def test_the_full_shapes_fit_into_the_memory_that_the_help_names() -> None:
+  """All shapes stay on the card until they are timed, beside the tensors of the copy."""
+  assert "about 3 GB" in command.DESCRIPTION.replace("\n", " ")
+  def elements(x:ReportedShape) -> int:
+    q, k = x.B*x.H*x.Sq*x.D, x.B*x.Hkv*x.Sk*x.D
+    return 4*q + 4*k if x.kind == "backward" else 2*q + 2*k
+  for sizes, most in (("full", 3.1e9), ("small", 8e6)):
+    assert 2*sum(map(elements, REPORT_SHAPES[sizes])) + 2*SIZES_OF_RATES[sizes][2] < most
 
 # ***** files *****
 
