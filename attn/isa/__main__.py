@@ -17,7 +17,7 @@ with needs("isa", "python -m attn.isa", __name__):
   from click.core import ParameterSource
   from rich.console import Console
   from attn.isa import check, costs, table
-  from attn.isa.timing import drawing, kernels, tables
+  from attn.isa.timing import costs_file, drawing, kernels, tables
 
 class ReportByDefault(click.Group):
   """Group of commands in which `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
@@ -210,7 +210,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
 @click.option("--arch", multiple=True, type=click.Choice(MODELLED), help="Only these chips.")
 def costs_command(compilers:bool, write:Path|None, check:Path|None, arch:tuple[str, ...]) -> None:
   """Print a line of costs for each of attn's kernels on each chip, or with --compilers for each forward kernel under other compilers."""
-  file = costs.costs_under([toolchain_of(llvm) for llvm in OLDER]) if compilers else costs.costs()
+  file = costs.costs_under([toolchain_of(llvm) for llvm in OLDER]) if compilers else costs_file.costs()
   lines = file.lines_of([s for s in costs.SPECS if (not arch or s.arch in arch) and (not compilers or s.kernel == source.FORWARD)])
   if write is not None:
     others = costs.lines_of_others(write.read_text(), arch) if arch and write.exists() else []

@@ -95,17 +95,9 @@ def lines_of_others(text:str, archs:Sequence[str]) -> list[str]:
   """Returns the lines of a file of costs for the chips that are not in `archs`."""
   return [" | ".join([name, *cells]) for name, cells in _parse(text.splitlines()).items() if name.split("/")[0] not in archs]
 
-def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report)])
-
-def _short(tools:Toolchain) -> str:
+def short_version(tools:Toolchain) -> str:
   """Returns a toolchain's version in short form, for example "clang 22.1.8"."""
   return "clang " + tools.version.split("clang version ")[1].split()[0]
-
-def costs() -> Costs:
-  """Describes the file docs/costs.txt, which has every figure of every kernel under the compiler in use."""
-  header = (f"# The costs of our kernels under {_short(toolchain())}: bounds from their machine code, not measurements. "
-            f"Rewritten by: {COMMAND} --write docs/costs.txt")
-  return Costs(header, ("kernel", *BRIEF), lambda specs: [line_of(r) for r in reports_of(specs)])
 
 # ***** costs under other compilers *****
 
@@ -128,7 +120,7 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
   """Describes the file docs/costs_compilers.txt, which has registers, spills and waves of the default tiles under each of several compilers."""
-  header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(_short, compilers))}: of machine code, not measured. "
+  header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(short_version, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   def lines_of(specs:Sequence[Spec]) -> list[str]:
     columns = [_cells_under(specs, tools) for tools in compilers]

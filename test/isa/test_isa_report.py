@@ -14,6 +14,7 @@ from attn.isa.flow import blocks_of, loops_of, matrix_loops, usual_path
 from attn.isa.instruction import Instruction, access_bytes, kind_of, matrix_shape
 from attn.isa.parse import parse
 from attn.isa.report import analyse, waves_by_lds, waves_by_registers
+from attn.isa.timing import costs_file
 from attn.isa.waits import raised_by, waited_for, waits_of
 from attn.tinygrad_compat import CompileError
 from isa_sample import KEYS, UNITS, sample
@@ -514,10 +515,10 @@ def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_pat
   assert [x.split("|")[0].strip() for x in file.read_text().splitlines()[2:]] == [str(s) for s in specs]
   assert file.read_text().splitlines()[0].startswith("#") and "not measurements" in file.read_text()
   run("costs", "--check", file)
-  assert costs.costs().compare(file.read_text(), costs.costs().lines_of(specs)) == []
+  assert costs_file.costs().compare(file.read_text(), costs_file.costs().lines_of(specs)) == []
   def kernel_source(s, llvm): return source.Source(sample(s.arch, s.d, exp="__ocml_exp2_f32"), s.d, s.d, 32, 128)
   monkeypatch.setattr(source, "kernel_source", kernel_source)
-  changes = costs.costs().compare(file.read_text(), costs.costs().lines_of(specs))
+  changes = costs_file.costs().compare(file.read_text(), costs_file.costs().lines_of(specs))
   assert any("VALU/elt was" in c for c in changes) and all(c.startswith(tuple(map(str, specs))) for c in changes)
   assert "costs changed" in run("costs", "--check", file, ok=False)
   before = file.read_text().splitlines()
@@ -529,5 +530,5 @@ def test_costs_are_written_compared_and_changes_named(ours, monkeypatch, tmp_pat
   (tmp_path/"none.txt").unlink(missing_ok=True)
   run("costs", "--write", tmp_path/"none.txt", "--arch", "gfx1100")
   assert [cells(x)[0] for x in (tmp_path/"none.txt").read_text().splitlines()[2:]] == [str(specs[1])]
-  lines = costs.costs().lines_of(specs[:1])
-  assert costs.costs().compare(costs.costs().header, lines) == ["gfx942/64/float16/full: not in the file"]
+  lines = costs_file.costs().lines_of(specs[:1])
+  assert costs_file.costs().compare(costs_file.costs().header, lines) == ["gfx942/64/float16/full: not in the file"]

@@ -16,6 +16,7 @@ from attn.isa.instruction import VECTOR, Instruction, matrix_shape
 from attn.isa.parse import parse
 from attn.isa.report import Report, analyse, hot_loop
 from attn.isa.source import BACKWARD, FORWARD, MASKS, Spec, chosen, kernel_source, problem_of_spec
+from attn.isa.timing import costs_file
 from attn.isa.waits import time_of_loads
 from attn.kernels import dual_wave
 from attn.kernels.tiles.amd import BackwardTile, Tile
@@ -132,7 +133,7 @@ def test_kernel(spec:Spec) -> None:
   assert report.loop is not None and f"_{matrix.M}x{matrix.N}x{matrix.K}_" in " ".join(f"_{name}" for name in report.loop.matrix)
   assert costs.defects(parse(text)[0]) == []
   assert wrong_waits(spec, report) == []
-  changes = costs.costs().compare(FILE.read_text(), [costs.line_of(report)])
+  changes = costs_file.costs().compare(FILE.read_text(), [costs_file.line_of(report)])
   assert changes == [], "the costs changed; if that is intended, run python -m attn.isa costs --write docs/costs.txt"
 
 SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32")
@@ -211,7 +212,7 @@ def test_gradients(spec:Spec) -> None:
     assert held.vgpr_spills is not None and held.vgpr_spills <= OUTSIDE
     assert held.lds is not None and held.lds <= get_chip(spec.arch).lds
     assert loop.cycles["lds"] < sum(loop.cycles[pipe] for pipe in ("matrix", "vector", "transcendental"))
-  changes = costs.costs().compare(FILE.read_text(), [costs.line_of(r) for r, _ in both(spec)])
+  changes = costs_file.costs().compare(FILE.read_text(), [costs_file.line_of(r) for r, _ in both(spec)])
   assert changes == [], "the costs changed; if that is intended, run python -m attn.isa costs --write docs/costs.txt"
 
 # Limits for both kernels together: at most this many VALU instructions per score, and at least this `useful`. No public kernel without atomics has

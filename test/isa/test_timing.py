@@ -1,8 +1,9 @@
 """Tests of the model that steps through machine code. They use instruction sequences whose cycles follow from the sources of the model: measurements
 on a MI308X (pyhip's documents), the cycles of AMD's calculator, LLVM's latencies. The expected numbers were computed by hand before the model ran."""
 from __future__ import annotations
-import json, math, re
+import csv, json, math, re
 from dataclasses import replace
+from pathlib import Path
 import xml.etree.ElementTree as ElementTree
 import pytest
 from click.testing import CliRunner
@@ -261,6 +262,14 @@ def test_the_order_of_heads_decides_what_memory_delivers() -> None:
   p = replace(p, H=8, Hkv=8, Sq=512)
   dies = [bytes_of_levels(p, y, work_of_grid(p, y), CHIPS["gfx942"], 64)["Infinity Cache"] for y in (x, replace(x, together=1))]
   assert dies[1] - dies[0] == 7*8*256*256
+
+def test_published_gemms_are_those_of_the_cards() -> None:
+  """The table of published GEMMs has every card's figure, the sustained clock that follows from it, and a source."""
+  rows = {row["card"]: row for row in csv.DictReader((Path(__file__).parents[2]/"docs"/"data"/"timing_gemms.csv").open())}
+  cards = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.gemm}
+  assert rows.keys() == cards.keys() and all(row["source"] for row in rows.values())
+  for name, (chip, card) in cards.items():
+    assert (rows[name]["TFLOP/s"], rows[name]["GHz sustained"]) == (f"{card.gemm:g}", f"{chip.sustained(card):.2f}"), name
 
 def test_both_clocks() -> None:
   """The sustained clock of AMD's own GEMMs is the clock that AMD measured in them, within 1%. It never exceeds the rated clock, and a card without a

@@ -50,8 +50,12 @@ def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Pred
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape, lines=lines)
+  return of_source(spec, kernel, assembly(kernel.text, spec.arch, LINE_TABLES), shape)
+
+def of_source(spec:source.Spec, kernel:source.Source, text:str, shape:source.Shape=ASKED) -> Predicted:
+  """Times one of our kernels from its machine code `text`, and prepares the prediction for a problem of size `shape`."""
   problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel in ("dkdv", source.ALL)
-  timing = timing_of(assembly(kernel.text, spec.arch, LINE_TABLES), spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
+  timing = timing_of(text, spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
                      grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))
   walked = walked_in_a_trip(timing, kernel.block_m)
   together = heads_together(problem, timing.chip, 0 if keys else kernel.heads)

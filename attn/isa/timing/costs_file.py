@@ -1,0 +1,32 @@
+"""Describes the file docs/costs.txt: the costs of every kernel of ours, and the predicted time of every forward kernel."""
+from __future__ import annotations
+from collections.abc import Sequence
+from attn.chips import get_chip
+from attn.compilers.clang import assembly, toolchain
+from attn.isa import source
+from attn.isa.costs import COMMAND, Costs, reports_of, short_version
+from attn.isa.report import Report
+from attn.isa.source import FORWARD, Spec
+from attn.isa.table import BRIEF, brief_cells
+from attn.isa.timing.kernels import of_source
+
+TIMES = ("ms", "ms at GEMM's clock")
+
+def time_cells(spec:Spec) -> list[str]:
+  """Computes the columns TIMES for a forward kernel: the predicted time of a problem of size ASKED on the chip's first card whose clock is known, at
+  its rated clock and at the clock that it sustains under matrix work. Returns dashes for other kernels, and for a clock that is not known."""
+  if spec.kernel != FORWARD: return ["-"]*len(TIMES)
+  kernel = source.kernel_source(spec, llvm=toolchain().llvm)
+  card = next(card for card in get_chip(spec.arch).cards if card.ghz)
+  times = [f"{1e3*x.seconds:.2f}" for x in of_source(spec, kernel, assembly(kernel.text, spec.arch)).on_cards(card.name)]
+  return times + ["-"]*(len(TIMES) - len(times))
+
+def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report), *time_cells(Spec.parse(report.name))])
+
+def _lines(specs:Sequence[Spec]) -> list[str]: return [line_of(report) for report in reports_of(specs)]
+
+def costs() -> Costs:
+  """Describes the file under the compiler in use."""
+  header = (f"# The costs of our kernels under {short_version(toolchain())}: bounds and predictions from their machine code, not measurements. "
+            f"Rewritten by: {COMMAND} --write docs/costs.txt")
+  return Costs(header, ("kernel", *BRIEF, *TIMES), _lines)
