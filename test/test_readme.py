@@ -85,3 +85,29 @@ def test_the_table_of_chips_is_the_one_in_code() -> None:
   costed = {line.split("/")[0] for line in (ROOT/"docs"/"costs.txt").read_text().splitlines() if line.startswith("gfx")}
   for name, _, unit, state in rows:
     assert "emulated" in state and (("wgmma" in unit) == CHIPS[name].wgmma) and ("compiled" in state) == (name in costed), name
+
+def test_what_is_predicted_for_amd_follows_from_the_costs() -> None:
+  """The table of README.md about AMD repeats docs/costs.txt: the range of `useful` over both dtypes and masks at D = 128, and the range of the rate
+  that follows from the predicted time of (4, 16, 8192), at the clock that the card's fastest GEMM sustains."""
+  costs, scores = costs_by_kernel(), 4*16*8192
+  for name, useful, rate, gemm in table_after("docs/costs.txt also has predicted times"):
+    chip, card = next((chip, card) for chip in CHIPS.values() for card in chip.cards if card.name == name)
+    assert card is next(c for c in chip.cards if c.ghz)
+    uses, rates = [], []
+    for dtype in ("float16", "bfloat16"):
+      for mask, keys in (("full", 8192), ("causal", 8193/2)):
+        row = costs[f"{chip.name}/128/{dtype}/{mask}"]
+        uses.append(int(row["useful"].rstrip("%")))
+        rates.append(4*scores*keys*128/float(row["ms at GEMM's clock"])*1e-9)
+    assert (useful, rate, gemm) == (f"{min(uses)} to {max(uses)}%", f"{min(rates):.0f} to {max(rates):.0f}", f"{card.gemm:.0f}"), name
+
+def costs_by_kernel() -> dict[str, dict[str, str]]:
+  """Returns the rows of docs/costs.txt by the name of the kernel."""
+  header, *rows = [[cell.strip() for cell in line.split("|")] for line in (ROOT/"docs"/"costs.txt").read_text().splitlines()[1:]]
+  return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+def table_after(words:str) -> list[list[str]]:
+  """Returns the rows of the first table of README.md after `words`, without its header."""
+  found = re.search(re.escape(words) + r".*?\n\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.DOTALL)
+  assert found is not None, words
+  return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
