@@ -18,8 +18,8 @@ FORWARD_ON_CDNA4: tuple[UpTo[ForwardShape], ...] = (
   UpTo(64, ForwardShape(4, 1, 64, prefetch=2)),                               # predicted 55.5%, serial 52.0%, issued 47.5%, overlap 97.0%, waves 3
   UpTo(64, ForwardShape(8, 1, 64), fills=256, llvm=21),                       # serial 53.0%, issued 48.0%, overlap 98.5%, waves 2
   UpTo(64, ForwardShape(4, 1, 64), llvm=21),                                  # serial 46.5%, issued 42.5%, overlap 78.0%, waves 2
-  UpTo(128, ForwardShape(8, 1, 64), fills=256),                               # serial 68.5%, issued 61.5%, overlap 100.0%, waves 2
-  UpTo(128, ForwardShape(4, 1, 32)),                                          # serial 69.0%, issued 60.5%, overlap 100.0%, waves 2
+  UpTo(128, ForwardShape(8, 1, 64, fenced=True, prefetch=2), fills=256),      # predicted 53.5%, serial 67.5%, issued 61.0%, overlap 99.0%, waves 2
+  UpTo(128, ForwardShape(4, 1, 32, fenced=True, prefetch=2)),                 # predicted 51.0%, serial 67.5%, issued 60.0%, overlap 98.5%, waves 2
   UpTo(128, ForwardShape(8, 1, 64), fills=256, llvm=21),                      # serial 69.0%, issued 62.0%, overlap 100.0%, waves 2
   UpTo(128, ForwardShape(4, 1, 32, prefetch=0), llvm=21),                     # serial 47.5%, issued 44.0%, overlap 81.0%, waves 2
   UpTo(192, ForwardShape(4, 1, 32, fenced=True, prefetch=2)),                 # predicted 59.5%, serial 75.5%, issued 66.5%, overlap 99.0%, waves 2
