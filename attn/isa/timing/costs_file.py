@@ -12,7 +12,7 @@ from attn.isa.timing.kernels import of_source
 
 TIMES = ("ms", "ms at GEMM's clock")
 
-def time_cells(spec:Spec) -> list[str]:
+def cells_of_times(spec:Spec) -> list[str]:
   """Computes the columns TIMES for a forward kernel: the predicted time of a problem of size ASKED on the chip's first card whose clock is known, at
   its rated clock and at the clock that it sustains under matrix work. Returns dashes for other kernels, and for a clock that is not known."""
   if spec.kernel != FORWARD: return ["-"]*len(TIMES)
@@ -21,7 +21,7 @@ def time_cells(spec:Spec) -> list[str]:
   times = [f"{1e3*x.seconds:.2f}" for x in of_source(spec, kernel, assembly(kernel.text, spec.arch)).on_cards(card.name)]
   return times + ["-"]*(len(TIMES) - len(times))
 
-def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report), *time_cells(Spec.parse(report.name))])
+def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(report), *cells_of_times(Spec.parse(report.name))])
 
 def _lines(specs:Sequence[Spec]) -> list[str]: return [line_of(report) for report in reports_of(specs)]
 
