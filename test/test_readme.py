@@ -108,6 +108,6 @@ def costs_by_kernel() -> dict[str, dict[str, str]]:
 
 def table_after(words:str) -> list[list[str]]:
   """Returns the rows of the first table of README.md after `words`, without its header."""
-  found = re.search(re.escape(words) + r".*?\n\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.DOTALL)
+  found = re.search(re.escape(words) + r"[^|]*?\n\n\|.*\n\|[-|]+\n((?:\|.*\n)+)", README)
   assert found is not None, words
   return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
