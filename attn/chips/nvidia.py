@@ -40,6 +40,15 @@ FEW_QUERIES = (
   UpTo(256, MmaShape(1, 64, stages=2)),
 )
 
+# Rows of 8 bits take half of the shared memory. With more than two blocks on a multiprocessor, an H100 reads memory more slowly: at D = 128, 64
+# sequences of 4096 keys take 184 us with five stages (two blocks) and 203 us with three (three blocks).
+FEW_QUERIES_OF_STORED = (
+  UpTo(64, MmaShape(1, 128, stages=3)),
+  UpTo(128, MmaShape(1, 64, stages=5)),
+  UpTo(256, MmaShape(1, 64, stages=3)),
+  UpTo(256, MmaShape(1, 64, stages=2)),
+)
+
 # Rates and prologues are fitted to measured times in fp16 with 16 heads: batch 4 with 8192 queries and batch 32 with 1024. Table rows with few_keys
 # are fitted to batch 2 with 4096 queries and 77 keys. At D = 64 the rates are fitted to rounds of 0.25 s, with 4096 and 16384 queries: the chip slows
 # down in such rounds, and larger tiles lose less.

@@ -6,7 +6,7 @@ from enum import Flag, auto
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA, Matrix, row_registers
-from attn.chips.nvidia import FEW_QUERIES, FORWARD_MMA, FORWARD_WGMMA
+from attn.chips.nvidia import FEW_QUERIES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_WGMMA
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
 from attn.functions.symbols import elements_of
@@ -48,6 +48,7 @@ ANY_OPTION = "options"         # any option
 EVERY_SCORE = "every score"    # an option that computes something for every score
 OWN_MASK = "own mask"          # a mask_mod that is computed for every score
 DROPOUT = "dropout"            # bits of a random number for every score
+STORED_ROWS = "stored rows"         # the scales of a tile's keys, and another sum of P
 TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the registers
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ WHERE_A_WAVE_HAS_ALL = (
   Shortage(WIDE, (PIECES, FEW_ROWS), Economy.NO_PREFETCH | IN_PIECES),
   Shortage(0, (PIECES, TWO_ON_A_SIMD), Economy.NO_PREFETCH),
   Shortage(0, (PIECES, EVERY_SCORE, TWO_ON_A_SIMD), Economy.SHORT_TRIPS),
-  Shortage(0, (DROPOUT, TWO_ON_A_SIMD), Economy.FOUR_WAVES | Economy.SHORT_TRIPS))
+  Shortage(0, (DROPOUT, TWO_ON_A_SIMD), Economy.FOUR_WAVES | Economy.SHORT_TRIPS),
+  Shortage(0, (STORED_ROWS,), Economy.SHORT_TRIPS),
+  Shortage(SHORT, (STORED_ROWS, TWO_ON_A_SIMD), Economy.FOUR_WAVES))
 # no wave has more than a part of a SIMD's registers
 WHERE_A_WAVE_HAS_A_PART = (
   *ANYWHERE,
@@ -77,11 +80,13 @@ WHERE_A_WAVE_HAS_A_PART = (
   Shortage(SHORT, (PIECES,), Economy.SHORT_TRIPS),
   Shortage(LONG, (PIECES,), Economy.NO_PREFETCH),
   Shortage(WIDE, (PIECES,), IN_PIECES),
-  Shortage(LONG, (PIECES, DROPOUT), Economy.SPARING))
+  Shortage(LONG, (PIECES, DROPOUT), Economy.SPARING),
+  Shortage(SHORT, (STORED_ROWS,), Economy.SHORT_TRIPS))
 
 def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
   found = {FEW_ROWS: few, WINDOW: bool(hiding(p).before), PIECES: not in_units(p, mat.unit), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, OWN_MASK: bool(scattered(p)), DROPOUT: bool(p.dropout_p),
+           STORED_ROWS: bool(p.stored),
            TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
@@ -145,7 +150,7 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group
   needed = ceildiv(rows, mat.M)
-  for few in FEW_QUERIES if needed <= WARPS//2 else ():
+  for few in (FEW_QUERIES_OF_STORED if p.stored else FEW_QUERIES) if needed <= WARPS//2 else ():
     tile = MmaTile(**vars(few.shape), matrix=mat, waves=WARPS, pack_gqa=group > 1, key_waves=WARPS//needed)
     if misfit(p, arch, few, tile) is None: return tile
   def of_all_keys(row:UpTo[MmaShape]) -> MmaTile:

@@ -1,13 +1,19 @@
 """Forward kernels over keys and values that are stored as int8 with a scale for each row."""
 from __future__ import annotations
+import shutil, subprocess
 from dataclasses import replace
 import numpy as np
 import pytest
 from attn.chips import get_chip
-from attn.choose.dispatch import choose
+from attn.choose.dispatch import choose, program_of
 from attn.choose.tiled_tiles import tiled_tile
-from attn.kernels.parts.grid.tensors import check_backward
+from attn.compilers.clang import assembly, toolchain
+from attn.isa.report import analyse
+from attn.kernels.parts.grid.tensors import arguments, check_backward
+from attn.ops.renderers import render
 from attn.problem import Problem
+from attn.tinygrad_compat import UOp
+from attn.values import FLOATS, INTS
 from cases import EVERY_ARCH, GPU, chip, floats, in_turn, ints, rounded
 from stored_cases import Stored, check_stored, dequantised, normal_rows, quantised, run_stored, stored_problem
 
@@ -146,6 +152,31 @@ def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
   o, _ = run_stored(p, x, arch, {}, None if make_tile is None else make_tile(p))
   want = dequantised(x)[1][0][np.arange(2)[:, None], 3*np.arange(16) + np.arange(2)[:, None]]
   np.testing.assert_allclose(o[0], want, rtol=2**-21)
+
+# ***** machine code *****
+
+DECODE = dict(B=64, H=32, Hkv=8, Sq=1, Sk=4096, D=128, lse=False)
+
+def text_of(p:Problem, arch:str, llvm:int=22) -> str:
+  """Returns the text of the kernel that dispatch chooses."""
+  choice = choose(p, replace(get_chip(arch), llvm=llvm))
+  names = arguments(p := replace(p, num_splits=choice.work.splits))
+  tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(names.values())]
+  return render(program_of(choice, p)(*tensors), arch)
+
+@in_turn("dtype, arch", SIXTEEN, ("gfx942", "gfx950", "gfx1100", "gfx1201"), among=2)
+def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str) -> None:
+  pytest.importorskip("ziglang")
+  found = analyse(assembly(text_of(stored_problem(dtype=dtype, **DECODE), arch, toolchain().llvm), arch), arch).resources
+  assert not found.vgpr_spills and not found.sgpr_spills, found
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_decoding_spills_no_registers_on_nvidia(dtype:str, tmp_path) -> None:
+  (source := tmp_path/"kernel.cu").write_text(text_of(stored_problem(dtype=dtype, **DECODE), "sm_90"))
+  command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
+  text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+  assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text
 
 # ***** refusals *****
 

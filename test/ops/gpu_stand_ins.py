@@ -148,6 +148,15 @@ static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static u32 __byte_perm(u32 x, u32 y, u32 selector) {
+  unsigned long long both = (unsigned long long)y << 32 | x;
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) r |= (u32)(both >> (selector >> 4*i & 7)*8 & 0xff) << 8*i;
+  return r;
+}
+static u32 sub_f16x2(u32 x, u32 y) { return pack_f16(of_f16(x >> 16) - of_f16(y >> 16), of_f16(x) - of_f16(y)); }
+static u32 fma_bf16x2(u32 x, u32 y, u32 z) {
+  return pack_bf16(of_bf16(x >> 16)*of_bf16(y >> 16) + of_bf16(z >> 16), of_bf16(x & 0xffff)*of_bf16(y & 0xffff) + of_bf16(z & 0xffff)); }
 // mma.m16n8k16 (PTX ISA 9.7.14.5.8): lane l holds columns 2*(l%4), +1, +8 and +9 of rows l/4 and l/4 + 8 of A, and these of column l/4 of B
 struct Operands { u32 a[4], b[2]; };
 template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, float4 c) {
@@ -172,6 +181,9 @@ ASSEMBLY = (
   (r'asm\("" : "\+[sv]"\(\w+\)( : "v"\([^;]*\))?\);', ""),
   (r'__attribute__\(\(device\)\) bool lanes_of\(unsigned\) __asm\("llvm.amdgcn.inverse.ballot.i32"\);', ""),
   (r'asm\("prmt\.b32 %0, %1, %1, 0xbb99;" : "=r"\((\w+)\) : "r"\((\w+)\)\)', r"\1 = permuted(\2, 0xbb99)"),
+  (r'asm\("sub\.f16x2 %0, %1, %2;" : "=r"\((\w+)\) : "r"\(([^,]*)\), "r"\(([^,]*)\)\)', r"\1 = sub_f16x2(\2, \3)"),
+  (r'asm\("fma\.rn\.bf16x2 %0, %1, %2, %3;" : "=r"\((\w+)\)\s*: "r"\((\([^,]*)\), "r"\(([^,]*)\), "r"\((\([^,]*)\)\)',
+   r"\1 = fma_bf16x2(\2, \3, \4)"),
   (r'asm\("cvt\.f32\.f16 %0, %1;" : "=f"\((\w+)\) : "h"\(([^;]*)\)\)', r"\1 = of_f16(\2)"),
   (r'asm\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\1\.f32 "\s*"\{%0, %1, %2, %3\}, \{%4, %5, %6, %7\}, \{%8, %9\}, \{%0, %1, %2, %3\};"'
    r'\s*: "\+f"\(c\.x\), "\+f"\(c\.y\), "\+f"\(c\.z\), "\+f"\(c\.w\)'

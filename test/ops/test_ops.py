@@ -21,7 +21,9 @@ from attn.ops.branches import ACROSS_LANES
 from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
-from attn.ops.softmax import LANE, LOWEST, ONES, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, weigh, weights_from
+from attn.ops.softmax import (LANE, LOWEST, ONES, SCALED, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, scaled_weights,
+                              sum_without_scales, weigh, weights_from)
+from attn.ops.stored import scale_in_range, widen_all, widen_pair, zero_or_nan
 from attn.score.alibi import alibi
 from attn.score.softcap import softcap
 from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, Target, UOp, dtypes
@@ -91,27 +93,40 @@ def of_dropout(n:int) -> dict[str, Callable[[], UOp]]:
     **{f"lane_bits{' alternate'*odd}": lambda odd=odd: dropout.lane_bits(u(), UOp.const(5, dtypes.uint), odd) for odd in (False, True)},
   }
 
+def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
+  """Returns test cases of the operations for scales of stored rows, on vectors of n elements."""
+  return {
+    "scale_in_range": lambda: scale_in_range(f(n)), "zero_or_nan": lambda: zero_or_nan(f(n)),
+    "scaled_weights": lambda: scaled_weights(f(n, 0), f(n, 1)), "scaled_weights of two rows": lambda: scaled_weights(f(4, 0), f(2, 1), 2),
+    **{f"sum_without_scales, {dtype}": lambda dtype=dtype: sum_without_scales(f(1, 0), u(n//2, 1), f(n, 2), f(n, 3), dtype)
+       for dtype in ("float16", "bfloat16")},
+    "sum_without_scales of two rows": lambda: sum_without_scales(f(2, 0), u(2, 1), f(4, 2), f(2, 3), "float16"),
+  }
+
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
   """Makes a test case: the softmax's correction (the operation `correct`) of `tiles` tiles of scores. `shapes` gives, for each operand, the number of
   vectors in a tile and the number of elements in a vector."""
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
-  return correct(*[place(slot, name) for slot, name in enumerate(shapes)], rows=rows, matrix=matrix, **options)
+  operands = {name: place(slot, name) for slot, name in enumerate(shapes)}
+  if (scales := operands.pop("scales", None)) is not None: options["scales"] = scales
+  return correct(*operands.values(), rows=rows, matrix=matrix, **options)
 
 def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
   """Returns the kind of sum by which an AMD chip adds rounded P, and the matrix instruction for this sum, or None if the chip uses dot products."""
   sums = Sums.of(get_chip(arch), dtype, False)
   return sums.kinds[0], sums.matrix
 
-def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True) -> UOp:
+def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True, scaled:bool=False) -> UOp:
   """Makes a test case: the softmax's correction (the operation `correct`) as AMD's kernels use it, where all scores of a lane belong to one row.
   `tiles` is the number of tiles of queries. The reference of a row is raised if a sum of P is above 2^`above`, or, with above=0, if a score is larger
-  than it. With `lse`, the correction also computes the sum of the unrounded P."""
+  than it. With `lse`, the correction also computes the sum of the unrounded P. With `scaled`, packed P includes scales of V's rows."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
-  kinds = (kind, LANE)[:1 + lse]
+  kinds = (kind, *[SCALED]*scaled, *[LANE]*lse)
   shapes = dict(reference=(1, 1), bias=(1, 1), l=(len(kinds), 1), acc=(2, n), p=(2, n//2), scores=(2, n), part=(len(kinds), 1))
+  if scaled: shapes |= {"scales": (2, n)}
   rows = RowLanes(1, matrix.group_steps, matrix.exchange)
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
@@ -120,6 +135,7 @@ def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:f
   become one tile of P."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
+  if SCALED in sums: shapes |= {"scales": (4, 2)}
   return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
@@ -174,6 +190,14 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
                               (NVIDIA, (1, 2), "shuffle"))},
   **{(arch, f"turned by {how}"): lambda steps=steps, how=how: dropout.turned(u(1, 0), u(1, 1), steps, how)
      for arch, steps, how in ((AMD, (1, 2, 4), "neighbours"), (RDNA, (1, 2, 4), "neighbours"), (NVIDIA, (4, 8, 16), "shuffle"))},
+  **{(arch, name): make for arch, n in ((AMD, 8), (RDNA, 8), (NVIDIA, 4)) for name, make in of_scales(n).items()},
+  **{(arch, f"correct with scales, {dtype}"): functools.partial(by_columns, arch, 1, 2.0, dtype, scaled=True)
+     for arch in (AMD, RDNA) for dtype in ("float16", "bfloat16")},
+  (NVIDIA, "correct with scales"): functools.partial(by_rows, (ONES, SCALED, LANE)),
+  (NVIDIA, "correct with scales, in the middle"): functools.partial(by_rows, (ONES, SCALED), "bfloat16", **MIDDLE),
+  **{(arch, f"widen int8 to {dtype}"): lambda dtype=dtype: widen_all(u(2), "int8", dtype) for arch in HIPS for dtype in MMA},
+  **{(NVIDIA, f"widen bytes {places} of int8 to {dtype}"): lambda places=places, dtype=dtype: widen_pair(u(), places, "int8", dtype)
+     for places in ((0, 1), (2, 3), (0, 2), (1, 3)) for dtype in MMA},
 }
 
 # ***** operands *****
@@ -341,6 +365,8 @@ def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
   memory, values = [], dict[UOp, Any]()
   for place, s in enumerate(operands(x)):
     drawn = given(s, place, arch, rng)
+    if "with scales" in name and s is list(operands(x))[-1]:     # powers of two, whose logarithms are exact
+      drawn = np.exp2(np.clip(np.round(np.nan_to_num(drawn)), -20, 20))
     memory.append(aligned(drawn))
     is_array = s.op is Ops.INDEX
     values[s] = Registers([columns(drawn[:, k]) for k in range(drawn.shape[1])], constant(s.src[1])) if is_array else columns(drawn)
@@ -356,7 +382,7 @@ def test_text_and_meaning_agree(library, case:tuple[str, str]) -> None:
 
 # softcap is exact relative to the cap, not to the value; the 16 terms of a product, each up to about 10, are added in another order
 TWO_UNITS = 3e-7      # relative error of two units in the last place, for exp2 and log2 of libm
-RELATIVE = {"correct": 5e-7, "weigh": 5e-7}      # two more roundings: after exp2 it multiplies and adds
+RELATIVE = {"correct": 5e-7, "correct with scales": 5e-7, "weigh": 5e-7}      # two more roundings: after exp2 it multiplies and adds
 ABSOLUTE = {"softcap": 30*4e-7, "mma": 16*10*2.0**-24, "rounded_sum": 16*10*2.0**-24}
 
 def aligned(x:np.ndarray) -> np.ndarray:
