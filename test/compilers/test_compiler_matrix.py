@@ -24,7 +24,7 @@ from attn.isa import costs
 from attn.isa.check import findings, findings_of
 from attn.isa.report import Report, analyse
 from attn.isa.source import FORWARD, Source, Spec, chosen, kernel_source, problem_of_spec
-from attn.kernels.append import Append, append
+from attn.kernels.append import Append, Scales, append
 from attn.kernels.combine import combine, combine_arguments
 from attn.kernels.parts.grid.tensors import arguments, dbias_arguments, dkdv_arguments, dq_arguments
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
@@ -33,6 +33,7 @@ from attn.ops.renderers import render
 from attn.problem import Pages
 from attn.search.forward import ENOUGH, waves_of
 from attn.tinygrad_compat import UOp
+from attn.values import INTS
 from cases import TYPES, floats, ints, problem
 from isa_sample import PARKED
 
@@ -57,7 +58,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 # ***** every kernel compiles *****
 
 def text_of(program:Callable[..., UOp], tensors:dict[str, tuple[tuple[int, ...], str]], arch:str) -> str:
-  return render(program(*[UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(tensors.values())]), arch)
+  return render(program(*[UOp.placeholder(shape, (TYPES | INTS)[dtype], i) for i, (shape, dtype) in enumerate(tensors.values())]), arch)
 
 PAGES = Pages(16, 600, 256)
 IN_PAGES, LATENT_IN_PAGES = (whole_places((PAGES.count, PAGES.size, *rows), "bshd") for rows in ((2, 128), (1, 576)))
@@ -87,6 +88,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
   "packed sequences": dict(H=64, Sq=512, D=37, Dv=21, layout="thd", extras=dict(cu_seqlens_q=ints(0, 100, 512), cu_seqlens_k=ints(0, 90, 512)))}
 APPENDED = Append(2, 4, 3, 100, 72, "bhsd", whole_places((2, 4, 100, 72), "bhsd"))
 PAGED = Append(2, 2, 3, PAGES.rows, 128, "bhsd", IN_PAGES, PAGES)
+IN_8_BITS = replace(APPENDED, scales=Scales("int8", "float16", whole_places((2, 4, 100, 1), "bhsd")))
 
 @functools.cache
 def forward_text(name:str, arch:str, kernel:str, tile:AnyTile) -> str:
@@ -99,8 +101,11 @@ def forward_text(name:str, arch:str, kernel:str, tile:AnyTile) -> str:
 def other_text(name:str, arch:str) -> str:
   if name == "combine": return text_of(combine(p := problem(**OPTIONS["split"]), get_chip(arch), p.num_splits), combine_arguments(p), arch)
   a, table = (PAGED, {"block_table": ((2, PAGES.most), "int32")}) if "pages" in name else (APPENDED, {})
-  shapes = {"cache": (a.places.size,), "rows": (a.B, a.H, a.new, a.width)}
-  return text_of(append(a), {**{x: (shape, name.split()[1]) for x, shape in shapes.items()}, "lengths": ((2,), "int32"), **table}, arch)
+  if "8 bits" in name: a, table = IN_8_BITS, {}
+  dtype, of_scales = name.split()[1], {} if a.scales is None else {"scales": ((a.scales.places.size,), a.scales.dtype)}
+  tensors = {"cache": ((a.places.size,), dtype if a.scales is None else "int8"), **of_scales, "rows": ((a.B, a.H, a.new, a.width), dtype),
+             "lengths": ((2,), "int32"), **table}
+  return text_of(append(a), tensors, arch)
 
 @functools.cache
 def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
@@ -135,7 +140,7 @@ def check_compiled(jobs:Jobs, arch:str, checks:tuple[str, ...]=("waterfall", "ac
 @pytest.mark.parametrize("arch", SEARCHED)
 def test_every_kernel_compiles(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoolExecutor) -> None:
   jobs: Jobs = {}
-  for name in (*OPTIONS, "combine", "append float16", "append bfloat16", "append float16 to pages"):
+  for name in (*OPTIONS, "combine", "append float16", "append bfloat16", "append float16 to pages", "append bfloat16 in 8 bits"):
     for llvm, tools in known(compilers, arch).items():
       jobs[name, llvm] = pool.submit(assembly, kernel_text(name, arch, llvm), arch, (), tools)
   check_compiled(jobs, arch)
