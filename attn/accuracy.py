@@ -54,7 +54,8 @@ class Law:
     """Overwrites the exact values and error limits of the elements `at` with those of another Law."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds another result to the elements `at`. The errors of both results are independent, so exact values, variances and slacks add up."""
+    """Adds another result to the elements `at`. The errors of both results are independent. So the exact values, the variances, and the limits of the
+    other errors (`slack`) add up."""
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
@@ -84,16 +85,17 @@ class Laws:
 
 @dataclass(frozen=True)
 class Verdict:
-  """Result of a comparison of an output with its exact values and error limits.
+  """Result of a comparison of an output with its exact values and error limits. An element's limit is 6 sigma + slack: sigma is the standard
+  deviation of the rounding errors that the dtypes force, and slack is the limit of all other errors.
 
-    error, limit, sigma: of the element with the largest error/limit
-    where: index of this element
-    resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings
-      and equals no other element's error
-    rms: root mean square of error/sigma over these elements
-    furthest: largest error/sigma of these elements
-    count: number of all elements
-    pattern: "" or a text that says which NaN or inf is out of place"""
+  error, limit, sigma: of the element with the largest error/limit
+  where: index of this element
+  resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings and
+    equals no other element's error
+  rms: root mean square of error/sigma over these elements
+  furthest: largest error/sigma of these elements
+  count: number of all elements
+  pattern: "" or a text that says which NaN or inf is out of place"""
   error: float
   limit: float
   sigma: float
@@ -109,8 +111,8 @@ class Verdict:
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
-    """Tells whether the root mean square of error/sigma is above 1. Returns False if there are fewer than ENOUGH_ELEMENTS elements, because the mean
-    of few errors says nothing."""
+    """Tells whether the errors are too large on average: the root mean square of error/sigma is above 1, where sigma is the standard deviation of an
+    element's rounding errors. Returns False if there are fewer than ENOUGH_ELEMENTS elements, because the mean of few errors says nothing."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -170,8 +172,8 @@ class _Moments:
 
 def _stored(x:Array, found:_Moments, dtype:str) -> Law:
   """Returns the exact values and error limits of a result stored as `dtype`. `found` has the errors before the result is stored. Elements below the
-  normal numbers of `dtype` are marked `alike`, to leave them out of root mean squares: the root mean square of their error/sigma may reach 1, while
-  that of normal numbers is 0.73."""
+  normal numbers of `dtype` are marked `alike`, to leave them out of the root mean square of error/sigma (sigma is the standard deviation of the
+  rounding errors). For such elements it may reach 1, while for normal numbers it is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3)
@@ -404,9 +406,9 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
       yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the slack of o: the limit of all errors except the roundings that dtypes force. It is the sum of four errors. (1) The fp32 error of each
-  score. It has two parts: keys with the same q.k share one part, and keys with the same weight share the other. (2) The error of adding up. (3) The
-  error of rescaling the sums when the softmax subtracts a larger number than before. (4) The loss of small weights."""
+  """Returns the slack of o: the limit of all errors except the roundings that the dtypes force. It is the sum of four errors. (1) The fp32 error of
+  each score. It has two parts: keys with the same q.k share one part, and keys with the same weight share the other. (2) The error of adding up.
+  (3) The error of rescaling the sums when the softmax subtracts a larger number than before. (4) The loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)

@@ -403,7 +403,7 @@ class Problem:
 
   @property
   def scale_views(self) -> dict[str, Strided|None]:
-    """Where the scales of stored rows lie in their tensors, by the names of these tensors."""
+    """Where the scales of rows that are stored in 8 bits lie in their tensors, by the names of these tensors."""
     return {"k_scales": self.k_scale_view, "v_scales": self.v_scale_view}
 
   @property
@@ -521,7 +521,7 @@ def check_places(p:Problem) -> None:
   if p.Sk != p.pages.rows: raise ValueError(f"Sk={p.Sk} with pages={p.pages}: must be the {p.pages.rows} rows that they hold")
 
 def check_stored(p:Problem) -> None:
-  """Checks the fields that describe stored rows, which have scales."""
+  """Checks the fields that describe rows of k and v that are stored in 8 bits, with a scale for each row."""
   if p.stored not in ("", *STORED): raise NotImplementedError(f"stored={p.stored!r}: must be '' or one of {', '.join(STORED)}")
   if p.scale_dtype not in SCALE_DTYPES: raise NotImplementedError(f"scale_dtype={p.scale_dtype!r}: must be one of {', '.join(SCALE_DTYPES)}")
   places = {"k_view": p.k_view, "v_view": p.v_view, "k_scale_view": p.k_scale_view, "v_scale_view": p.v_scale_view}

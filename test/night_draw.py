@@ -317,7 +317,8 @@ class Posed:
     self.common()
 
   def lengths(self) -> None:
-    """Adds kv_lengths as a tensor, a number or a Variable, and in some draws kv_starts."""
+    """Draws a random attention call with kv_lengths, which is a tensor, a number or a Variable. Some draws also have kv_starts. The arrays and
+    options of the call are kept in this object."""
     self.layout = self.one("bhsd", "bshd")
     self.held_to_work()
     self.inputs()

@@ -75,7 +75,7 @@ class KernelOptions:
 
   @property
   def posed(self) -> dict[str, Any]:
-    """Options that are arguments of `problem_of`, by name."""
+    """The options that describe the problem, by name: the keyword arguments of `problem_of`."""
     return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch", "score_mod", "mask_mod")}
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""GivenRows of keys and values that are stored in 8 bits: what they are, checks of them, and their conversion in tensor operations."""
+"""Keys and values that are stored in 8 bits: their type, checks of them, and their conversion in tensor operations."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple

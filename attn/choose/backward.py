@@ -71,8 +71,8 @@ class ChosenKernel:
   """A kernel that takes part in the computation of gradients.
 
     tile: the tile that was chosen, or None for a kernel that has nothing to choose
-    over: "keys" or "queries": the rows of the tiles that `explain` counts. "" if it counts none
-    parts: number of partial results that it stores of each of its gradients; 0: it stores the gradient itself
+    over: "keys" or "queries": the rows of which the kernel's tiles consist, if `explain` counts these tiles, otherwise ""
+    parts: number of partial results that the kernel stores of each of its gradients; 0: it stores the gradient itself
     tensor: name of the tensor whose gradient `backward_dbias` sums; "" for other kernels"""
   name: str
   tile: AnyBackwardTile|None = None

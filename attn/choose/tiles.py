@@ -170,9 +170,11 @@ BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as 
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """Chooses the tile with the least estimated time, no larger than the problem's keys. The estimate uses the speed of the tile in the table and the
-  number of blocks that a multiprocessor works on. It counts all rows and keys of a block, including padding. Under a causal mask some blocks loop
-  over few keys and others over many. A multiprocessor works on both kinds, but the estimate is at least the time of the block with the most keys."""
+  """Chooses the tile with the least estimated time. A tile has at most as many keys as the problem, rounded up to whole matrix instructions.
+
+  The estimate multiplies the blocks that each multiprocessor computes by the rows and keys of a block, padding included. It divides the product by
+  the speed that was measured with this tile. Under a causal mask, late blocks loop over more keys than early ones. There the estimate takes the
+  average number of keys, but is at least the time of the block with the most keys."""
   up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   reads = p.mask_mod is not None and bool(elements_of(p.mask_mod.value))

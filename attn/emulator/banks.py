@@ -53,7 +53,8 @@ class BankCounter:
     """Prints the counts of a kernel to stderr."""
     for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
-    """Adds the phases and cycles of one access by all threads to the counts. `address` (T,) holds the byte address of each of the T threads."""
+    """Adds one access to the counts: the phases (groups of lanes that LDS serves together) of all its threads, and the cycles that they take.
+    `address` (threads,) holds the byte address of each thread."""
     verb = "read" if read else "write"
     use = self.uses.setdefault((buffer, verb, nbytes), BankUse(buffer, verb, nbytes))
     banks, groups = phases(self.family, self.wave, read, nbytes)

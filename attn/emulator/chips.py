@@ -71,9 +71,9 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Converts the registers x of T threads (registers, T) to one matrix per wave (waves, columns, rows). `unpack` converts registers to elements
-    (elements, T), in the type in which they are multiplied. Raises BadOperand if lanes that hold duplicates hold different values (RDNA3: lanes 16-31
-    of A and B repeat lanes 0-15)."""
+    """Converts registers x, of shape (registers, threads), to one matrix per wave: (waves, columns, rows). `unpack` converts registers to elements
+    (elements, threads), in the type in which they are multiplied. Raises BadOperand if lanes that hold duplicates hold different values (RDNA3:
+    lanes 16-31 of A and B repeat lanes 0-15)."""
     e, l = self.split
     if self.duplicated is not None:
       axis = self.duplicated - len(e) + 1
@@ -87,7 +87,8 @@ class Layout:
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
-    """Returns the sum of the elements c (elements, T) and the matrices m (waves, rows, columns), in the layout of c."""
+    """Returns c plus the matrices m. c has the shape (elements, threads), in the layout of this matrix instruction; m has the shape (waves, rows,
+    columns). The sum has the shape of c."""
     order = np.argsort(self.by_rows)
     found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
     return np.add(found, c, out=found)

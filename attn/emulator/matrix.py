@@ -21,14 +21,15 @@ Array = NDArray[Any]
 WARPGROUP = 128
 
 def warpgroup_operand(a:Array) -> Array:
-  """Converts A fragments of 16 columns each, uint32 (registers, T), to matrices of bits, uint16 (warpgroups, 64, columns)."""
+  """Converts A fragments of 16 columns each to matrices. `a` has the dtype uint32 and the shape (registers, threads). The result holds the bits of
+  the elements, as uint16 (warpgroups, 64, columns)."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=2, w=4, g=8, t=4)
   return layout.to_matrices(a, lambda x: _parts(x, "u2")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
-  """Computes c + A B^T in fp32: c is (registers, T) for T threads, A fp32 (warpgroups, 64, k), B fp32 (warpgroups, n, k). Multiplies for each warp
-  separately. A BLAS library would distribute one larger product over threads, which costs more than it saves, above all when other processes use the
-  cores."""
+  """Computes c + A B^T in fp32 for each warpgroup. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is fp32 (warpgroups, n,
+  k). Multiplies for each warp separately. A BLAS library would distribute one larger product over CPU threads, which costs more than it saves,
+  above all when other processes use the cores."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   products = a.reshape(groups, 4, 16, k) @ b[:, None].swapaxes(2, 3)
   return layout.add_matrices(c, products.reshape(groups*4, 16, n))
@@ -58,7 +59,8 @@ def _halves(x:Array) -> Array:
   return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
-  """Splits dwords (n, T) into the smaller numbers of numpy type `kind` that are packed in them, beginning with the low bits."""
+  """Splits dwords (n, threads) into the smaller numbers that are packed in them, beginning with the low bits. `kind` is the numpy type of these
+  numbers."""
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
@@ -129,8 +131,8 @@ class MatrixUnit:
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
   def instruction(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Executes the matrix instruction `name` (the stem of its compiler builtin) on registers as they are on hardware: a and b are packed elements,
-    uint32 (registers, T), c is fp32 (registers, T)."""
+    """Executes the matrix instruction `name` (the stem of its compiler builtin) on registers as they are on hardware. a and b hold packed elements,
+    as uint32 (registers, threads). c is fp32 (registers, threads)."""
     i = INSTRUCTIONS.get(name)
     if i is None or self.family not in i.families:
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)
@@ -138,7 +140,7 @@ class MatrixUnit:
     return self._run(i, a, b, c, True)
 
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Executes v_dot2_f32_f16 or v_dot2_f32_bf16 on dwords a and b (T,) and fp32 c (T,)."""
+    """Executes v_dot2_f32_f16 or v_dot2_f32_bf16. a and b are dwords of shape (threads,), c is fp32 of shape (threads,)."""
     if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of pairs of {dtype}")
     pairs = [_UNPACK[dtype](np.atleast_2d(x)) for x in (a, b)]
     if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]

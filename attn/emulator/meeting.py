@@ -126,8 +126,9 @@ class Meeting:
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array) -> None:
-    """Adds `values` (T,) to the elements `at` (T,) of the memory, in the threads for which `gate` is true. Raises AtomicRace if another wave of the
-    workgroup has waited for its turn (for the value of a counter in memory), and this wave may add before that turn."""
+    """Adds one of `values` (threads,) to an element of the memory for each thread where `gate` is true. `at` (threads,) holds the elements' indices.
+    Raises AtomicRace if another wave of the workgroup has waited for its turn (for the value of a counter in memory), and this wave may add before
+    that turn."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -171,9 +172,9 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Records an access to `elements` (elements of a thread, T): the numbers of the elements that each thread accesses. `atomic` tells whether the
-    access is an atomic operation. Raises AtomicRace if an earlier access to one of these elements was of the other kind, and nothing puts the two
-    accesses in order."""
+    """Records an access to memory. `elements` holds the indices of the elements that each thread accesses, in an array (elements of a thread,
+    threads). `atomic` tells whether the access is an atomic operation. Raises AtomicRace if one of the two, this access and an earlier access to
+    the same element, is atomic and the other is not, and nothing puts them in order."""
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
     for wave, threads in self.waves_of(f, f.active if active is None else active):

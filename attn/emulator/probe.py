@@ -44,7 +44,8 @@ def probes() -> Iterator[dict[str, list[Array]]]:
   finally: _collecting.remove(found)
 
 def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) -> None:
-  """Collects or prints probed values: `workgroup` (n, 3), `wave` and `lane` (n,), `values` (n,) or (elements, n)."""
+  """Collects or prints the probed values of n threads. `workgroup` has the shape (n, 3), `wave` and `lane` the shape (n,), and `values` the shape
+  (n,) or (elements, n)."""
   kind = np.dtype([("workgroup", np.int32, (3,)), ("wave", np.int32), ("lane", np.int32), ("values", values.dtype, values.shape[:-1])])
   rows = np.empty(len(lane), kind)
   rows["workgroup"], rows["wave"], rows["lane"], rows["values"] = workgroup, wave, lane, values.T

@@ -108,7 +108,8 @@ class LdsShadow:
   # chunk as fast as a number. If an access may be faulty, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records the read of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if the read may be faulty."""
+    """Records a read by each thread, of `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape (threads,).
+    Returns False and records nothing if the read may be faulty."""
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
       tag = chunks(self.writer, per).take(at).view(np.int32).reshape(-1, per)
@@ -118,7 +119,8 @@ class LdsShadow:
     return True
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records the write of `per` neighbouring locations from `at*per` on (T,) and returns True. Returns False if the write may be faulty."""
+    """Records a write by each thread, to `per` neighbouring locations from location `at*per` on, and returns True. `at` has the shape (threads,).
+    Returns False and records nothing if the write may be faulty."""
     f, writer = self.f, chunks(self.writer, per)
     if self.kept(span): return False
     meets = self.waves > 1 and self.written_at.meet(span, f.since)
@@ -136,14 +138,14 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Tells whether an access may follow the last writes, given by their tags (T, locations). It may if each write was made before the last barrier,
-    or by the accessing wave."""
+    """Tells whether an access may follow the last writes. `tag`, of shape (threads, locations), says when and by which wave each location was
+    written. The access may follow if each write was made before the last barrier, or by the accessing wave."""
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
   def on_read(self, at:Array, active:Array|None, span:Span) -> Finding|None:
-    """Records the read of the locations `at` (T,). Returns a Finding if the read is faulty, else None."""
+    """Records the read of one location by each thread. `at` (threads,) holds the locations. Returns a Finding if the read is faulty, else None."""
     f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.complete:
       tag = self.writer[at]
@@ -167,8 +169,8 @@ class LdsShadow:
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Enters the latest reads, which are kept in a list, into the arrays that hold for each byte who last read it. Leaves out reads from before the
-    last barrier."""
+    """Moves the list of the latest reads into the planes, the arrays that hold for each wave when it last read each location. Leaves out reads from
+    before the last barrier."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
       if last < self.f.since: continue

@@ -61,7 +61,7 @@ class Threads:
     return len(self.started) - 1
 
   def full(self, x:Any) -> Array:
-    """Broadcasts a value to one column for each thread. The last axis of the result has length T."""
+    """Broadcasts a value to one column for each thread: the last axis of the result is as long as the number of threads."""
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:

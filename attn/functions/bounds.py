@@ -47,13 +47,13 @@ def _conjuncts(u:UOp) -> list[UOp]:
   return [u]
 
 def _condition(clauses:list[Clause]) -> UOp:
-  """Returns a UOp that is true if all these clauses hold."""
+  """Returns a UOp that is true if all these clauses hold. A clause is a list of conditions, of which one must hold."""
   def of(x:Literal) -> UOp: return x.condition if isinstance(x, Edge) else x
   return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
 
 def _direction(clause:Clause) -> bool|None:
-  """Tells which keys a clause hides: True if each of its literals is an edge that hides the keys after it, False if each is an edge that hides the
-  keys before it. Returns None for any other clause."""
+  """Tells which keys a clause hides. A clause is a list of conditions, of which one must hold. Returns True if each of its conditions is an edge (a
+  limit such as j <= i) that hides the keys after it, False if each is an edge that hides the keys before it, and None for any other clause."""
   found = {x.upper if isinstance(x, Edge) else None for x in clause}
   return found.pop() if len(found) == 1 else None
 

@@ -23,22 +23,23 @@ def not_(literal:Literal) -> Literal:
   return literal.src[0] if literal.op is Ops.CMPNE and literal.src[1].op is Ops.CONST and literal.src[1].arg is True else literal.logical_not()
 
 def implies(x:Literal, y:Literal) -> bool:
-  """Returns whether y is known to hold wherever x holds."""
+  """Returns whether it is certain that the condition y holds wherever the condition x holds. Each is an edge (a limit such as j <= i) or another
+  condition."""
   return x.implies(y) if isinstance(x, Edge) and isinstance(y, Edge) else x is y
 
 def covers(x:Clause, y:Clause) -> bool:
-  """Returns whether the clause y is known to hold wherever the clause x holds."""
+  """Returns whether it is certain that the clause y holds wherever the clause x holds. A clause is a list of conditions, of which one must hold."""
   return all(any(implies(a, b) for b in y) for a in x)
 
 def _joined(x:Clause, y:Clause) -> Clause|None:
-  """Returns the clause that holds if one of two clauses holds. Leaves out literals that imply another literal of the result. Returns None if the new
-  clause always holds."""
+  """Returns the clause that holds if x or y holds. A clause is a list of conditions, of which one must hold. Leaves out conditions that imply another
+  condition of the result. Returns None if the new clause always holds."""
   found = dict.fromkeys(x + y)
   if any(implies(not_(a), b) for a in found for b in found): return None
   return tuple(a for k, a in enumerate(found) if not any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
-  """Removes each clause that holds wherever another of the clauses holds."""
+  """Removes each clause that holds wherever another of the clauses holds. A clause is a list of conditions, of which one must hold."""
   kept: list[Clause] = []
   for x in clauses:
     if not any(covers(y, x) for y in kept): kept = [y for y in kept if not covers(x, y)] + [x]
@@ -47,7 +48,8 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Removes literals that can never hold: a clause with a single literal contradicts them."""
+  """Removes conditions that can never hold from clauses. A clause is a list of conditions, of which one must hold. If a clause has a single
+  condition, this condition must hold, so conditions of other clauses that contradict it are removed."""
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
     fewer = tuple(x if len(x) == 1 else tuple(a for a in x if not any(implies(b, not_(a)) for b in single)) for x in clauses)
@@ -85,12 +87,13 @@ def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
   return None
 
 def _all(*found:Clauses|None) -> Clauses|None:
-  """Returns clauses that hold if all given clauses hold. None stands for a condition with too many clauses: if one of the arguments is None, the
-  result is None."""
+  """Joins lists of clauses into the list of those that must hold if all given clauses hold. A clause is a list of conditions, of which one must hold.
+  None stands for a condition with too many clauses: if one of the arguments is None, the result is None."""
   return functools.reduce(lambda x, y: None if x is None or y is None else conjoined(x, y), found)
 
 class Reader:
-  """Reader of traced conditions: writes them as clauses. Keeps the results, because a function may use a UOp several times."""
+  """Writes conditions of a traced mask as clauses. A clause is a list of conditions, of which one must hold. Keeps the results, because a function
+  may use a UOp several times."""
   def __init__(self) -> None:
     self.sums: dict[UOp, TermSum] = {}
     self.found: dict[tuple[UOp, bool], Clauses] = {}
@@ -98,7 +101,8 @@ class Reader:
   # *** conditions ***
 
   def clauses(self, u:UOp, holds:bool=True) -> Clauses:
-    """Returns clauses that hold exactly where the condition `u` is true, or, with `holds` False, exactly where it is false."""
+    """Returns clauses that all hold exactly where the condition `u` is true, or, with `holds` False, exactly where it is false. A clause is a list of
+    conditions, of which one must hold."""
     if (u, holds) not in self.found: self.found[u, holds] = self._clauses(u, holds)
     return self.found[u, holds]
   def _clauses(self, u:UOp, holds:bool) -> Clauses:
@@ -112,12 +116,12 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns the clauses of the condition `yes` where `c` holds, and `no` where it does not: (not c or yes) and (c or no) and (yes or no). The last
-    of the three follows from the others. It is there because a reader of the clauses finds in it what holds in both cases."""
+    """Returns the clauses of a WHERE, which is the condition `yes` where `c` holds, and `no` where it does not: (not c or yes) and (c or no) and (yes
+    or no). The last of the three follows from the others. It is there because it shows what holds in both cases."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a condition that combines other conditions, by AND or OR, for example. Returns None if there would be too many
-    clauses."""
+    """Returns the clauses of a condition that combines other conditions, by AND or OR, for example. A clause is a list of conditions, of which one
+    must hold. Returns None if there would be too many clauses."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None
@@ -129,8 +133,8 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns clauses for a comparison of integers. Returns None if they would not help: each of them has a literal that is no edge, or there would
-    be too many."""
+    """Returns the clauses of a comparison of integers. A clause is a list of conditions, of which one must hold. Returns None if the clauses would
+    not help: each of them has a condition that is no edge (a limit such as j <= i), or there would be too many."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)

@@ -57,8 +57,8 @@ class OwnUnit(Protocol[Carry]):
     """Loops over tiles, one head after another: over the keys that the workgroup's queries see, or over the queries that see the workgroup's keys.
     Calls `work(state, trip)` for each loaded tile; `work` returns the state after its work on this tile."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
-    """Returns the kernel, which ends with `stores`. The kernel also stores 0 to rows of the tensors `cleared` that belong to no sequence. `count` is
-    the number of the kernel's floating-point operations."""
+    """Returns the kernel, which ends with `stores`. `cleared` names tensors: the kernel also stores 0 to their rows that belong to no sequence.
+    `count` is the number of the kernel's floating-point operations."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries or keys, and computes the gradients that belong to these rows."""

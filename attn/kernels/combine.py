@@ -47,9 +47,9 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the indices of the key ranges (KV splits) into groups, so that the partial results of one group are loaded at the same time. Returns for
-  each group (loops, indices): the tinygrad loop in which the loads are, or no loop, and the indices. If there are many partial results, the first
-  group is a loop over PARTS_AT_ONCE of them at a time, and the last group holds the rest."""
+  """Divides the key ranges (KV splits) into groups. The partial results of one group are loaded at the same time. Returns (loops, indices) for each
+  group: the tinygrad loop around its loads, if there is one, and the indices of its key ranges. If there are many key ranges, the first group is a
+  loop that loads PARTS_AT_ONCE of them at a time, and the last group holds the rest."""
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0
   if looped:
     g = new.range(looped//PARTS_AT_ONCE, AxisType.LOOP)

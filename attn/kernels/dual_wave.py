@@ -182,7 +182,7 @@ class DualWave:
 
   def outputs(self, s:DualWaveState) -> list[UOp]:
     """Returns the stores of the results, O = O^T / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l
-    the row's sum of P."""
+    is the row's sum of P."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]
@@ -231,8 +231,8 @@ class DualWave:
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *deps:UOp) -> tuple[DualWaveState, list[UOp]]:
     """Computes P = exp2(x - m) of the scores `x`, as operands of the next product. m is the number that the softmax subtracts from the scores of a
-    row. `exps` is P for the present m. A branch checks whether m is high enough. If it is not, the branch raises m and computes P again. The branch
-    waits for the operations `deps`."""
+    row. `exps` is P for the present m. A branch, which comes after the operations `deps`, checks whether m is high enough. If it is not, the
+    branch raises m and computes P again."""
     corrected = list[UOp]()
     def correct(statement:UOp) -> UOp:
       corrected.append(s.statements.do(statement))

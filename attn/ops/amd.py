@@ -142,7 +142,7 @@ def fp32_apart(*done:UOp) -> UOp:
   return statement("fp32_apart", *done)
 def sched_barrier(*done:UOp) -> UOp:
   """Keeps clang from moving instructions across the point where all of `done` are computed, so that loads don't start long before their use. Returns
-  a statement."""
+  a statement (an operation with a side effect)."""
   return statement("sched_barrier", *done)
 def opaque(x:UOp, trip:UOp) -> UOp:
   """Returns the integer x and hides its value from the compiler. The compiler repeats a load for every new `trip` if the address depends on the

@@ -167,8 +167,9 @@ def _settle_text(printer:Any, out:str) -> Body:
   return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
 
 def _pass_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `pass_turn`. On CDNA clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is
-  under way (llvm/llvm-project#178316). So the text contains this wait."""
+  """Returns the HIP text of `pass_turn`, the function by which a workgroup passes its turn to the next one: it counts one up in memory after the
+  workgroup's stores. On CDNA, clang up to 22 omits the wait for the write-back of the L2 cache (buffer_wbl2) if nothing else is under way
+  (llvm/llvm-project#178316). So the text contains this wait."""
   wait = [waitcnt(vmcnt=0)] if counts_as_loads(printer.arch) else []
   lines = [*with_scope(printer.arch), _AT, "if (!first) return 0.0f;", fence("RELEASE", "agent"), *wait, _DRAWN, "return 0.0f;"]
   return Body("\n".join(lines), "counter first")

@@ -14,7 +14,7 @@ Floats = TypeVar("Floats", Tensor, UOp)
 SCALES = {dtypes.float: FP32_MOST, dtypes.half: 65504.0}     # dtypes of scales, and their largest numbers
 
 def pattern(x:float) -> int:
-  """Returns the bits of a power of two in fp32."""
+  """Returns the fp32 bit pattern of x, which is a power of two."""
   return (127 + int(math.log2(x))) << 23
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Format:
   def dtype(self) -> DType: return dtypes.uchar if self.bias else dtypes.char
   @property
   def normal(self) -> float:
-    """The smallest normal number of a float. Numbers below it are multiples of normal/8."""
+    """The smallest normal number of the float format. Numbers below it are multiples of normal/8."""
     return 2.0**(1 - self.bias)
 
   def encode(self, x:Floats) -> Floats:
@@ -71,8 +71,8 @@ def whole_units(x:Floats, unit:float) -> Floats:
   return (x + 1.5*2.0**23*unit).bitcast(dtypes.uint) - (pattern(2.0**23*unit) + (1 << 22))
 
 def as_fp16(x:Floats) -> Floats:
-  """Rounds a positive number of fp32 to 11 bits, or to a multiple of 2^-24, as fp16 has them, ties to even. (tinygrad 0.14.0 takes a cast to fp16 and
-  back for no operation.)"""
+  """Rounds a positive fp32 number as a conversion to fp16 does: to 11 significant bits, or to a multiple of 2^-24, ties to even. (tinygrad 0.14.0
+  would remove a cast to fp16 and back.)"""
   bits = x.bitcast(dtypes.uint)
   normal = ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)
   return (x < 2.0**-14).where(whole_units(x, 2.0**-24).cast(dtypes.float)*2.0**-24, normal)

@@ -8,8 +8,8 @@ from attn.ops.numerics import TWO_ONES, Array
 from attn.ops.operation import Lanes, Value, Variable
 
 class Numbers:
-  """Runs the definition of an operation on numpy arrays with one column per thread. A scalar has the shape (T,), a vector (n, T). A register array is
-  any pointer that the emulator's `load_register` takes."""
+  """Runs the definition of an operation on numpy arrays with one column per thread. A scalar has the shape (threads,), a vector (n, threads). A
+  register array is any pointer that the emulator's `load_register` takes."""
   inf, nan = np.float32(np.inf), np.float32(np.nan)
   def __init__(self, lanes:Lanes): self.lanes, self.gate = lanes, lanes.active
 

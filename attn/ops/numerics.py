@@ -1,6 +1,6 @@
 """Arithmetic of the chips, in numpy: rounding to 16 bits, and instructions whose results differ from plain fp32.
 
-A value of a kernel is an array with one column per thread: (T,) for a scalar, (n, T) for a vector of n elements."""
+A value of a kernel is an array with one column per thread: (threads,) for a scalar, (n, threads) for a vector of n elements."""
 from __future__ import annotations
 from typing import Any
 import numpy as np
@@ -15,8 +15,8 @@ def bits_as(x:Array, dtype:str) -> Array:
   return np.ascontiguousarray(x).view(dtype)
 
 def words_of(raw:Array) -> Array:
-  """Joins bytes to dwords. `raw` has the bytes that each lane has loaded, (n, T). Returns (n/4, T), or (T,) if there is one dword. If a lane has
-  loaded fewer than four bytes, they lie in the low end of a dword."""
+  """Joins bytes to dwords. `raw` (n, threads) has the n bytes that each lane has loaded. The result has the shape (n/4, threads), or (threads,) if
+  there is one dword. If a lane has loaded fewer than four bytes, they lie in the low end of a dword."""
   if len(raw) < 4: return np.asarray(sum(byte.astype(np.uint32) << np.uint32(8*i) for i, byte in enumerate(raw)), np.uint32)
   words = np.ascontiguousarray(np.ascontiguousarray(raw.T).view(np.uint32).T)
   return words if len(words) > 1 else words[0]
@@ -57,7 +57,7 @@ def logarithm(x:Array) -> Array: return np.log2(x.astype(np.float64)).astype(np.
 def reciprocal(x:Array) -> Array: return (1/x.astype(np.float64)).astype(np.float32)
 
 def from_lane(x:Array, source:Array, wave:int) -> Array:
-  """Returns, for each lane, the x of another lane of the same wave. `source` (T,) has the index of this other lane."""
+  """Returns, for each lane, the x of another lane of the same wave. `source` (threads,) has the index of this other lane."""
   base = np.arange(x.shape[-1])//wave*wave
   return x[..., base + source % wave]
 

@@ -29,16 +29,17 @@ class Variable:
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
-  """Interface of the emulator to the numpy function that computes an operation. T is the number of threads. A method that only has an effect returns
-  zeros (T,), or None."""
+  """The methods by which the numpy function of an operation uses the emulator. Arrays have one column per thread. A method that only has an effect
+  returns zeros of shape (threads,), or None."""
   wave: int                 # lanes of a wave
   @property
-  def active(self) -> Array: """Threads that execute this operation, as bool (T,)."""
+  def active(self) -> Array: """Threads that execute this operation, as bool (threads,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:
-    """Loads `nbytes` bytes per thread from `pointer` + `offset` bytes, as uint8 (nbytes, T). Checks the bounds of the buffer where `gate` is true;
-    returns zeros where `gate` is false."""
+    """Loads `nbytes` bytes per thread from `pointer` + `offset` bytes, as uint8 (nbytes, threads). Checks the bounds of the buffer where `gate` is
+    true; returns zeros where `gate` is false."""
   def store_bytes(self, pointer:Any, offset:Array, data:Array, gate:Array) -> None:
-    """Stores `data`, uint8 (nbytes, T), to `pointer` + `offset` bytes, for each thread where `gate` is true. Checks the bounds of the buffer."""
+    """Stores `data`, uint8 (nbytes, threads), to `pointer` + `offset` bytes, for each thread where `gate` is true. Checks the bounds of the buffer.
+    """
   def load_register(self, pointer:Any, i:int) -> Array:
     """Reads element i of a register array, counted from `pointer`."""
   def store_register(self, pointer:Any, i:int, value:Array, gate:Array) -> None:
@@ -67,8 +68,8 @@ class Lanes(Protocol):
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which an active thread stays active only if `gate` is true."""
   def warpgroup_operand(self, a:Array) -> Array:
-    """Converts the A fragments of each warpgroup's wgmma to a matrix. `a` is uint32 (registers, T). The result has the shape (warpgroups, 64, k) and
-    holds 16-bit or 32-bit patterns."""
+    """Converts the A fragments of each warpgroup's wgmma to matrices. `a` has the dtype uint32 and the shape (registers, threads). The result has the
+    shape (warpgroups, 64, k) and holds bit patterns of 16 or 32 bits."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on. With `more` the product is added to the fragments. `a` and `b`
     are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for
@@ -78,11 +79,11 @@ class Lanes(Protocol):
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array) -> None:
-    """Adds float32 x (instructions, elements, T) to global memory where `gate` is true, in any order. The elements of instruction i are added to
-    neighbouring numbers, which begin `steps[i]` elements after `pointer`."""
+    """Adds float32 x (instructions, elements, threads) to global memory where `gate` is true, in any order. The elements of instruction i are added
+    to neighbouring numbers, which begin `steps[i]` elements after `pointer`."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:
-    """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns for each thread the number before its addition,
-    (T,)."""
+    """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns an array (threads,) with the number that each
+    thread found before its addition."""
   def await_turn(self, pointer:Any, number:Array, gate:Array) -> None:
     """Waits until an int32 in global memory is equal to `number`, in the threads where `gate` is true."""
   def settle(self) -> None:
@@ -124,7 +125,7 @@ class Call:
   @property
   def parameters(self) -> dict[str, Any]: return dict(self.static)
   def meaning(self, lanes:Lanes, *sources:Any) -> Any:
-    """Computes the operation in numpy from the values of its sources: (T,) for a scalar, (n, T) for a vector."""
+    """Computes the operation in numpy from the values of its sources. A scalar has the shape (threads,), a vector of n elements (n, threads)."""
     with np.errstate(all="ignore"): return self.operation.meaning(lanes, *sources, **self.parameters)
   def format(self, *sources:str) -> str:
     raise NotImplementedError(f"this device's renderer can't print {self.name}, an operation of attn: import attn before the device is opened")

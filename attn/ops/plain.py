@@ -80,7 +80,8 @@ class Plain:
     return Elements(tuple(place(i) for i in range(n)))
 
   def stored(self, to:tuple[UOp, ...], x:Elements) -> UOp:
-    """Stores the elements of x one by one. If the buffer has 16-bit numbers, each dword is stored as two numbers."""
+    """Stores a value element by element. `to` has an INDEX for each element. If the buffer has 16-bit numbers, each dword of x is stored as two
+    numbers."""
     values, dtype = x.each, to[0].dtype
     if dtype.itemsize == 2: values = [(w >> 16*i).cast(dtypes.ushort).bitcast(dtype) for w in values for i in range(2)]   # type: ignore[assignment]
     return UOp.group(*[place.store(x) for place, x in zip(to, values, strict=True)])

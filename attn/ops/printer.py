@@ -139,7 +139,7 @@ class Printer:
     if length_of(wide) > 1: self.vector_operator(operator, x.type, y.type)
     return Term(self, f"({x.text} {operator} {y.text})", type or wide)
   def vector_operator(self, operator:str, x:str, y:str) -> None:
-    """Declares this operator for operands of types x and y, if the language does not have it. Does nothing for a language that has it."""
+    """Declares a C++ operator between operands of types x and y, if the language does not have it. Does nothing for a language that has it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
     """Renders a call of a function `name` that applies the expression `scalar` to each element of vectors. The expression has {0} and {1} for its

@@ -1,17 +1,17 @@
 """Correction of the online softmax: the rare branch that raises the reference values of a wave's rows. It is written once for all matrix units.
 
-Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most 2^above, no P in the
-sum exceeds 2^above: the row keeps its reference, and no maximum is computed. If a sum in any lane of the wave is larger, inf or NaN, then the wave
-takes the branch: the reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to this reference, and P and its
-sums are computed again.
+Each row has a reference m, and P = exp2(S*scale + addend) with addend = -m*scale. No P is negative. So if a sum of P is at most a bound, 2^`above`,
+no P in the sum exceeds this bound: the row keeps its reference, and no maximum is computed. If a sum in any lane of the wave is larger, inf or NaN,
+then the wave takes the branch: the reference of every row becomes the maximum of its scores so far, the accumulators are rescaled to this reference,
+and P and its sums are computed again.
 
-If |addend| exceeded LARGE, the rounding error of the addend would show in the result of S*scale + addend. The addend of such a row is set to NaN. Its
-sums are then NaN, so every loop iteration takes the branch, and the branch subtracts the reference from the score before it multiplies by the scale.
-Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow.
+If |addend| exceeded LARGE (2^14), the rounding error of the addend would show in the result of S*scale + addend. The addend of such a row is set to
+NaN. Its sums are then NaN, so every loop iteration takes the branch, and the branch subtracts the reference from the score before it multiplies by
+the scale. Every iteration with a score that is NaN or +inf takes the branch too: correct, but slow.
 
-A row that has seen no key has the reference LOWEST and an addend as large. P of every finite score then overflows to inf, so that the wave takes the
-branch, and P of the score -inf is 0. Problems in which a score may be as large as fp32 allows (`Problem.wide_scores`) are an exception: a score near
--3e38 would not overflow. There the addend of a row that has seen no key is NaN, which leads to the branch, too."""
+A row that has seen no key begins with the reference LOWEST, the lowest finite number of fp32, so its addend is a huge positive number. P of a finite
+score then overflows to inf, and the wave takes the branch. P of the score -inf is 0. In some problems a score may itself be as low as -3e38, and P
+would not overflow (`Problem.wide_scores`). There the addend of a row that has seen no key is NaN, which leads to the branch too."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable

@@ -27,8 +27,8 @@ def _scale_in_range(c:Any, x:Value) -> Value:
 def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0
 
 def scale_in_range(x:UOp) -> UOp:
-  """Returns scales by which weights can be multiplied and divided. The scales of rows of zeros, NaN, and the scales of rows that do not exist, which
-  may be any number, become OF_NO_ROW."""
+  """Returns scales by which weights can be multiplied and divided. A scale that is not a positive number becomes OF_NO_ROW (2^-40): the scale of a
+  row of zeros, NaN, and some of the scales of rows that do not exist."""
   return emit("scale_in_range", x.dtype, x)
 def zero_or_nan(x:UOp) -> UOp:
   """Returns NaN for each scale that is NaN, else 0."""
@@ -37,11 +37,11 @@ def zero_or_nan(x:UOp) -> UOp:
 # ***** numbers of 8 bits *****
 
 def numbers(stored:Array, kind:str) -> Array:
-  """Converts stored numbers, uint8, to fp32."""
+  """Converts 8-bit numbers of a cache, given as bytes (uint8), to fp32. `kind` is their format: int8 or a float."""
   return stored.view(np.int8).astype(np.float32)
 
 def bytes_of(words:Array) -> Array:
-  """Returns the bytes of dwords, (4*n, T) for dwords (n, T)."""
+  """Returns the bytes of dwords. The dwords have the shape (n, threads), the bytes (4*n, threads)."""
   words = np.atleast_2d(words)
   return np.stack([(words >> np.uint32(8*i)).astype(np.uint8) for i in range(4)], axis=1).reshape(-1, words.shape[-1])
 

@@ -153,7 +153,8 @@ class ContextGradient:
   shared: SharedRows
   names: tuple[str, ...]
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns the gradient of each source of the call, or None for a source that has no gradient. The arguments are those of AttentionGradient."""
+    """Returns the gradient of each source of the call, or None for a source that has no gradient. `args` are the gradients of the outputs, without
+    those outputs that have no gradient. The last element of `args` is the call, unless the call is given by name."""
     check_differentiable(self.shared.problem)
     c, (gradients, call) = self.shared, (args[:-1], args[-1]) if call is None else (args, call)
     t = dict(zip(self.names, call.src[1:]))

@@ -97,7 +97,8 @@ def draw_cells(d:Drawing, kinds:Array, heights:list[float], widths:list[float]) 
 
 @cache
 def of_tile_map() -> dict[str, Drawing]:
-  """Draws the map in docs/functions.md. That page also shows the command that draws the map."""
+  """Draws the picture tile_map.svg of docs/functions.md: which tiles of the queries x keys matrix are skipped, masked, or computed without a mask.
+  The page also shows the command that draws it."""
   return {"tile_map": tile_map("attn.mods:sinks_and_window(64, 400)", mods.sinks_and_window(64, 400))}
 
 # ***** the command *****

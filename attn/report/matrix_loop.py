@@ -31,8 +31,9 @@ EVERYONE = UOp.const(True)
 
 @dataclass(frozen=True)
 class MatrixLoop:
-  """Kernel of matrix instructions alone. `kernel(groups, trips)` makes it, for tensors (results, operands). The numbers below count for one workgroup
-  and one iteration."""
+  """A measuring kernel that executes only matrix instructions in a loop. `kernel(groups, trips)` returns it, for `groups` workgroups and `trips`
+  iterations, as a function of the tensors (results, operands). `flops` is the number of floating-point operations of one workgroup in one
+  iteration."""
   what: str                # the instruction
   kernel: Callable[[int, int], Callable[..., UOp]]
   flops: int
@@ -41,14 +42,14 @@ class MatrixLoop:
   workgroups: int = WORKGROUPS
 
   def outputs(self, groups:int, trips:int, dtype:str) -> Tensor:
-    """Runs the loop. Returns the sums of all products that each lane holds, not computed yet."""
+    """Returns a lazy Tensor with the final accumulators of every lane. Computing it runs the measuring kernel on random operands."""
     data = Tensor(np.random.default_rng(0).standard_normal(self.operands, np.float32)).cast(FLOATS[dtype]).realize()
     made = self.kernel(groups, trips)
     def fxn(*placeholders:UOp) -> CheckedKernel: return CheckedKernel(made(*placeholders), ("results",))
     return Tensor.custom_kernel(Tensor.empty(groups*self.results), data, fxn=fxn)[0]
 
 def matrix_loop(arch:Chip, dtype:str) -> MatrixLoop|None:
-  """Returns the kernel for a chip, or None if attn knows no matrix instruction of the chip."""
+  """Returns the kernel that measures the rate of a chip's matrix instructions, or None if attn knows no matrix instruction of the chip."""
   if arch.wgmma: return wgmma_loop(dtype)
   if arch.unit.mma: return register_loop(arch.unit.mma[dtype], dtype)
   return register_loop(arch.matrix[dtype][0], dtype) if arch.matrix.get(dtype) else None
@@ -56,7 +57,7 @@ def matrix_loop(arch:Chip, dtype:str) -> MatrixLoop|None:
 # ***** operands in registers: MFMA, WMMA, mma.sync *****
 
 def register_loop(mat:Matrix|Mma, dtype:str) -> MatrixLoop:
-  """Returns the loop of an instruction whose operands and accumulators lie in registers."""
+  """Returns a measuring kernel: it repeats one matrix instruction in a loop, with all operands and accumulators in registers."""
   on_amd = isinstance(mat, Matrix)
   words = mat.M*mat.N//mat.wave                          # registers of an accumulator
   count = max(4, REGISTERS//words)
@@ -89,8 +90,8 @@ def instruction_name(mat:Matrix|Mma, dtype:str) -> str:
   return f"{mat.name} on {dtype}" if isinstance(mat, Matrix) else f"mma.sync.m{mat.M}n{mat.N}k{mat.K} on {dtype}"
 
 def amd_steps(mat:Matrix, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], UOp], Callable[..., UOp]]:
-  """Returns two functions: one loads an operand by its index, the other multiplies two operands. Lanes that must hold the same operands load the same
-  data."""
+  """Returns two functions: one loads an operand by its index, the other multiplies two operands and adds the product to an accumulator. Lanes that
+  must hold the same operands load the same data."""
   at = Lane(lane, UOp.const(0), mat)
   source = at.n if mat.duplicated else lane
   def read(n:int) -> UOp: return loaded_operand(data, (n*mat.wave + source)*(nbytes//mat.size), nbytes, mat.size)
@@ -108,7 +109,7 @@ def loaded_operand(data:UOp, first:UOp, nbytes:int, size:int) -> UOp:
   return functools.reduce(ops.concat, [ops.load_where(flat(data)[first + i//size], EVERYONE, width) for i in range(0, nbytes, width)])
 
 def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:int, values:list[UOp], words:int) -> UOp:
-  """Returns the finished kernel: each thread stores its `values`, of `words` numbers each."""
+  """Returns the measuring kernel as a program. Each thread stores its `values`, of `words` numbers each, to `results`."""
   first = (ranges[0]*threads + thread)*(len(values)*words)
   stores = [flat(results)[first + i*words + e].store(ops.extract(x, e)) for i, x in enumerate(values) for e in range(words)]
   return UOp.group(*stores).end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()), tag=OPTIMISED)
@@ -117,15 +118,15 @@ def finished(name:str, results:UOp, ranges:tuple[UOp, ...], thread:UOp, threads:
 
 @dataclass(frozen=True)
 class WgmmaSums(InOrder):
-  """The state of the loop of wgmma: B in shared memory, the accumulators, and operand A in registers."""
+  """The state of the kernel that measures wgmma: operand B in shared memory, the accumulators, and operand A in registers."""
   shared: UOp
   acc: UOp
   a: UOp
   statements: Statements
 
 def wgmma_loop(dtype:str) -> MatrixLoop:
-  """Returns the loop of wgmma. Each of two warpgroups multiplies 64 rows in registers by 128 rows of 256 columns in shared memory, adds the product
-  to its accumulators, and waits. The tensor cores work for the other warpgroup meanwhile."""
+  """Returns a measuring kernel: it repeats wgmma in a loop. Each of two warpgroups multiplies 64 rows in registers by 128 rows of 256 columns in
+  shared memory, adds the product to its accumulators, and waits. Meanwhile the tensor cores work for the other warpgroup."""
   mat, threads = MMA[dtype], WGMMA_WAVES*32
   layout = SwizzledPanels(WGMMA_KEYS, WGMMA_COLUMNS*mat.size//UNIT_BYTES)
   accs, steps = WGMMA_COLUMNS//mat.N, WGMMA_KEYS//mat.K

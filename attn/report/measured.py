@@ -1,4 +1,5 @@
-"""Runs the shapes of a report. First all results are judged; then kernels and the card's own rates are timed; then times are predicted."""
+"""Runs and times the shapes of a report on this device. First attn's results for all shapes are checked for accuracy. Then the kernels are timed, and
+for comparison a memory copy, tinygrad's GEMM and matrix instructions alone. Last, the times are predicted."""
 from __future__ import annotations
 import datetime, sys, time
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ SCORES = {OF_FORWARD: 1 << 20, OF_DECODE: 1 << 18, OF_BACKWARD: 1 << 20}
 
 @dataclass
 class ReportedKernel:
-  """Kernel of a shape, ready to run: its name, its tile, and the compiled schedule that computes it."""
+  """A kernel that computes a shape of a report, ready to run: its name, its tile, and the compiled schedule."""
   name: str
   tile: str
   schedule: UOp
@@ -33,7 +34,7 @@ class ReportedKernel:
 
 @dataclass
 class JudgedShape:
-  """A shape whose results were judged. Its tensors stay on the device, so that the same kernels can be timed later."""
+  """A shape of a report whose results were checked for accuracy. Its tensors stay on the device, so that the same kernels can be timed later."""
   shape: ReportedShape
   verdict: JudgedResult|None = None
   kernels: list[ReportedKernel] = field(default_factory=list)
@@ -42,8 +43,8 @@ class JudgedShape:
 # ***** verdicts *****
 
 def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
-  """Runs the kernels of a shape once and judges the results. A shape that no kernel of attn supports is refused. If a kernel fails in any other way,
-  the shape is wrong."""
+  """Runs the kernels of a shape once and checks the accuracy of the results. The returned object says that the shape is refused if no kernel of attn
+  supports it, and that its results are wrong if a kernel fails in any other way."""
   found = JudgedShape(shape)
   try: verdict, checked = (judge_backward if shape.kind == OF_BACKWARD else judge_forward)(found, arch)
   except NotImplementedError as e: return JudgedShape(shape, refused=first_line(e))
@@ -54,7 +55,7 @@ def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
   return found
 
 def first_run(found:JudgedShape, name:str, tile:Any, *outputs:Any) -> None:
-  """Compiles and runs a kernel, and adds it to the kernels of a shape."""
+  """Compiles the kernel that computes `outputs` and runs it once. Adds it, with the time of this run, to the kernels of a shape."""
   schedule = compiled(*outputs)
   found.kernels.append(ReportedKernel(name, str(tile), schedule, device_seconds(schedule)))
 
@@ -78,7 +79,7 @@ def judge_backward(found:JudgedShape, arch:Chip) -> tuple[Any, float]:
 # ***** times *****
 
 def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
-  """Times a kernel in rounds. The emulator's time is that of the first run."""
+  """Measures the time of a kernel in several rounds of runs. On the emulator, returns the time of the first run instead."""
   if how == BY_EMULATOR: return KernelTime(x.name, x.tile, 1, (x.seconds,))
   with sampled(sensors) as readings: runs, rounds = timed_rounds(repeater(x.schedule))
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
@@ -114,7 +115,7 @@ def measure_report(sizes:str, card_name:str|None=None) -> CardReport:
                     tuple(rows), (*refusals, *notes_on(card, before)))
 
 def notes_on(card:FoundCard, before:Any) -> list[str]:
-  """Returns what a reader of the report must know besides the figures."""
+  """Returns remarks for the reader of a report, such as that the system tells no clocks of the card."""
   several = len(card.may_be) > 1 and card.text.kind == "AMD"
   return [*[f"the card may be {' or '.join(x.name for x in card.may_be)}: predictions are for the first; --card names the right one"]*several,
           *["the system tells no clocks and no power"]*(before is None)]

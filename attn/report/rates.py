@@ -1,4 +1,5 @@
-"""Rates of a card itself, with which kernels of attention are compared: its matrix instructions alone, tinygrad's GEMM, and a copy in memory."""
+"""Measures speeds of a card that do not depend on attn's attention kernels, as a comparison: matrix instructions alone, tinygrad's GEMM, and a copy
+in memory."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,18 +25,20 @@ OF_A_UNIT = {TFLOPS: 1e12, GBS: 1e9}
 UNITS_UNKNOWN = 64     # compute units that get workgroups of the matrix loop if their number is not known
 
 class WrongProducts(RuntimeError):
-  """Error: the matrix loop has not computed the products that its rate counts."""
+  """Error: the kernel that measures matrix instructions has returned wrong sums, so the rate that was measured is not valid."""
 
 @dataclass(frozen=True)
 class RateToMeasure:
-  """A rate to measure: `work` operations or bytes of a run, and a function that returns the timer of a run."""
+  """A rate to measure, such as TFLOP/s of matrix instructions or GB/s of a copy. `work` is the number of operations or bytes of one run. `timer`
+  returns a function that runs the work and returns its time."""
   what: str
   unit: str
   work: float
   timer: Callable[[], Callable[[int], float]]
 
 def loop_rate(arch:Chip, dtype:str, trips:int, units:int) -> RateToMeasure|None:
-  """Rate of matrix instructions alone. It counts only if four times as many iterations give four times the sums."""
+  """Returns the measurement of a chip's matrix instructions alone, or None if attn knows none. The timer first checks the results: four times as many
+  iterations must give sums that are four times as large. Otherwise it raises WrongProducts."""
   if (loop := matrix_loop(arch, dtype)) is None: return None
   groups = units*loop.workgroups
   def timer() -> Callable[[int], float]:
@@ -54,7 +57,8 @@ def gemm_rate(n:int, dtype:str) -> RateToMeasure:
   return RateToMeasure(f"tinygrad's GEMM ({n} x {n} x {n}, {dtype}, fp32 sums, as tinygrad schedules it, no search)", TFLOPS, 2*n**3, timer)
 
 def copy_rate(nbytes:int, by_us:bool) -> RateToMeasure:
-  """Rate of a copy that is larger than every cache, by a kernel of attn; on devices without workgroups by tinygrad."""
+  """Returns the measurement of a copy of `nbytes` bytes in memory, which should be larger than every cache. A kernel of attn copies if `by_us` is
+  true, otherwise tinygrad computes x + 1."""
   def timer() -> Callable[[int], float]:
     x = Tensor.ones(nbytes//4).contiguous().realize()
     return ran_once(Tensor.custom_kernel(Tensor.empty(nbytes//4), x, fxn=copied_by_threads)[0] if by_us else x + 1)

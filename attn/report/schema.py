@@ -52,7 +52,8 @@ class SoftwareText:
 
 @dataclass(frozen=True)
 class MeasuredRate:
-  """A rate of the card itself, without attention: `what` says exactly what was measured. `rounds` has the rate of each round."""
+  """A measured speed of a card that does not depend on attention, such as the rate of a copy. `what` says exactly what was measured. `rounds` has the
+  rate of each round of the measurement."""
   what: str
   unit: str = limited(among=RATE_UNITS)
   rounds: tuple[float, ...] = limited(0)
@@ -84,7 +85,8 @@ class KernelTime:
   def seconds(self) -> float: return statistics.median(self.rounds)
   @property
   def expected(self) -> PredictedTime|None:
-    """The prediction with which the measured time is compared: at the sustained clock if that is known."""
+    """The prediction with which the measured time is compared. It is the one at the clock that the card sustains in GEMMs, if this clock is known,
+    otherwise the one at the rated clock."""
     return self.predicted[-1] if self.predicted else None
   @property
   def ratio(self) -> float|None:
@@ -135,7 +137,7 @@ class CardReport:
   @property
   def right(self) -> bool: return all(x.right for x in self.rows)
   def best_rate(self, unit:str) -> MeasuredRate|None:
-    """Highest rate of the card with this unit, with which kernels are compared."""
+    """The highest of the card's measured rates that have this unit (TFLOP/s or GB/s). The kernels' rates are compared with it."""
     return max((x for x in self.rates if x.unit == unit), key=lambda x: x.rate, default=None)
 
 # ***** to text and back *****
@@ -215,7 +217,7 @@ def contradictions(report:CardReport) -> typing.Iterator[tuple[str, str]]:
     if not rate.rounds: yield f"rates[{i}].rounds", "must have at least one round"
 
 def of_verdict(x:JudgedResult|None) -> list[str]:
-  """Returns what is wrong in a verdict: a result is right only if its error is within the limit."""
+  """Returns what is wrong in the verdict on a result, as texts. A result may be called right only if its error is given and within the limit."""
   if x is None or not x.ok: return []
   if x.error is None or x.limit is None: return ["is true, but there is no error and limit"]
   return [f"is true, but the error {x.error:.3g} is above the limit {x.limit:.3g}"]*(x.error > x.limit)

@@ -85,7 +85,7 @@ def find_card(device:str, arch:Chip, name:str|None=None) -> FoundCard:
   return FoundCard(CardText(kind, arch.name, without_names(called), facts.compute_units, without_names(driver)), tuple(may_be), sensors)
 
 def amdgpu_driver() -> str:
-  """Returns the version of amdgpu: its own if it is not part of the kernel, else that of the kernel."""
+  """Returns the version of the driver amdgpu. If amdgpu is a part of the Linux kernel, this is the version of Linux."""
   version = text_of_file(SYS/"module/amdgpu/version")
   if version is not None: return f"amdgpu {version_numbers(version)}"
   return f"amdgpu of Linux {version_numbers(platform.release())}" if (SYS/"module/amdgpu").exists() else "tinygrad's own"
@@ -99,7 +99,8 @@ def text_of_file(path:Path) -> str|None:
 def no_sensors() -> SensorReading|None: return None
 
 def amd_sensors(folder:Path) -> Sensors:
-  """Reads the sensors of amdgpu: hwmon's files, and pp_dpm_sclk where hwmon has no clock. Memory clocks come from pp_dpm_mclk alike."""
+  """Returns a function that reads the sensors of an AMD card: the files of hwmon. Clocks that hwmon does not have come from pp_dpm_sclk (core) and
+  pp_dpm_mclk (memory)."""
   def number(pattern:str, unit:float) -> float|None:
     for path in sorted(folder.glob(pattern)):
       if (text := text_of_file(path)) is not None and re.fullmatch(r"-?\d+", text): return int(text)/unit

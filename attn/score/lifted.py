@@ -64,13 +64,14 @@ class Lifted:
 
   # ***** parts *****
   def part(self, u:UOp) -> Evaluated:
-    """Computes a traced function, or one UOp inside it, on the fragment. Computes the UOps first that it is made of; each is computed only once."""
+    """Computes a traced function, or one UOp inside it, on the fragment. First computes the UOps of which it is made. Each UOp is computed only once.
+    """
     for x in u.toposort(gate=lambda x: x not in self.parts) if u not in self.parts else ():
       if x not in self.parts and x._shape == () and x.op is not Ops.STACK: self.parts[x] = self.computed(x)
     return self.parts[u]
 
   def computed(self, u:UOp) -> Evaluated:
-    """Computes a single UOp of the function, whose sources have already been computed."""
+    """Computes a single UOp of the user's score or mask function. The sources of the UOp have already been computed."""
     if u in self.symbols: return Evaluated(same=self.symbols[u])
     if u is SCORE:
       assert self.raw is not None
@@ -90,7 +91,7 @@ class Lifted:
     return Evaluated(vectors=[ops.build(*x) for x in made]) if u.dtype == dtypes.float else Evaluated(each=made)
 
   def each(self, u:UOp) -> Elementwise:
-    """Returns a UOp of the function as one scalar per element of the fragment."""
+    """Returns the values of the UOp u as one scalar for each element of the fragment. u belongs to the user's score or mask function."""
     x = self.part(u)
     if x.same is not None: return [[x.same]*n for n in self.lengths]
     if x.each is not None: return x.each
@@ -98,7 +99,7 @@ class Lifted:
     return [[ops.extract(y, i) for i in range(n)] for y, n in zip(x.vectors, self.lengths)]
 
   def vectors(self, u:UOp) -> list[UOp]:
-    """Returns a UOp of the function that has a float dtype, as vectors of fp32 numbers."""
+    """Returns the values of the UOp u as vectors of fp32 numbers. u belongs to the user's score or mask function and has a float dtype."""
     x = self.part(u)
     if x.vectors is not None: return x.vectors
     if x.same is not None: return [ops.splat(as_fp32(x.same), n) for n in self.lengths]
@@ -124,7 +125,7 @@ class Lifted:
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
     """Returns k times a UOp as a `Line`: numbers that grow by the same amount from column to column. The UOp must be such a number, or a product of
-    one and of factors that are equal for all columns. Any other UOp gives None. Elements of tensors are assumed to be at most MODERATE."""
+    one and of factors that are equal for all columns. Any other UOp gives None. Elements of tensors are assumed to be at most 2^64 (MODERATE)."""
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
     if u.op is not Ops.MUL: return None

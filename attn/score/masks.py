@@ -28,7 +28,8 @@ def first_seen(walk:Walk, row:UOp) -> UOp|None:
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """Returns the last column that each mask leaves to a row. The list is never empty, because the mask COUNT always has a last column."""
+  """Returns the last column that each mask leaves to a row. The list is never empty, because the end of the sequence counts as a mask, too (COUNT),
+  and always has a last column."""
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))

@@ -148,7 +148,8 @@ def test_tiles_of_intervals(name:str, sizes:str, arch:str) -> None: check(name, 
 def test_tiles_of_lists(name:str, sizes:str, arch:str) -> None: check(name, sizes, arch, True)
 
 def test_two_tiles_of_dual_wave_are_one() -> None:
-  """Tiles of dual_wave are counted in pairs of 128 keys, because each iteration of this kernel computes two tiles."""
+  """Tests the tiles that `visited_tiles` reports for the kernel dual_wave. Each iteration of this kernel computes two tiles of 64 keys, so both count
+  as one tile of 128 keys."""
   p, chip = problem(B=4, H=32, Sq=600, Sk=700, D=128, causal=True, lse=False), get_chip("gfx950")
   choice = choose(p, chip)
   assert choice.kernel == "dual_wave" and choice.work.tile is not None
@@ -159,8 +160,8 @@ def test_two_tiles_of_dual_wave_are_one() -> None:
 # ***** lengths *****
 
 def check_causal_batches(p:Problem, tensors:dict[str, Array], queries:Array, keys:Array) -> None:
-  """Checks the tiles that are counted under a causal mask, if each batch, or packed sequence, has its own numbers of queries and keys. The last query
-  sees all keys of its sequence."""
+  """Checks which tiles `visited_tiles` reports as skipped, masked, or computed without a mask. The mask is causal, and each batch or packed sequence
+  has its own numbers of queries and keys. The last query of a sequence sees all keys of the sequence."""
   chip = get_chip("gfx942")
   tile = choose(p, chip).work.tile
   assert tile is not None

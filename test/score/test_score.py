@@ -90,7 +90,8 @@ def by_book(given:list[Tensor], softcap:float) -> tuple[np.ndarray, list[np.ndar
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_a_term_without_a_derivative_refuses_a_gradient(monkeypatch:pytest.MonkeyPatch, kernel:str) -> None:
-  """attn refuses a gradient by the name of the term before any kernel runs. Forward still works."""
+  """Tests a score term without a derivative. A request for gradients raises an error that names the term before any kernel runs. Forward still works.
+  """
   softcap = 2.125 + len(kernel)
   replaced(monkeypatch, derivative=None, differentiable=False)
   with emulated("gfx942", kernel):

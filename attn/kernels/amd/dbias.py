@@ -38,7 +38,8 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 
 @dataclass(frozen=True)
 class AmdBias:
-  """The kernel for the gradient of a bias on AMD's matrix units, as one thread sees it: the steps that `BiasUnit` declares."""
+  """The kernel for the gradient of a bias on AMD's matrix units, as one thread sees it, with one method for each step of the algorithm. `BiasUnit`
+  declares the steps."""
   of: AmdBackward      # the queries of the first iteration
   bias: BiasPart
 
@@ -63,7 +64,7 @@ class AmdBias:
   def begin(self) -> Any: return self.of.begin()
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    """Loops over this workgroup's part of the scores that are summed."""
+    """Loops over the scores whose gradients this workgroup adds up: the scores that its block of the bias is added to."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s

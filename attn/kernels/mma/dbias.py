@@ -36,7 +36,8 @@ def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBack
 
 @dataclass(frozen=True)
 class MmaBias:
-  """The kernel for the gradient of a bias on mma.sync, as one thread sees it: the steps that `BiasUnit` declares."""
+  """The kernel for the gradient of a bias on mma.sync, as one thread sees it, with one method for each step of the algorithm. `BiasUnit` declares the
+  steps."""
   of: MmaBackward      # the queries of the first iteration
   bias: BiasPart
 
@@ -61,7 +62,8 @@ class MmaBias:
   def begin(self) -> MmaBackwardState: return self.of.cleared(self.of.state)
 
   def walk(self, s:MmaBackwardState, work:MmaWork) -> MmaBackwardState:
-    """Loops over this thread block's part of the scores that are summed. An iteration begins when all reads of the previous iteration are done."""
+    """Loops over the scores whose gradients this thread block adds up: the scores that its block of the bias is added to. An iteration begins when
+    all reads of the previous iteration are done."""
     if self.bias.one_trip: return self.over_keys(self.of, s, self.bias.first_trip, work)
     first, count = self.bias.own_trips
     if (number := trip_count(count)) is None: return s
@@ -93,7 +95,7 @@ class MmaBias:
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, tiles) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, tiles:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of dS to memory, given as C fragments. The keys of the fragments begin at the `part`-th part of tile t."""
+    """Returns the stores of dS to memory. `tiles` are the C fragments of dS for some keys of tile t: the keys of part `part`."""
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, tiles) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, self.bias.stored(row))]

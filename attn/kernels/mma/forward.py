@@ -78,11 +78,13 @@ class MmaForward:
   def p(self) -> Problem: return self.warps.group.p
   @property
   def kinds(self) -> tuple[str, ...]:
-    """The sums of P for each row in l: P after rounding, P without the scales of V's rows, and for the LSE P before rounding."""
+    """Names of the sums of P that the kernel adds up for each row: of P after rounding; if V is stored in 8 bits, of P without the scales of V's
+    rows; and for the LSE, of P before rounding."""
     return (ONES, *[SCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
-    """The sums of P from which O and the LSE are computed. If P includes scales, the sum of rounded P only shows whether P is too large."""
+    """Names of the sums of P (see `kinds`) by which O is divided and from which the LSE is computed. If V is stored in 8 bits, P includes the scales
+    of V's rows. The sum of rounded P then only shows whether P is too large, and is left out here."""
     return self.kinds[1:] if self.p.stored else self.kinds
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
@@ -209,8 +211,8 @@ class MmaForward:
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns where a lane's i-th 16 bytes of results lie in shared memory. The lane belongs to the warp that computes part `share` of the keys
-    , and has the same index in that warp as this thread has in its own."""
+    """Returns where a lane's i-th 16 bytes of results lie in shared memory, for the tile of queries `qt`. The lane belongs to the warp that computes
+    part `share` of the keys. It has the same index in that warp as this thread has in its own warp."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
@@ -251,7 +253,7 @@ class MmaForward:
     return v.moved_to(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of tile t lie in shared memory, as the number of a float."""
+    """Returns where the scales of tile t begin in shared memory, counted in floats."""
     q, k, v = self.tile.layouts(self.p)
     return (q.size + self.tile.stages*(k.size + v.size) + t%self.tile.stages*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def scales(self, s:MmaState, t:UOp, kind:int) -> list[UOp]:

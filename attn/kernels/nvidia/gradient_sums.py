@@ -29,7 +29,7 @@ def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp,
 
 @dataclass(frozen=True)
 class QueriesOfSums:
-  """The queries of which a block owns dQ in its fp32 accumulator in memory. Each of the block's four warps owns 16 of them."""
+  """The 64 queries for which a block reads or writes the fp32 accumulator of dQ in memory. Each of the block's four warps has 16 of them."""
   rows: WarpRows[SwizzledRows]
 
   @staticmethod

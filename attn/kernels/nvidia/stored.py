@@ -16,29 +16,31 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class StoredKeys:
-  """The stored rows of K and V that a block loops over, as one thread sees them."""
+  """The 8-bit rows of K and V over which a block loops, as one thread sees them."""
   warps: Warps
 
   def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
-    """Converts bytes of dwords: for each pair a dword, and the numbers of two of its bytes."""
+    """Converts 8-bit numbers to vectors of the 16-bit dtype of the matrix unit. Each of `pairs` has a dword and the indices of two of its bytes."""
     p = self.warps.group.p
     return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
 
   # ***** operands *****
   def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
-    """Reads operand A of S = Q K^T for one step of 16 columns. Its columns are in the order in which `k_operand` has those of K: the lane's four
-    columns are neighbours. The lane's rows are those of the tile that begins at row `first`."""
+    """Reads operand A of S = Q K^T for one step of 16 columns. The lane's four columns are neighbours, as in the operand that `k_operand` makes of
+    8-bit keys. The lane's rows belong to the matrix tile that begins at row `first`."""
     at, halves = self.warps.at, shared.bitcast(ops.u32(2))
     of_rows = [halves[rows.place(first + at.matrix.c_row(at.lane, r), at.h//2 + 2*step)*2 + at.h%2].load() for r in range(nv.ROWS)]
     return ops.build(*[ops.extract(x, i) for i in range(2) for x in of_rows])
 
   def k_operand(self, words:UOp, step:int) -> UOp:
-    """Converts operand B of S = Q K^T, for 16 keys and one step of 16 columns. `words` are the result of ldmatrix for two steps."""
+    """Returns operand B of the matrix instruction for S = Q K^T, widened from the 8-bit keys: 16 keys and one step of 16 columns. `words` are what
+    ldmatrix returned for two steps."""
     return self.widened(*[(ops.extract(words, step%2 + 2*tile), places) for tile in range(2) for places in ((0, 1), (2, 3))])
 
   def v_operand(self, words:UOp, pair:int) -> UOp:
-    """Converts operand B of O += P V, for 16 keys and 16 columns: two fragments, of the even and of the odd columns. `words` are the result of
-    ldmatrix, transposed, for 32 columns, and `pair` is the number of the 16 columns in a row."""
+    """Returns operand B of O += P V, converted from 8-bit values to 16 bits, for 16 keys and 16 columns. There is one fragment of the even columns
+    and one of the odd columns. `words` are what ldmatrix returned, transposed, for 32 columns. `pair` is the index of the group of 16 columns in
+    the row."""
     return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
 
   # ***** scales *****
@@ -63,8 +65,8 @@ class StoredKeys:
     return [(i//across, (i//across < n) & (i%across).eq(kind) if across > 1 else i < n) for i in items]
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
-    """Reads the scales of K (`kind` 0) or of V (1), a pair for each C fragment: the scales of the keys to which this lane's scores belong. The scores
-    are those of `keys` keys from `first_key` on."""
+    """Reads the scales of K (`kind` 0) or of V (`kind` 1) from shared memory. Returns two scales for each C fragment: those of the two keys whose
+    scores this lane holds. The fragments cover `keys` keys from `first_key` on."""
     mat, pairs = self.warps.at.matrix, shared.bitcast(nv.F2)
     first = (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h
     return [pairs[first + i*mat.N//2].load() for i in range(keys//mat.N)]

@@ -106,11 +106,12 @@ class Warps:
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None,
               in_turn:bool=False) -> list[UOp]:
     """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. m is the number that the softmax subtracts from the scores of a row. `sums`
-    lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds` says for each of them how
-    it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each lane has only the sum of its
-    own elements, and this function adds up the four lanes of a row. If several warps have the same queries, each stores a part of the columns of O:
-    this warp stores part `share`. The first warp stores the LSE. With `in_turn`, two neighbouring C fragments have columns in turn
-    (`columns_in_turn`)."""
+    lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds` says for each of them
+    how it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each lane has only the sum
+    of its own elements, and this function adds up the four lanes of a row.
+
+    If several warps have the same queries, each stores a part of the columns of O: this warp stores part `share`. The first warp stores the LSE. With
+    `in_turn`, the first of two C fragments holds the even columns and the second one the odd columns (`columns_in_turn`)."""
     group, stores = self.group, []
     for r, row in enumerate(queries):
       parts = [ops.extract(total, r) for total in sums]
@@ -123,9 +124,9 @@ class Warps:
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
     """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores. The values are multiplied by
-    `factor`. `accs` are the C fragments of the whole row, or of part `share` of the row. A lane holds two elements of the row in each fragment.
-    If rows consist of whole units of 16 bytes, the four lanes of a row first exchange their numbers, so that each lane can store whole units: every
-    fourth unit of the row."""
+    `factor`. `accs` are the C fragments of the whole row, or of part `share` of the row. Four lanes share a row, and each has two elements of it
+    in each fragment. If rows consist of whole units of 16 bytes, the four lanes first exchange elements: each lane then stores every fourth unit
+    of the row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
     if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(accs)//mat.groups*mat.groups

@@ -34,14 +34,14 @@ Columns = list[list[UOp]]      # a list for each own row: vectors with one numbe
 class PlainState:
   """The state between iterations of the loop over tiles.
 
-    sums: registers that sum up each gradient
-    normalisers: if the workgroup owns queries, what turns scores into P: registers of the lse, and with p.wide_scores of lse_rest, the part of the
-      lse that rounding to fp32 lost
+    sums: registers that accumulate each gradient
+    normalisers: if the workgroup owns queries, registers of the lse, which turn scores into P. If a score may be as large as fp32 allows
+      (`wide_scores`), also registers of lse_rest: the part of the lse that rounding to fp32 lost
     minus_deltas: if the workgroup owns queries, registers of -delta
-    ready: operations after which local memory may be read or written, and the loops around these accesses
+    ready: operations that must come before the next access to local memory, such as barriers, and the ranges of the loops around the access
     stores: the stores of delta to memory
-    before: operations of this iteration that the next matrix product has to wait for
-    weights: P and dS, by which the rows that the gradients sum are multiplied"""
+    before: operations of this iteration that must come before the next matrix product
+    weights: P and dS, the weights in the sums that make up the gradients"""
   sums: tuple[UOp, ...]
   normalisers: tuple[UOp, ...]
   minus_deltas: UOp
@@ -196,7 +196,8 @@ class PlainTrip:
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """Indices of the first rows of this thread's groups of four neighbouring rows, which the workgroup loops over."""
+    """Index, in the sequence, of the first row of each group of four neighbouring rows that this thread computes. These are rows over which the
+    workgroup loops."""
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:

@@ -151,8 +151,8 @@ class Rectangle:
     """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
     return (self.at.x + j*self.tile.across)*QUAD
   def own_row(self, i:int) -> UOp:
-    """Returns where the i-th result of this thread belongs, for each column of results. In a product of rows this is the index of a row of a part of
-    a tile. In a sum over rows it is the index of a column of the sum."""
+    """Returns the index of this thread's i-th row of results. In a product of rows it is the index of a row of the tile's part. In a sum over rows it
+    is the index of a column of the sum."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""
@@ -166,7 +166,8 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the elements of `x`, which holds one number for each own row. An element of `x` is a group of four rows (a quad)."""
+    """Returns the elements of `x`, which holds one number for each row that the workgroup owns. Each element is a vector of four neighbouring rows.
+    """
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:

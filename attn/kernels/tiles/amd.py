@@ -113,7 +113,7 @@ class BackwardTile(BackwardShape):
     """Layout of dS of a tile in LDS: a row for each query of the tile, a column for each key of the workgroup."""
     return PaddedRows(self.block_n, self.block_m//self.matrix.unit)
   def dq_columns(self, p:Problem) -> int:
-    """Number of matrix tiles side by side in a row of dQ. It divides the number of waves."""
+    """Number of matrix tiles side by side in a row of dQ. The number of waves is a multiple of it."""
     return p.D//self.matrix.N
   def dq_tiles(self, p:Problem) -> int:
     """Number of matrix tiles of a tile's dQ that each wave computes."""

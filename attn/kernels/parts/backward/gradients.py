@@ -25,8 +25,8 @@ WEIGHTED = {"dq": ("k", "ds"), "dk": ("q", "ds"), "dv": ("do", "p")}     # each 
 PASSES = {1: (("dv", "dk"),), 2: (("dv",), ("dk",))}     # by the number of passes over the queries: the gradients that each pass computes
 
 def gradients_of_passes(passes:int, adds_dq:bool=False) -> tuple[tuple[str, ...], ...]:
-  """Returns the gradients that each pass over the queries computes, in a kernel whose workgroups own keys. `adds_dq` says whether such a workgroup
-  also adds its part of dQ to memory, which it does in a single pass."""
+  """Returns which gradients each pass over the queries computes, one tuple of names per pass, in a kernel whose workgroups own keys. With `adds_dq`
+  there is one pass, and it computes dV, dK and dQ: each workgroup adds its part of dQ to memory."""
   return (("dv", "dk", "dq"),) if adds_dq else PASSES[passes]
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ class Grid:
   wave: UOp
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of queries: the heads of a group vary fastest over workgroups, so that the blocks of a head share an XCD's cache.
-  The cache that all XCDs share has room for K and V of all heads of the group."""
+  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of different heads of a group of heads, so that the blocks of
+  one head run on one XCD and share its cache. A group has as many heads as fit, with K and V, into the cache that all XCDs share."""
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
@@ -134,8 +134,8 @@ def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool)
   return BlockRows(first, last if p.dealt is None else last.minimum(end - 1), end, further)
 
 def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:UOp, block:UOp) -> TileList|None:
-  """Returns the list of the tiles that a workgroup sees and loops over, or None if the problem has no such lists. `block` is the index of the
-  workgroup's block of rows."""
+  """Returns the list of the tiles that a workgroup loops over, or None if the problem has no such lists. Tiles of which the mask hides all scores are
+  not in the list. `block` is the index of the workgroup's block of rows."""
   if p.tile_list is None: return None
   batches, heads, blocks, length = p.tile_list
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))

@@ -112,9 +112,9 @@ class SwizzledRows(CopiedLayout):
   def place(self, row:UOp, unit:UOp) -> UOp:
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
-    """Returns the position of a 16-byte unit as a pair of summands: a number that takes few different values and is kept in a register, and a
-    constant. The unit is `rows` rows and `units` units beyond unit `unit` of row `row`. `rows` must be a multiple of 8, `units` even, and `unit` 0 or
-    1."""
+    """Returns the position of a 16-byte unit in shared memory as two summands: a number that takes few different values and is kept in a register,
+    and a constant. The unit is `rows` rows and `units` units beyond unit `unit` of row `row`. `rows` must be a multiple of 8, `units` even, and
+    `unit` 0 or 1."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 @dataclass(frozen=True)

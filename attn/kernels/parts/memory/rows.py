@@ -34,7 +34,7 @@ class GlobalRows:
 
   @property
   def in_units(self) -> bool:
-    """Whether rows can be loaded and copied one unit at a time: rows are made of whole, aligned units."""
+    """Whether rows are made of whole, aligned units (`unit_bytes` bytes, by default 16). Rows can then be loaded and copied one unit at a time."""
     return self.width % self.unit == 0 and self.stride % self.unit == 0 and self.begins_whole
   @property
   def unit(self) -> int: return self.unit_bytes//self.size   # elements of a unit
@@ -58,11 +58,11 @@ class GlobalRows:
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads the `unit`-th unit of row `first` + `row`. Rows beyond the last one and columns beyond the width read as zero.
+    """Loads one unit of row `first` + `row`: `unit_bytes` bytes, by default 16. `unit` is the index of the unit within the row. Rows beyond the last
+    one and columns beyond the width read as zero.
 
-    `first` is equal in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read
-    element by element.
-    """
+    `first` is equal in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read element by
+    element."""
     left = (self.count - first).maximum(0).minimum(rows)
     records = ((left - 1)*self.stride + self.width).maximum(0)*self.size
     if self.pin: records = ops.uniform(records)
@@ -87,16 +87,17 @@ class GlobalRows:
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Loads the `unit`-th unit of the row that begins at index `start`. Elements read as zero beyond the row's width, and all of them if `gate`
-    is false."""
+    """Loads one unit (`unit_bytes` bytes, by default 16) of the row that begins at index `start`. `unit` is the index of the unit within the row.
+    Elements beyond the row's width read as zero. If `gate` is false, all elements read as zero."""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
     return self._unit_of(unit, gate, load)
 
   def _unit_of(self, unit:UOp, gate:UOp|None, load:Callable[[int, UOp, int], UOp]) -> UOp:
-    """Returns the `unit`-th unit of a row: loaded at once, or element by element where rows are not made of whole units. `load` takes the index
-    of the first element in the unit, whether that element exists, and how many bytes to load."""
+    """Loads one unit (`unit_bytes` bytes, by default 16) of a row with the function `load`: in one access, or element by element where rows are not
+    made of whole units. `unit` is the index of the unit within the row. `load` takes the index of the first element within the unit, whether that
+    element exists, and how many bytes to load."""
     def inside(place:UOp, width:int) -> UOp: return below(place, width) if gate is None else gate & below(place, width)
     if self.in_units: return load(0, inside(unit, self.width//self.unit), self.unit_bytes)
     parts = [load(i, inside(unit*self.unit + i, self.width), self.size) for i in range(self.unit)]

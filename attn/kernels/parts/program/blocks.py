@@ -78,7 +78,7 @@ class Outside:
   after: UOp
   total: int      # all rows of the tensor: of all sequences, and between them
   def row(self, i:UOp) -> UOp:
-    """Returns the index, within the tensor, of the i-th row of this object."""
+    """Returns the index, within the tensor, of the i-th of these rows."""
     return (i < self.before).where(i, self.after + i - self.before)
 
 def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=False) -> Outside:
@@ -104,8 +104,7 @@ class Blocks:
   masked_first: bool
 
   def share(self, index:UOp, of:int) -> Blocks:
-    """Divides the tiles into `of` parts, and returns the part with the index `index`. The parts are as equal as possible. The last parts may be
-    empty."""
+    """Divides the tiles into `of` parts of almost equal size, and returns the part with the index `index`. The last parts may be empty."""
     each = (self.end - self.begin + (of - 1))//of
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
@@ -139,7 +138,7 @@ class TileList:
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   @property
   def blocks(self) -> Blocks:
-    """The tiles of the list, with indices in their order."""
+    """The tiles that the workgroup loops over. Their indices are positions in the list: tiles of which the mask hides some scores come first."""
     parts, count = self.entry(0), self.entry(1)
     return Blocks(UOp.const(0), parts, count, count, True)
 
@@ -164,7 +163,7 @@ class Descending:
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:
-    """The tiles, with indices in the order of the loop."""
+    """The tiles that the workgroup loops over, numbered in the order of the loop, which begins with the last tile of the sequence."""
     x = self.tiles
     return Blocks(x.begin, self.mirrored(x.full_end), self.mirrored(x.full_begin) if x.masked_first else x.end, x.end, True)
 

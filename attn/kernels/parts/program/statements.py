@@ -15,7 +15,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Optional:
-  """A carried value that only some kernels have, or None."""
+  """A value that a kernel passes from one step to the next. It is None in kernels that do not need it."""
   value: UOp|None = None
   def after(self, *deps:UOp) -> Optional: return Optional(None if self.value is None else self.value.after(*deps))
 
@@ -58,7 +58,7 @@ class Statements:
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
   def before(self) -> tuple[UOp, ...]:
-    """Tuple with `done`, or an empty tuple if there is no statement yet."""
+    """Returns (done,), a value that depends on all statements so far, or an empty tuple if there is no statement yet."""
     return (self.done,) if self.latest is not None else ()
 
 class InOrder(Carried):
@@ -74,16 +74,16 @@ class InOrder(Carried):
     """Adds stores to the program. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state in which every value waits for the operations `deps`. Where `deps` already wait for everything that a value waits for, the
-    value's own waits are removed. This leaves fewer UOps to lower."""
+    """Returns the state in which every value waits for the operations `deps`. If `deps` come after everything that a value waits for, the value's own
+    AFTER operations are removed, because they say nothing new. This leaves fewer UOps to lower."""
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
     said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Removes the AFTER operations around a carried value, so that it waits for nothing. Objects other than UOps are returned unchanged. `Statements`
-  are such objects, and must keep waiting: otherwise tinygrad would drop their register, and with it the loop that the stores to this register end."""
+  """Removes the AFTER operations around a UOp that a loop carries, so that the UOp waits for nothing. Other objects are returned unchanged.
+  `Statements` are such objects: if they did not wait, tinygrad would drop a register that they need, and the loop that ends with the stores to it."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
@@ -96,8 +96,8 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Says whether the values `xs` already wait for all of the operations `deps`. They do if a UOp from which one of `xs` is computed is `after` all of
-  `deps`. The search goes from `xs` to their sources, and stops at each UOp that is itself an AFTER."""
+  """Tells whether the values `xs` already wait for all of the operations `deps`. They do if a UOp from which one of `xs` is computed is `after` all
+  of `deps`. The search goes from `xs` to their sources, and stops at each UOp that is itself an AFTER."""
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue

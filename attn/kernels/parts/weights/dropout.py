@@ -121,6 +121,6 @@ def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]
   return [KeptHere(of_queries, tuple((i, bit_of(key)) for i in range(len(rows)))) for key in range(len(rows))]
 
 def _kept_half(scores:Scores, row:Row, query:UOp, key:UOp) -> UOp:
-  """Returns the bits of four neighbouring keys of a query. The bit of the first key is bit 0."""
+  """Returns the dropout bits of four neighbouring keys of a query, which say whether their scores are kept. The bit of the first key is bit 0."""
   octet = bits.kept_octet(*_counted(scores, row), query, key//OCTET, scores.p.dropout_p)
   return (key//(OCTET//2)%2).eq(0).where(octet, octet >> 2)

@@ -101,9 +101,9 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
 
 def clear_rows(rows:Outside, columns:int, vec:int, block:tuple[UOp, int], thread:tuple[UOp, int], new:Allocator,
                stores:Callable[[UOp, UOp, UOp], list[UOp]]) -> list[UOp]:
-  """Returns the loop over the rows that belong to no sequence. Each row has `columns` pieces of `vec` elements. The pieces are divided over blocks
-  and threads: `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads). The function `stores` makes
-  the stores to one piece from (row, first element, whether the piece exists)."""
+  """Returns a loop that stores to the rows that belong to no sequence. Each row has `columns` pieces of `vec` elements. The pieces are divided over
+  blocks and threads: `block` is (index of the block, number of blocks), `thread` is (index of the thread, number of threads). The function
+  `stores` makes the stores to one piece from (row, first element, whether the piece exists)."""
   together = block[1]*thread[1]
   if (count := trip_count((rows.count*columns + (together - 1))//together)) is None: return []
   trip = new.range(count, AxisType.LOOP)

@@ -131,7 +131,8 @@ class Softmax(Carried):
     return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
   def spoiled(self, nans:list[UOp]) -> Softmax:
-    """Adds to the sum by which O is divided a number for each query tile, NaN or 0 (`nans_of_scales`)."""
+    """Adds `nans` to the row sums by which O is divided. `nans_of_scales` made these numbers, one for each query tile: NaN if a scale that the row
+    sees is NaN, otherwise 0."""
     q_tiles = self.m.max_numel()
     return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
 
@@ -147,7 +148,8 @@ class Softmax(Carried):
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
-  """Returns for each of `rows` NaN if the scale of a row of V is NaN whose key the row sees, else 0. Such a NaN reaches O, but not the LSE."""
+  """Returns a number for each of `rows`: NaN if the row sees a key whose row of V has the scale NaN, otherwise 0. Such a NaN reaches O, but not the
+  LSE."""
   found = [zero_or_nan(x) for x in scales]
   seen = [scores.clear(found, row, tile) if masked else found for row in rows]
   return ops.build(*[row_sum(x, False) for x in seen])
