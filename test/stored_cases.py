@@ -1,5 +1,6 @@
 """Checks of kernels over keys and values that are stored in 8 bits with a scale for each row."""
 from __future__ import annotations
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from attn.api.launch import kernels
 from attn.choose.dispatch import Choice, Work, choose_tile
 from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.grid.tensors import arguments
-from attn.problem import Pages, Problem, Strided, problem_of
+from attn.problem import STORED, Pages, Problem, Strided, problem_of
 from attn.reference import Options, arrange, restore, rounded
 from attn.tinygrad_compat import Context, Tensor
 
@@ -17,25 +18,40 @@ from cases import DTYPES, SCORE_OPTIONS, array, chip, dropped, numbers_of_rows, 
 
 @dataclass(frozen=True)
 class Stored:
-  """q, and rows of k and v as int8 with a scale for each row: q (B, H, Sq, D), numbers (B, Hkv, Sk, D), scales (B, Hkv, Sk)."""
+  """q, and rows of k and v in 8 bits with a scale for each row: q (B, H, Sq, D), numbers (B, Hkv, Sk, D), scales (B, Hkv, Sk)."""
   q: np.ndarray
   k: np.ndarray
   v: np.ndarray
   k_scales: np.ndarray
   v_scales: np.ndarray
 
-def quantised(x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Quantises the rows of x to int8. A row with NaN or inf has the scale NaN and numbers 0."""
+def float_of(byte:int, kind:str) -> float:
+  """Returns the number that a byte of a format e4m3 stands for (OCP 8-bit Floating Point Specification; the CDNA3 ISA for fp8e4m3fnuz)."""
+  bias, exponent, mantissa = {"fp8e4m3": 7, "fp8e4m3fnuz": 8}[kind], byte >> 3 & 15, byte & 7
+  if (byte == 0x80 and kind == "fp8e4m3fnuz") or (byte & 0x7f == 0x7f and kind == "fp8e4m3"): return math.nan
+  size = mantissa*2.0**(-2 - bias) if exponent == 0 else (8 + mantissa)*2.0**(exponent - bias - 3)
+  return -size if byte & 0x80 else size
+
+def numbers_of(stored:np.ndarray, kind:str) -> np.ndarray:
+  """Converts stored numbers to float64."""
+  return stored.astype(np.float64) if kind == "int8" else np.array([float_of(i, kind) for i in range(256)])[stored]
+
+def quantised(x:np.ndarray, kind:str) -> tuple[np.ndarray, np.ndarray]:
+  """Quantises the rows of x to a format of 8 bits. A row with NaN or inf has the scale NaN and numbers 0."""
   largest = np.abs(x).max(-1)
-  scales = (np.where(np.isfinite(largest), largest, np.nan)/127).astype(np.float32)
-  with np.errstate(all="ignore"): numbers = np.rint(np.nan_to_num(x/scales[..., None], nan=0, posinf=0, neginf=0))
-  return numbers.astype(np.int8), scales
+  scales = (np.where(np.isfinite(largest), largest, np.nan)/{"int8": 127, "fp8e4m3": 448, "fp8e4m3fnuz": 240}[kind]).astype(np.float32)
+  with np.errstate(all="ignore"): y = np.nan_to_num(x/scales[..., None], nan=0, posinf=0, neginf=0)
+  if kind == "int8": return np.rint(y).astype(np.int8), scales
+  sizes = numbers_of(np.arange(0x80), kind)
+  count = int(np.isfinite(sizes).sum())
+  nearest = np.searchsorted((sizes[1:count] + sizes[:count - 1])/2, np.abs(y))
+  return (nearest + np.where((y < 0) & (nearest > 0), 0x80, 0)).astype(np.uint8), scales
 
 def normal_rows(p:Problem, seed:int=0) -> Stored:
   """Makes normally distributed inputs. The rows of k and v have sizes from 0.1 to 10."""
   rng = np.random.default_rng(seed)
   k, v = (rng.standard_normal((p.B, p.Hkv, p.Sk, width))*np.exp(rng.uniform(-2.3, 2.3, (p.B, p.Hkv, p.Sk, 1))) for width in (p.D, p.Dv))
-  (k, k_scales), (v, v_scales) = quantised(k), quantised(v)
+  (k, k_scales), (v, v_scales) = quantised(k, p.stored), quantised(v, p.stored)
   rows = (p.B, p.H, p.Sq, p.D) if not p.varlen else (1, p.H, p.total_q, p.D)
   return Stored(rounded(rng.standard_normal(rows, dtype=np.float32)*0.5, p.dtype), k, v, k_scales, v_scales)
 
@@ -49,8 +65,8 @@ def in_pages(x:np.ndarray, p:Problem, table:np.ndarray) -> np.ndarray:
 
 def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64, Dv:int|None=None, dtype:str="float16", out_dtype:str|None=None,
                    page_size:int=0, scale_dtype:str="float32", lse:bool=True, extras:dict[str, np.ndarray]|None=None, bias_dtype:str="float32",
-                   **options:Any) -> Problem:
-  """Builds a problem over int8 keys and values. With `page_size` they lie in pages."""
+                   stored:str="int8", **options:Any) -> Problem:
+  """Builds a problem over keys and values of 8 bits. With `page_size` they lie in pages."""
   Dv, pages = Dv or D, Pages(page_size, B*Sk//page_size, Sk//page_size) if page_size else None
   def view(width:int) -> Strided:
     if pages is None: return Strided(B*Hkv*Sk*width, 0, Hkv*Sk*width, Sk*width, width)
@@ -60,9 +76,9 @@ def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64,
   of_q = {"bhsd": (B, H, Sq), "bshd": (B, Sq, H), "thd": (Sq, H)}[layout]
   of_keys = (B, Sk, Hkv) if layout == "bshd" and not pages else (B, Hkv, Sk)
   of_lse = (H, Sq) if layout == "thd" else (B, H, Sq)
-  return problem_of((*of_q, Dv), (*of_q, D), (*of_keys, D), (*of_keys, Dv), dtypes=[out_dtype or dtype, dtype, "int8", "int8", "float32"],
+  return problem_of((*of_q, Dv), (*of_q, D), (*of_keys, D), (*of_keys, Dv), dtypes=[out_dtype or dtype, dtype, *[STORED[stored]]*2, "float32"],
                     lse=of_lse if lse else None, layout=layout,
-                    views=(view(D), view(Dv)), pages=pages, stored="int8", scale_dtype=scale_dtype, k_scale_view=view(1), v_scale_view=view(1),
+                    views=(view(D), view(Dv)), pages=pages, stored=stored, scale_dtype=scale_dtype, k_scale_view=view(1), v_scale_view=view(1),
                     extras=of_extras, **options)
 
 def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile:Any=None) -> tuple[np.ndarray, np.ndarray|None]:
@@ -85,17 +101,17 @@ def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile
     o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
     return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
 
-def dequantised(x:Stored) -> tuple[np.ndarray, np.ndarray]:
+def dequantised(x:Stored, kind:str) -> tuple[np.ndarray, np.ndarray]:
   """Returns k and v in float64."""
   with np.errstate(all="ignore"):
-    k, v = (a.astype(np.float64)*s[..., None].astype(np.float64) for a, s in ((x.k, x.k_scales), (x.v, x.v_scales)))
+    k, v = (numbers_of(a, kind)*s[..., None].astype(np.float64) for a, s in ((x.k, x.k_scales), (x.v, x.v_scales)))
   return k, v
 
 def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None,
                 flushes:bool=False) -> None:
   """Compares a kernel's o and lse with float64, computed from the dequantised rows: each element must be within its error limit
   (docs/contract.md)."""
-  (k, v), options = dequantised(x), {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras) | numbers_of_rows(p)
+  (k, v), options = dequantised(x, p.stored), {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras) | numbers_of_rows(p)
   law, of_lse = law_of(x.q, k, v, p.softmax_scale, p.window, p.offset, Options(top_left=p.top_left, **options), dtype=p.dtype, out_dtype=p.out_dtype,
                        v_scales=x.v_scales, flushes=flushes)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"

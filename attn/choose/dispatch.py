@@ -88,7 +88,7 @@ def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # these change only where rows lie
 
 def tiled_refuses(p:Problem, arch:Chip) -> str|None:
-  if (reason := unconverted(p) or beyond_registers(p)) is not None: return reason
+  if (reason := unconverted(p, arch) or beyond_registers(p)) is not None: return reason
   return "batch_invariant=True: the tiles of this kernel depend on the size of the batch" if p.batch_invariant else None
 
 def tensors_refuse(p:Problem, arch:Chip|None) -> str|None:

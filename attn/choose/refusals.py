@@ -26,19 +26,20 @@ def no_latent_tiles(arch:Chip) -> str|None:
 
 NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"
 
-CONVERTED = ("int8",)     # formats of stored rows that kernels convert
+CONVERTED = ("int8", "fp8e4m3", "fp8e4m3fnuz")     # formats of stored rows that kernels convert: int8 on every chip, a chip's own floats on this chip
 
-def unconverted(p:Problem) -> str|None:
-  """Returns a sentence if k and v are stored in a format that kernels cannot convert, otherwise None."""
-  return f"stored={p.stored!r}: kernels convert {' and '.join(CONVERTED)}" if p.stored not in ("", *CONVERTED) else None
+def unconverted(p:Problem, arch:Chip) -> str|None:
+  """Returns a sentence if k and v are stored in a format that kernels cannot convert on a chip, otherwise None."""
+  able = [x for x in CONVERTED if x in ("int8", arch.fp8)]
+  return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
-  return unconverted(p) or too_wide(p)
+  return unconverted(p, arch) or too_wide(p)
 
 def mma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  return unconverted(p) or too_wide(p)
+  return unconverted(p, arch) or too_wide(p)
 
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"

@@ -3,9 +3,11 @@
 A stored number is converted without an error. The scale of a row of K is multiplied into the scores of its key. The scale of a row of V is multiplied
 into the weights of its key, in fp32, before they are rounded to 16 bits."""
 from __future__ import annotations
+import functools
 from typing import Any
 import numpy as np
 from attn.ops.common import length, u32
+from attn.ops.formats import FORMATS
 from attn.ops.language import compound, instruction
 from attn.ops.numerics import pack_pairs
 from attn.ops.operation import Array, Body, Value, emit
@@ -36,9 +38,18 @@ def zero_or_nan(x:UOp) -> UOp:
 
 # ***** numbers of 8 bits *****
 
+@functools.cache
+def numbers_of_bytes(kind:str) -> Array:
+  """Returns the fp32 number of each of the 256 bytes of a format."""
+  of, byte = FORMATS[kind], np.arange(256)
+  if not of.bias: return byte.astype(np.uint8).view(np.int8).astype(np.float32)
+  exponent, mantissa = byte >> 3 & 15, (byte & 7)/8
+  size = np.where(exponent == 0, mantissa*of.normal, (1 + mantissa)*2.0**(exponent - of.bias))
+  return np.where(np.isin(byte, of.nans), np.nan, np.where(byte < 128, size, -size)).astype(np.float32)
+
 def numbers(stored:Array, kind:str) -> Array:
   """Converts 8-bit numbers of a cache, given as bytes (uint8), to fp32. `kind` is their format: int8 or a float."""
-  return stored.view(np.int8).astype(np.float32)
+  return numbers_of_bytes(kind)[stored]
 
 def bytes_of(words:Array) -> Array:
   """Returns the bytes of dwords. The dwords have the shape (n, threads), the bytes (4*n, threads)."""
@@ -53,7 +64,13 @@ def _widen_pair(lanes:Any, word:Array, places:tuple[int, int], kind:str, dtype:s
 # int8 to fp16: the byte x + 128 becomes the low half of the fp16 number 1024 + 128 + x, from which 1152 is subtracted.
 
 def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str) -> Body:
-  if dtype == "float16":
+  if kind != "int8":     # v_cvt_pk_f32_fp8, which converts the chip's own format; 16 bits hold each of its numbers
+    lines = [f"auto x{i} = __builtin_amdgcn_cvt_pk_f32_fp8((int)words[{i//2}], {'true' if i%2 else 'false'});" for i in range(4)]
+    pairs = [f"__builtin_bit_cast(unsigned, __builtin_amdgcn_cvt_pkrtz(x{i}[0], x{i}[1]))" if dtype == "float16" else
+             f"pair_of(x{i}[1], x{i}[0])" for i in range(4)]
+    printer.declare("pair_of(float, float)", f"{printer.header}unsigned pair_of(float high, float low) {{\n"
+                    "  return __builtin_amdgcn_perm(__builtin_bit_cast(unsigned, high), __builtin_bit_cast(unsigned, low), 0x07060302u);\n}")
+  elif dtype == "float16":
     lines = [f"unsigned x{i} = words[{i}] ^ 0x80808080u;" for i in range(2)]
     halves = [f"__builtin_amdgcn_perm(0x64646464u, x{i//2}, 0x{(0x04010400, 0x04030402)[i%2]:08x}u)" for i in range(4)]
     pairs = [f"__builtin_bit_cast(unsigned, __builtin_bit_cast(half2, {x}) - (half2)((_Float16)1152.0f))" for x in halves]
@@ -64,7 +81,13 @@ def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str) -> Body:
 
 def _widen_pair_cuda(printer:Any, out:str, places:tuple[int, int], kind:str, dtype:str) -> Body:
   selector = f"0x4{places[1]}4{places[0]}u"
-  if dtype == "float16": lines = ["unsigned y, x = __byte_perm(word ^ 0x80808080u, 0x64646464u, " + selector + ");",
+  if kind != "int8":
+    lines = [f"unsigned y, x = __byte_perm(word, 0u, 0x44{places[1]}{places[0]}u);",
+             'asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((unsigned short)x));']
+    if dtype == "bfloat16":
+      lines.append('asm("{\\n.reg .b16 low, high;\\n.reg .f32 a, b;\\nmov.b32 {low, high}, %0;\\ncvt.f32.f16 a, low;\\ncvt.f32.f16 b, high;\\n"\n'
+                   '    "cvt.rn.bf16x2.f32 %0, b, a;\\n}" : "+r"(y));')
+  elif dtype == "float16": lines = ["unsigned y, x = __byte_perm(word ^ 0x80808080u, 0x64646464u, " + selector + ");",
                                   'asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x64806480u));']
   # int8 to bf16: 128 + the low seven bits, and then -128 or, for a negative number, -256
   else: lines = [f"unsigned y, x = __byte_perm(word, 0u, {selector});",

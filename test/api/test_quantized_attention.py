@@ -243,7 +243,7 @@ def test_a_format_that_no_kernel_converts(monkeypatch:pytest.MonkeyPatch) -> Non
   monkeypatch.setattr(refusals, "CONVERTED", ("int8",))
   with emulated("gfx942"):
     k, v = attn.empty_kv_cache(B, HKV, 40, D, dtype="fp8e4m3")
-    with pytest.raises(NotImplementedError, match="forward: stored='fp8e4m3fnuz': kernels convert int8"):
+    with pytest.raises(NotImplementedError, match="forward: stored='fp8e4m3fnuz': gfx942 converts int8"):
       attn.attention_with_kv_cache(draw(B, H, 3, D), *[draw(B, HKV, 3, D)]*2, k, v, 0)
     assert not k.scales.numpy().any()
 

@@ -11,11 +11,12 @@ from attn.compilers.clang import assembly, toolchain
 from attn.isa.report import analyse
 from attn.kernels.parts.grid.tensors import arguments, check_backward
 from attn.ops.renderers import render
+from attn.ops.stored import numbers
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS
 from cases import EVERY_ARCH, GPU, chip, floats, in_turn, ints, rounded
-from stored_cases import Stored, check_stored, dequantised, normal_rows, quantised, run_stored, stored_problem
+from stored_cases import Stored, check_stored, dequantised, normal_rows, numbers_of, quantised, run_stored, stored_problem
 
 SIXTEEN = ("float16", "bfloat16")
 UNITS = (*EVERY_ARCH, "gfx90a", "sm_90")
@@ -28,7 +29,7 @@ def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> St
   """Makes inputs with these rows of k and v, not yet quantised; where one is None, its rows are normally distributed."""
   x = normal_rows(p)
   for name, rows in (("k", k), ("v", v)):
-    if rows is not None: x = replace(x, **dict(zip((name, f"{name}_scales"), quantised(rows))))
+    if rows is not None: x = replace(x, **dict(zip((name, f"{name}_scales"), quantised(rows, p.stored))))
   return x
 
 def rows_like(p:Problem, width:int, seed:int=5) -> np.ndarray: return np.random.default_rng(seed).standard_normal((p.B, p.Hkv, p.Sk, width))
@@ -150,8 +151,33 @@ def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
   for i in range(16):
     for h in range(2): x.k[0, h, 3*i + h], x.k_scales[0, h, 3*i + h] = np.sign(x.q[0, h, i]).astype(np.int8)*100, 1.0
   o, _ = run_stored(p, x, arch, {}, None if make_tile is None else make_tile(p))
-  want = dequantised(x)[1][0][np.arange(2)[:, None], 3*np.arange(16) + np.arange(2)[:, None]]
+  want = dequantised(x, "int8")[1][0][np.arange(2)[:, None], 3*np.arange(16) + np.arange(2)[:, None]]
   np.testing.assert_allclose(o[0], want, rtol=2**-21)
+
+# ***** floats of 8 bits *****
+
+OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e4m3"), ("sm_90", "fp8e4m3")]
+
+@pytest.mark.parametrize("make", (normal_rows, values_of_all_sizes, zero_rows, odd_rows_of_v))
+@pytest.mark.parametrize("arch, kind", [*OF_FLOATS, pytest.param("CUDA", "fp8e4m3", marks=pytest.mark.gpu)])
+def test_floats_of_8_bits(arch:str, kind:str, make) -> None:
+  """The chip's own floats of 8 bits keep the accuracy law, in a chunk of a prompt and in decoding."""
+  check_stored(arch, make, stored=kind, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
+  check_stored(arch, make, stored=kind, Sq=6, Sk=160, D=64, dtype="bfloat16", causal=True, num_splits=2, page_size=16)
+
+def test_floats_of_8_bits_in_plain_uops() -> None:
+  for arch, kind in OF_FLOATS[::3]:
+    check_stored(arch, tile=lambda p: tiled_tile(p, chip(arch)), stored=kind, Sq=20, Sk=70, D=16, dtype="float32")
+
+def test_every_byte_is_converted() -> None:
+  for kind in ("int8", "fp8e4m3", "fp8e4m3fnuz"):
+    every = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(numbers(every, kind), numbers_of(every.view(np.int8) if kind == "int8" else every, kind))
+
+@pytest.mark.parametrize("arch", ("gfx1100", "gfx90a", "sm_80"))
+def test_chips_without_floats_of_8_bits_refuse_them(arch:str) -> None:
+  p = stored_problem(stored="fp8e4m3")
+  with pytest.raises(NotImplementedError, match=f"tiled: stored='fp8e4m3': {arch} converts int8"): choose(p, get_chip(arch))
 
 # ***** machine code *****
 
@@ -165,15 +191,19 @@ def text_of(p:Problem, arch:str, llvm:int=22) -> str:
   return render(program_of(choice, p)(*tensors), arch)
 
 @in_turn("dtype, arch", SIXTEEN, ("gfx942", "gfx950", "gfx1100", "gfx1201"), among=2)
-def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str) -> None:
+@pytest.mark.parametrize("floats", (False, True))
+def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str, floats:bool) -> None:
   pytest.importorskip("ziglang")
-  found = analyse(assembly(text_of(stored_problem(dtype=dtype, **DECODE), arch, toolchain().llvm), arch), arch).resources
+  if floats and not get_chip(arch).fp8: return
+  p = stored_problem(dtype=dtype, stored=get_chip(arch).fp8 if floats else "int8", **DECODE)
+  found = analyse(assembly(text_of(p, arch, toolchain().llvm), arch), arch).resources
   assert not found.vgpr_spills and not found.sgpr_spills, found
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_decoding_spills_no_registers_on_nvidia(dtype:str, tmp_path) -> None:
-  (source := tmp_path/"kernel.cu").write_text(text_of(stored_problem(dtype=dtype, **DECODE), "sm_90"))
+@pytest.mark.parametrize("stored", ("int8", "fp8e4m3"))
+def test_decoding_spills_no_registers_on_nvidia(stored:str, dtype:str, tmp_path) -> None:
+  (source := tmp_path/"kernel.cu").write_text(text_of(stored_problem(dtype=dtype, stored=stored, **DECODE), "sm_90"))
   command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
   assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text

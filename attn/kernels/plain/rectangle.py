@@ -26,6 +26,7 @@ from attn.kernels.parts.program.statements import workgroup_barrier
 from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.plain import LONG_SUM, QUAD, RectangleTile, SectionShape, Sections
 from attn.ops import common as ops
+from attn.ops.formats import FORMATS
 from attn.problem import Problem
 from attn.score.masks import hides_some
 from attn.tinygrad_compat import AxisType, UOp, dtypes
@@ -262,6 +263,7 @@ class Rectangle:
   def converted(self, tensor:str) -> Callable[[UOp], UOp]:
     """Returns the function that converts an element of the tensor to fp32. dO is first rounded to the inputs' dtype, as in the kernels with matrix
     instructions."""
+    if self.p.stored and tensor in ("k", "v"): return FORMATS[self.p.stored].decode
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
   def units(self, portion:Portion) -> int:
