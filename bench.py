@@ -135,7 +135,7 @@ def find_device() -> str:
 # ***** one problem *****
 
 def bench(s:Settings) -> dict[str, Any]:
-  """Runs and times the forward kernel of one problem, and checks its result. Returns a row of the table."""
+  """Runs and times the forward kernel of one problem, and checks its result. Returns a row of the table that bench.py prints, by column."""
   p, arch, (inputs, tensors, outs) = s.problem, device_arch(), random_operands(s.problem, s.seed)
   start = time.perf_counter()
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
@@ -165,7 +165,7 @@ def call_of(s:Settings, arch:Chip) -> Backward:
   except NotImplementedError as e: raise BadSetting(f"BWD=1: {describe(s)}: {e}") from None
 
 def bench_backward(s:Settings) -> dict[str, Any]:
-  """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table."""
+  """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table that bench.py prints, by column."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
   call, start, seconds, lowering = call_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
@@ -293,7 +293,8 @@ def show_figures() -> None:
   print(f"  first call with imports  {first:.2f} s   a new process, B1 H2 256x256 D64 float16")
 
 def compare_all(x:Task) -> list[dict[str, Any]]:
-  """Times attn and its peers, such as PyTorch, on each problem (COMPARE=1). Returns the rows of the table."""
+  """Times attn and, for comparison, PyTorch and tinygrad's own attention on each problem (COMPARE=1). Returns the rows of the table that bench.py
+  prints."""
   if Device.DEFAULT != "CUDA": raise BadSetting(f"COMPARE=1 on {Device.DEFAULT}: it is for DEV=CUDA only")
   try: import torch
   except ImportError: raise BadSetting("COMPARE=1 needs PyTorch, which is not installed") from None
@@ -316,7 +317,8 @@ def compare_all(x:Task) -> list[dict[str, Any]]:
   return rows
 
 def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
-  """Times the gradients of attn and its peers on each problem (COMPARE=1 with BWD=1). Returns the rows of the table."""
+  """Times the gradients of attn and, for comparison, of PyTorch on each problem (COMPARE=1 with BWD=1). Returns the rows of the table that bench.py
+  prints."""
   from attn.measure import backward, peers
   if x.sweep: todo = backward.problems(["float32"]*(choice("DTYPE", "float16", NAMES) == "float32"))
   else:
@@ -345,7 +347,7 @@ class Task:
   backward: bool
 
 def task() -> Task:
-  """Reads from the environment what to do. Raises BadSetting, before anything runs, if the settings contradict each other."""
+  """Reads from the environment variables what bench.py is to do. Raises BadSetting, before anything runs, if the settings contradict each other."""
   x = Task(flag("FIGURES"), flag("SWEEP"), flag("TUNE"), flag("COMPARE"), flag("ISA"), file_for("CSV"), file_for("PLOT"), flag("BWD"))
   chosen = [name for name in ("FIGURES", "TUNE", "COMPARE", "ISA") if getattr(x, name.lower())]
   if len(chosen) > 1: raise BadSetting(f"{' and '.join(f'{name}=1' for name in chosen)}: only one of them may be set")

@@ -1,5 +1,5 @@
 """The key/value cache for decoding: buffers of a fixed capacity, in which each batch has filled some rows. `append_kv` writes new rows in place.
-`attention_with_kv_cache` appends new rows and then attends over all filled rows. GivenRows beyond the filled length have no effect, even if they are
+`attention_with_kv_cache` appends new rows and then attends over all filled rows. Rows beyond the filled length have no effect, even if they are
 NaN."""
 from __future__ import annotations
 import functools

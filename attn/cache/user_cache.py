@@ -29,8 +29,8 @@ def content_of(path:Path) -> bytes:
     return f.read(MOST_BYTES)
 
 def write(path:Path, data:bytes) -> None:
-  """Replaces the file in one step, so that another process sees either the old file or the new one. Leaves no temporary file behind, even when it is
-  interrupted. Raises OSError if the file can't be written."""
+  """Makes `data` the content of the file `path`, in one step: another process sees either the old file or the new one. Leaves no temporary file
+  behind, even when it is interrupted. Raises OSError if the file can't be written."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
     try:

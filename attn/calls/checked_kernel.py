@@ -124,8 +124,8 @@ def default_arch() -> str:
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that `device` uses. On a real device the record also says
-  that tiles which a search with TUNE=1 found may be used."""
+  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that `device` uses. If `device` is a real device, the record
+  also allows dispatch to use the tiles that a search with TUNE=1 found."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:

@@ -18,7 +18,7 @@ MODELLED = tuple(name for name, chip in CHIPS.items() if chip.unit.pipes is not 
 SEARCHED = tuple(name for name, chip in CHIPS.items() if chip.searched)                 # one chip of each of AMD's families
 
 def get_chip(name:str) -> Chip:
-  """Returns the chip with a name such as "gfx942" or "gfx942:sramecc+:xnack-". Raises ValueError for a name that is not in the table."""
+  """Returns the chip with a name such as "gfx942" or "gfx942:sramecc+:xnack-". Raises ValueError for a name that is not in attn's table of chips."""
   if (chip := CHIPS.get(name.split(":")[0])) is None:
     plain = [chip.name for chip in CHIPS_WITHOUT_A_MATRIX_UNIT]
     units = [x for x in CHIPS if x not in plain]

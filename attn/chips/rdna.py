@@ -14,6 +14,6 @@ LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), bey
                   UpTo(576, MlaShape(2, 32, 2, q_anew=True, weight_parts=2, prefetch=0)))
 
 def cached(l2:int, shared:int, gbs:float) -> Caches:
-  """Makes the table row of the caches of a chip of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s.
-  Workgroups that run together loop over K and V of half of Infinity Cache: Q and O pass through the other half."""
+  """Makes the table row of the caches of a chip of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s. Heads
+  are grouped so that K and V of a group fill at most half of Infinity Cache, because Q and O pass through the other half."""
   return Caches(1, l2 << 20, shared << 20, gbs, group=shared << 19)

@@ -126,7 +126,7 @@ def _wmma3(dtype:str) -> MatrixInstruction:
   return MatrixInstruction(ab, ab, Layout("r hn -> rh n", r=8, h=2, n=16), dtype, ("rdna3",))
 
 def _wmma4(dtype:str) -> MatrixInstruction:
-  """Makes the layouts of WMMA on RDNA4. The lanes of half h of the wave hold A and B at k = 8h + e (e < 8), and rows 8h + r of D."""
+  """Makes the layouts of WMMA on RDNA4. The lanes of half h of the wave hold A and B at k = 8h + e (e < 8), and rows 8h + r (r < 8) of D."""
   ab = Layout("e hi -> i he", e=8, h=2, i=16)
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 

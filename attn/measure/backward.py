@@ -80,8 +80,8 @@ def our_seconds(*outputs:Tensor) -> Callable[[], float]:
 
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
                      peers:bool=True) -> dict[str, Any]:
-  """Times one problem, and returns a row of the table. `tiles` are the tiles of dq and of dkdv; by default attn chooses the tiles. With peers=False
-  only attn's kernels are timed."""
+  """Times the gradients of one problem with attn's kernels and with PyTorch's. Returns the results by column, as one row of a table. `tiles` are the
+  tiles of dq and of dkdv; by default attn chooses the tiles. With peers=False only attn's kernels are timed."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))

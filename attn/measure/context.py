@@ -83,7 +83,7 @@ class MeasuredCall:
   besides: list[int]
 
 def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
-  """Times the problem of one row on the devices."""
+  """Times one call of attention on the devices, for the problem that `row` describes."""
   before = used(devices)
   tensors, call = inputs_of(row, devices), computes(row, devices)
   synchronize(devices)

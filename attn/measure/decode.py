@@ -115,7 +115,8 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Returns timers of PyTorch's backends, by name. Returns no timers for pages and for latent attention, which PyTorch cannot compute."""
+  """Returns timers of a decode step by PyTorch's kernels, by the name of PyTorch's backend. Returns no timers for pages and for latent attention,
+  which PyTorch cannot compute."""
   import torch
   if row.page or row.v_dim: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))
@@ -123,7 +124,7 @@ def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
   return {name: torch_graph_timer(run) for name, (run, _) in torch_peers(p, False, q, k, v).items()}
 
 def compare(row:DecodeStep) -> dict[str, Any]:
-  """Times attn's kernel and its peers for one row of the table. Returns the results by column."""
+  """Times a decode step with attn's kernel and with PyTorch's kernels. Returns the results by column."""
   import torch
   torch.cuda.init()
   torch.zeros(1, device="cuda")

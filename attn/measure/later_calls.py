@@ -81,7 +81,8 @@ def times(attend:Callable[..., Tensor], row:LaterCall, calls:int=CALLS) -> dict[
 def tinygrad_attention(q:Tensor, k:Tensor, v:Tensor, causal:Any=False) -> Tensor: return q.scaled_dot_product_attention(k, v, is_causal=bool(causal))
 
 def later_call(row:LaterCall, calls:int=CALLS) -> dict[str, float]:
-  """Returns the columns of one row. They include tinygrad's own attention, if it can compute the row."""
+  """Times the later calls of `row` on the host. Returns the milliseconds by column. If tinygrad's own attention can compute the row, its times are
+  included."""
   found = times(attention, row, calls)
   if row.in_tinygrad: found |= {f"tinygrad's {name}": x for name, x in times(tinygrad_attention, row, calls).items()}
   return found

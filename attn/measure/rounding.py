@@ -39,13 +39,14 @@ ROUNDINGS: dict[tuple[str, str], Rounding] = {
      for scales, dtype in (("float32", dtypes.float), ("float16", dtypes.half))}}
 
 def exact_attention(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-  """Returns the scores without the mean of each query, and the output."""
+  """Computes attention in float64. Returns the scores, from which the mean of each query's scores is subtracted, and the output."""
   scores = q @ k.swapaxes(-1, -2)*q.shape[-1]**-.5
   p = np.exp(scores - scores.max(-1, keepdims=True))
   return scores - scores.mean(-1, keepdims=True), p/p.sum(-1, keepdims=True) @ v
 
 def error_rows(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
-  """Yields the rows of the table."""
+  """Yields, as texts, the rows of the table of rounding errors: one for each head dimension, kind of keys, format, and whether q and k are rotated.
+  """
   heads, queries, count = DRAWN_COUNTS
   for width in widths:
     for keys in ("normal", "outliers"):

@@ -52,7 +52,7 @@ def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS) -> tup
   return seconds, out
 
 def compare_short(row:ShortRow) -> dict[str, Any]:
-  """Times attn's kernel and its peers for one row. Returns the results by column."""
+  """Times attn's kernel and PyTorch's kernels on one problem. Returns the results by column."""
   import torch
   torch.cuda.init()
   p = row.problem

@@ -71,8 +71,8 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel of plain UOps with every tile, and keeps the fastest tile. Tiles that spill are timed too, because the compilers of
-  these kernels don't report spills. Returns the rows of the table to print."""
+  """Times the forward kernel of plain UOps with every tile, and keeps the fastest tile for dispatch. Tiles that spill are timed too, because the
+  compilers of these kernels don't report spills. Returns the times as rows of a table, for printing."""
   make = KERNELS["tiled"].program
   assert make is not None
   return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
@@ -81,8 +81,8 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its default tile `own`, and with every tile of `space` that the device accepts. Keeps the fastest tile. Returns
-  the rows of the table to print."""
+  """Times a kernel of plain UOps with its default tile `own`, and with every tile of `space` that the device accepts. Keeps the fastest tile for
+  dispatch. Returns the times as rows of a table, for printing."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
@@ -114,8 +114,8 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the tile that the table of tiles gives, and with every other tile that doesn't spill. Keeps the fastest tile.
-  Returns the rows of the table to print."""
+  """Times a backward kernel with the tile that attn's tables give, and with every other tile that doesn't spill registers. Keeps the fastest tile for
+  dispatch. Returns the times as rows of a table, for printing."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

@@ -1,5 +1,5 @@
-"""`python -m attn.pictures [FOLDER]` draws every picture into FOLDER, by default docs/pictures. `python -m attn.pictures map` draws the map of a
-caller's own mask (attn/pictures/tile_map.py)."""
+"""`python -m attn.pictures [FOLDER]` draws every picture into FOLDER, by default docs/pictures. `python -m attn.pictures map` draws which tiles a
+kernel skips for a caller's own mask function (attn/pictures/tile_map.py)."""
 from __future__ import annotations
 import argparse, sys
 from pathlib import Path

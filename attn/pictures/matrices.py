@@ -34,8 +34,9 @@ def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 
 def operand_cells(mat:Matrix) -> Cells:
-  """Returns for each element A[row][k] which lane holds it, for which instruction, and as which of its elements. The operand A comes from K, and the
-  product sums over k. The picture of the operand B, which comes from Q^T, is the mirror image."""
+  """Returns for each element A[row][k] of operand A which lane holds it, which of several instructions multiplies it, and at which place of the
+  lane's registers it lies. The operand A comes from K, and the product sums over k. The picture of the operand B, which comes from Q^T, is the
+  mirror image."""
   cells: Cells = {}
   for h in range(mat.groups):
     for d, (step, element) in steps_of(mat, h).items():
@@ -43,7 +44,8 @@ def operand_cells(mat:Matrix) -> Cells:
   return cells
 
 def accumulator_cells(mat:Matrix) -> Cells:
-  """Returns for each element C[row][column] of S^T which lane holds it, and as which of its elements. A row is a key, and a column is a query."""
+  """Returns for each element C[row][column] of S^T which lane holds it, and at which place of the lane's registers it lies. A row is a key, and a
+  column is a query."""
   return {(mat.c_row(h, i), n): [Holder(h*mat.N + n, 0, i)] for h in range(mat.groups) for i in range(mat.accumulator) for n in range(mat.N)}
 
 def key_order(mat:Matrix) -> list[tuple[int, int]]:
@@ -55,15 +57,15 @@ def key_order(mat:Matrix) -> list[tuple[int, int]]:
 # ldmatrix (PTX ISA 9.7.14.5.15): lanes 8j..8j+7 give the addresses of the eight rows of matrix j, and lane 4r + c gets elements 2c and 2c+1 of row r.
 
 def loaded(addresses:list[tuple[int, int]]) -> Cells:
-  """Returns for each element (row, column) which lane holds it after an ldmatrix, and as which of its elements. `addresses` has the row and the unit
-  of 16 bytes to which each lane points."""
+  """Returns for each element (row, column) of some matrices which lane holds it after an ldmatrix, and at which place of the lane's registers it
+  lies. `addresses` has the row and the 16-byte unit to which each lane points."""
   return {(row, unit*UNIT + column): [Holder(n % UNIT*4 + column//2, 0, n//UNIT*2 + column % 2)]
           for n, (row, unit) in enumerate(addresses) for column in range(UNIT)}
 
 def mma_a(mat:Mma) -> Cells: return loaded([mat.a_address(lane) for lane in range(mat.wave)])
 def mma_b(mat:Mma) -> Cells:
-  """Returns for each element B[k][key] of the operand B of mma.sync which lane holds it, and as which of its elements. The product sums over k. One
-  ldmatrix reads the operands B of two tiles; the result is for the first tile."""
+  """Returns for each element B[k][key] of the operand B of mma.sync which lane holds it, and at which place of the lane's registers it lies. The
+  product sums over k. One ldmatrix reads the operands B of two tiles; the result is for the first tile."""
   cells = loaded([mat.b_address(lane) for lane in range(mat.wave)])
   return {(d, key): holders for (key, d), holders in cells.items() if key < mat.N}
 def mma_c(mat:Mma) -> Cells:

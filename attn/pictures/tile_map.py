@@ -60,7 +60,8 @@ def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, Block
   return chosen.name, p, chosen.tile
 
 def tile_map(title:str, mask:Callable[..., Any], tensors:Sequence[Array]=(), sizes:Sizes=Sizes(), arch:str="gfx942", kernel:str="forward") -> Drawing:
-  """Draws the map of the first batch and head. Beside the map, draws the share of each kind of tile in all batches and heads. Raises ValueError or
+  """Draws which tiles of the queries x keys matrix a kernel skips, masks, or computes without a mask, for the mask function `mask`, in the first
+  batch and head. Beside the picture, draws the share of each of these three kinds of tile in all batches and heads. Raises ValueError or
   NotImplementedError if the function or the problem cannot be computed."""
   chip, over = get_chip(arch), "queries" if kernel == "dkdv" else "keys"
   name, p, tile = kernel_of_map(problem_with(mask, tensors, sizes), chip, kernel)
@@ -128,8 +129,8 @@ def number_or_word(text:str) -> Any:
   except (ValueError, SyntaxError): return text
 
 def map_command(arguments:Sequence[str]) -> int:
-  """Draws the map of a function that the command line names. Returns the exit code 0; a mistake in the command line ends the program with a
-  message."""
+  """Runs the command that draws a mask function, which its arguments name, as a picture of tiles. Returns the exit code 0; a mistake in the arguments
+  ends the program with a message."""
   parser = argparse.ArgumentParser("python -m attn.pictures map", description="Draws which tiles a kernel skips, masks, and computes without a mask "
                                    "for your own mask_mod. It needs no GPU: an emulator makes lists of tiles.")
   parser.add_argument("function", help="your mask_mod, as package.module:name or file.py:name")

@@ -63,7 +63,7 @@ def software(device:str, arch:Chip) -> SoftwareText:
 
 @dataclass(frozen=True)
 class FoundCard:
-  """The card of a device: what the report says about it, the rows of attn/chips that it may be, and its sensors."""
+  """The card of a device: the card's text in a report, the cards of attn/chips that may be this card, and a function that reads its sensors."""
   text: CardText
   may_be: tuple[Card, ...]
   sensors: Sensors
@@ -139,7 +139,7 @@ def nvidia_sensors(pci:str) -> Sensors:
   return read
 
 def reading_or_none(x:SensorReading) -> SensorReading|None:
-  """Returns the reading, or None if the system told nothing."""
+  """Returns the sensor reading, or None if none of its fields has a value."""
   return x if any(getattr(x, f.name) is not None for f in fields(x)) else None
 
 def median_reading(readings:Sequence[SensorReading]) -> SensorReading|None:

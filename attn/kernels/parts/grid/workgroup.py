@@ -36,14 +36,15 @@ class Grid:
   wave: UOp
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of different heads of a group of heads, so that the blocks of
-  one head run on one XCD and share its cache. A group has as many heads as fit, with K and V, into the cache that all XCDs share."""
+  """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of different heads of a group, so that the blocks of one head
+  share the cache of an XCD (a die of the GPU). A group has as many heads as fit, with K and V, into the cache that all XCDs share."""
   heads = heads_of(p, tile)
   return _in_group_fastest((1, math.prod(blocks_of_queries(p, tile))), p.all_heads//heads, heads_together(p, arch, heads), tile, mat)
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
-  """Makes AMD's grid over blocks of keys: the key/value heads of a group vary fastest over workgroups. The cache that all XCDs share has room
-  for what the workgroups of the group loop over."""
+  """Makes AMD's grid over blocks of keys. Consecutive workgroups take the same block of different key/value heads of a group, so that the blocks of
+  one head share the cache of an XCD (a die of the GPU). The cache that all XCDs share has room for the rows of the group over which its workgroups
+  loop."""
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:

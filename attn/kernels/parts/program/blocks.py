@@ -159,7 +159,8 @@ class Descending:
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
-    """Converts a boundary between tiles from one direction of the loop to the other: x becomes begin + end - x."""
+    """Converts the index of a boundary between tiles from one direction of the loop to the other: x becomes begin + end - x, where the loop covers
+    the tiles from `begin` up to `end`."""
     return self.tiles.begin + self.tiles.end - x
   @property
   def blocks(self) -> Blocks:

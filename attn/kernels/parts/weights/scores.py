@@ -65,12 +65,12 @@ class Scores:
     """Returns these scores for another head."""
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
-    """Converts the position of a row in the workgroup's loop to the row's index in the sequence. The two differ if the loop has an `order` of
-    its own."""
+    """Converts the position of a row in the workgroup's loop to the row's index in the sequence. The two differ if the loop has an `order`: it then
+    leaves tiles out, or takes them in descending order."""
     return place if self.order is None else self.order.row(place)
   def tile(self, number:UOp) -> UOp:
     """Converts the index of an iteration to the index of the tile of the sequence that this iteration computes. The two differ if the loop has an
-    `order` of its own."""
+    `order`: it then leaves tiles out, or takes them in descending order."""
     return number if self.order is None else self.order.row(number*self.block_n)//self.block_n
   def begin(self, tile:UOp) -> UOp: return self.tile(tile)*self.block_n + self.at.h*self.at.matrix.block
 
