@@ -8,7 +8,7 @@ from attn.api.attention import attention, choice_of
 from attn.calls.checked_kernel import device_arch
 from attn.chips import Chip
 from attn.choose.backward import choose_backward
-from attn.emulator.checks import EmulatorError
+from attn.compilers.found import NoCompiler
 from attn.measure import verdicts
 from attn.measure.gradients import GRADIENT_NAMES, backward_of
 from attn.measure.inputs import random_operands, to_array
@@ -44,15 +44,18 @@ class JudgedShape:
 
 def judged(shape:ReportedShape, arch:Chip) -> JudgedShape:
   """Runs the kernels of a shape once and checks the accuracy of the results. The returned object says that the shape is refused if no kernel of attn
-  supports it, and that its results are wrong if a kernel fails in any other way."""
+  supports it, and that its results are wrong if a kernel fails in any other way, such as by a compiler's error or a fault of the card. Raises
+  NoCompiler if no compiler is installed."""
   found = JudgedShape(shape)
   try: verdict, checked = (judge_backward if shape.kind == OF_BACKWARD else judge_forward)(found, arch)
   except NotImplementedError as e: return JudgedShape(shape, refused=first_line(e))
-  except (EmulatorError, RuntimeError, ValueError, MemoryError) as e:
-    return JudgedShape(shape, JudgedResult(False, first_line(e), None, None, 0.0))
+  except NoCompiler: raise
+  except Exception as e: return JudgedShape(shape, failed(first_line(e)))
   error, limit = (None, None) if verdict.pattern else (verdict.error, verdict.limit)
   found.verdict = JudgedResult(verdict.ok, verdicts.verdict_text(verdict), error, limit, checked)
   return found
+
+def failed(text:str) -> JudgedResult: return JudgedResult(False, text, None, None, 0.0)
 
 def first_run(found:JudgedShape, name:str, tile:Any, *outputs:Any) -> None:
   """Compiles the kernel that computes `outputs` and runs it once. Adds it, with the time of this run, to the kernels of a shape."""
@@ -84,6 +87,11 @@ def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
   with sampled(sensors) as readings: runs, rounds = timed_rounds(repeater(x.schedule))
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
+def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
+  """Times the kernels of a shape. If a kernel fails now, the shape is wrong."""
+  try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
+  except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))
+
 def with_prediction(x:KernelTime, shape:ReportedShape, arch:Chip, card:FoundCard) -> KernelTime:
   found = predicted(shape, x.name, x.tile, arch, card.may_be)
   return replace(x, unpredicted=found) if isinstance(found, str) else replace(x, predicted=found)
@@ -106,7 +114,7 @@ def measure_report(sizes:str, card_name:str|None=None) -> CardReport:
   rows = []
   for x in found:
     say(f"time of {x.shape}")
-    rows.append(ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, card.sensors) for k in x.kernels), x.refused))
+    rows.append(timed_row(x, how, card.sensors))
   after = card.sensors()
   say("predictions")
   rows = [replace(row, kernels=tuple(with_prediction(k, row.shape, arch, card) for k in row.kernels)) for row in rows]

@@ -9,7 +9,8 @@ from attn.report.shapes import OF_DECODE, OF_FORWARD
 TABLE_BEGIN, TABLE_END = "<!-- python -m attn.report table writes the lines from here -->", "<!-- to here -->"
 
 def table(head:Sequence[str], rows:Sequence[Sequence[str]]) -> str:
-  return "\n".join(f"| {' | '.join(x)} |" for x in (head, ["---"]*len(head), *rows)) + "\n"
+  lines = [[cell.replace("|", "\\|") for cell in x] for x in (head, ["---"]*len(head), *rows)]
+  return "\n".join(f"| {' | '.join(x)} |" for x in lines) + "\n"
 
 def figure(x:float|None) -> str:
   """Returns a number with three significant digits. Returns "" for None."""

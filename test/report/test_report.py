@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from attn.chips import get_chip
 from attn.chips.matrix import Matrix
+from attn.compilers.found import NoCompiler
+from attn.isa.timing import kernels
 from attn.reference import rounded
 from attn.report import __main__ as command, measured, predicted, system
 from attn.report.drawing import comparison
@@ -18,7 +20,7 @@ from attn.report.rates import SIZES_OF_RATES, copied_by_threads
 from attn.report.schema import BY_EMULATOR, CardReport, PredictedTime, SensorReading, checked_report, report_json
 from attn.report.shapes import REPORT_SHAPES, ReportedShape
 from attn.report.tables import markdown, page_with_table, table_of_folder
-from attn.tinygrad_compat import Context, Tensor
+from attn.tinygrad_compat import CompileError, Context, Tensor
 from cases import count_products, in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +68,32 @@ def test_a_wrong_result_is_reported(few:None, tmp_path:Path, monkeypatch:pytest.
   verdict = report.rows[2].verdict
   assert verdict is not None and verdict.text.startswith("NaN pattern differs") and verdict.error is None
   assert "1 of 3 results are WRONG" in capsys.readouterr().out
+
+def test_what_fails_is_told_and_the_rest_is_measured(few:None, tmp_path:Path, monkeypatch:pytest.MonkeyPatch,
+                                                     capsys:pytest.CaptureFixture[str]) -> None:
+  """A compiler's error, a fault of the card while it is timed, and a prediction that fails are told in their rows."""
+  timed, first = measured.kernel_time, measured.judge_forward
+  def at_fault(x:measured.ReportedKernel, *rest:Any) -> Any:
+    if x.name == "dkdv": raise OSError("device lost")
+    return timed(x, *rest)
+  def stopped(found:measured.JudgedShape, arch:Any) -> Any:
+    if found.shape.kind == "decode": raise CompileError("comgr: a|b\nmore")
+    return first(found, arch)
+  def without(*_:Any, **__:Any) -> Any: raise AssertionError("no such tile")
+  monkeypatch.setattr(measured, "kernel_time", at_fault)
+  monkeypatch.setattr(measured, "judge_forward", stopped)
+  monkeypatch.setattr(kernels, "of_spec", without)
+  assert run("EMU::gfx1201", "--out", str(tmp_path/"r.json")) == 1
+  forward, backward, decode = checked_report(json.loads((tmp_path/"r.json").read_text())).rows
+  assert forward.right and forward.kernels[0].unpredicted is not None and "AssertionError" in forward.kernels[0].unpredicted
+  assert backward.verdict is not None and backward.verdict.text == "failed while it was timed: OSError: device lost"
+  assert decode.verdict is not None and decode.verdict.text == "CompileError: comgr: a|b" and not decode.kernels
+  assert "CompileError: comgr: a\\|b |" in capsys.readouterr().out
+
+def test_no_compiler_ends_the_report(few:None, monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
+  def none(*_:Any) -> Any: raise NoCompiler("no compiler here; install one")
+  monkeypatch.setattr(measured, "judge_forward", none)
+  assert run("EMU::gfx1201", "--out", "never.json") == 2 and "no compiler here; install one" in capsys.readouterr().err
 
 @pytest.mark.parametrize(("device", "words", "said"), (
   ("EMU::gfx942", ("--shapes", "full"), "--shapes full: the emulator would need hours"),
