@@ -174,7 +174,7 @@ class Output:
   layout: str
   @property
   def rows(self) -> Tensor:
-    """The tensor with all axes of the layout: a scale is a row of one element."""
+    """The tensor with an axis for each letter of the layout. A tensor of scales gets a last axis of size 1."""
     return self.tensor if self.tensor.ndim == len(AXES[self.layout]) else self.tensor.unsqueeze(-1)
   @functools.cached_property
   def view(self) -> Strided|None:

@@ -142,7 +142,8 @@ def device_arch() -> Chip:
                    "or DEV=EMU::gfx942 without a GPU")
 
 def arch_of(device:str) -> Chip|None:
-  """Returns the chip of a device, from the tables or made from the device's renderer. Returns None if no kernel runs on the device."""
+  """Returns the chip of a device, from attn's table of chips or made from what the device's renderer says. Returns None if no kernel runs on the
+  device."""
   kind = device.split(":")[0]
   if kind in MATRIX_DEVICES:
     try: return chip_of(device_of(device).renderer.target.arch, device)

@@ -159,12 +159,12 @@ class Chip:
   def products(self) -> str: return ", ".join(card.name for card in self.cards)
   @property
   def pipes(self) -> Pipes:
-    """Costs of instructions. Only chips in MODELLED have them."""
+    """Costs of the chip's instructions. Only chips for which attn computes bounds from machine code (MODELLED) have them."""
     assert self.unit.pipes is not None, f"{self.name} has no machine model"
     return self.unit.pipes
   @property
   def counters(self) -> Counters:
-    """Counters of memory accesses for which a wave can wait. Only chips in MODELLED have them."""
+    """Counters of memory accesses for which a wave can wait. Only chips for which attn computes bounds from machine code (MODELLED) have them."""
     assert self.unit.counters is not None, f"{self.name} has no counters"
     return self.unit.counters
   @property

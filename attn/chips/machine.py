@@ -24,7 +24,7 @@ ORIGINS = {
 }
 
 class Figure(NamedTuple):
-  """A number of cycles, or of bytes per cycle, and where it comes from: a key of ORIGINS, or ASSUMED."""
+  """A number of cycles, or of bytes per cycle, with its source. The source is a key of the table ORIGINS, or ASSUMED."""
   value: int
   origin: str
 

@@ -55,7 +55,7 @@ def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:
   return None if found is None else found.tile(p, arch)
 
 def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
-  """Returns the tile of the chip's kernel of dbias. Raises NotImplementedError if there is none."""
+  """Returns the tile of the kernel that computes dbias on the chip `arch`. Raises NotImplementedError if the chip has no such kernel."""
   for gradient in GRADIENT_KERNELS.values():
     if gradient.bias is not None and gradient.lacks(arch) is None: return gradient.bias.tile(p, arch)
   raise NotImplementedError(no_tiles(arch))
@@ -106,7 +106,8 @@ class BackwardChoice:
   def kernels(self) -> tuple[str, ...]: return tuple(x.name for x in self.chosen)
   @property
   def tiles(self) -> tuple[AnyBackwardTile, ...]|None:
-    """Tiles of the kernels that have one; None if tinygrad computes the gradients."""
+    """Tiles of the chosen backward kernels. Kernels that have nothing to choose have no tile and are left out. None if tinygrad computes the
+    gradients."""
     return tuple(x.tile for x in self.chosen if x.tile is not None) or None
   @property
   def parts(self) -> tuple[int, ...]:

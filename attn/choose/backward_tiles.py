@@ -38,7 +38,7 @@ def amd_backward_tile(p:Problem, arch:Chip, keys:bool) -> BackwardTile:
   return _chosen("backward_dq", p, arch, arch.unit.dq, False, arch.unit.plain_dq)
 
 def amd_bias_tile(p:Problem, arch:Chip) -> BackwardTile:
-  """Chooses the tile of AMD's kernel of dbias, from the table of the kernel of dq."""
+  """Chooses the tile of AMD's kernel for dbias, from the table of tiles that the kernel for dq uses."""
   return _chosen("backward_dq", p, arch, arch.unit.dq, False)
 
 def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:

@@ -1,5 +1,5 @@
-"""Choice of tiles for the kernels of latent attention, mla and mla_mma. In latent attention the rows of O and K are too long for one wave, so several
-waves share each row."""
+"""Choice of tiles for the kernels of latent attention: mla (on AMD's matrix units) and mla_mma (with NVIDIA's mma.sync). In latent attention the rows
+of O and K are too long for one wave, so several waves share each row."""
 from __future__ import annotations
 from typing import Any
 from attn.cache import tuned
@@ -17,7 +17,7 @@ from attn.score.terms import score_terms
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why neither mla nor mla_mma can compute `p` on any chip, or None if they can."""
+  """Returns the reason why the kernels of latent attention, mla and mla_mma, cannot compute `p` on any chip, or None if they can."""
   if not p.v_in_k: return "v_dim=None: this kernel is for latent attention, where V is the first v_dim columns of K"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
   tensors = [term.name for term in score_terms(p) if any("keys" in tensor.axes for tensor in term.tensors)]
@@ -26,8 +26,8 @@ def latent_refuses(p:Problem, arch:Chip) -> str|None:
   return next((f"{name}={value}: this kernel supports at most {UP_TO[name]}" for name, value in widths if value > UP_TO[name]), None)
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Tile of the kernel mla that a table row gives. Raises ValueError if the chip lacks the row's matrix instruction, or if the tile's keys cannot be
-  divided into whole tiles of the matrix instruction."""
+  """Makes the tile of mla, the kernel of latent attention on AMD's matrix units, from a row of the table of tiles. Raises ValueError if the chip
+  lacks the row's matrix instruction, or if the tile's keys cannot be divided into whole tiles of the matrix instruction."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   for name, parts in (("key_parts", tile.key_parts), ("weight_parts", tile.weight_parts)):
@@ -36,15 +36,17 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Tile of the kernel mla_mma that a table row gives. Raises ValueError if the keys of a warp are not a whole number of pairs of score fragments."""
+  """Makes the tile of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of the table of tiles. Raises ValueError if the keys
+  of a warp are not a whole number of pairs of score fragments."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
     raise ValueError(f"key_parts={tile.key_parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")
   return tile
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
-  """Returns the tile of a row that does not come from a table: a search or the file of tuned tiles gave it. Raises ValueError if the tile cannot be
-  divided, if LDS has no room for it, or if mla_mma has more warps than O has columns for: every warp must multiply P with columns of V."""
+  """Makes a tile of a kernel of latent attention (mla or mla_mma) from a row that a search found, or that the file of fastest tiles holds. Raises
+  ValueError if the tile cannot be divided, if LDS has no room for it, or if mla_mma has more warps than O has columns for: every warp must
+  multiply P with columns of V."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > (most := max(1, fragments(p.Dv, tile.matrix)//LINE)):
     raise ValueError(f"{tile.waves} warps: must be at most {most}, because O has {p.Dv} columns and a warp computes at least {LINE*tile.matrix.N}")
@@ -54,11 +56,13 @@ def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
 ENTRY = "mla"       # name of the entry in the file of kept tiles
 
 def mla_tile(p:Problem, arch:Chip) -> MlaTile:
-  """Tile of mla: the tile that TUNE=1 found, or else the tile of the first row that fits."""
+  """Chooses the tile of mla, the kernel of latent attention on AMD's matrix units: the tile that a search with TUNE=1 found, or else the first tile
+  of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaShape, checked_latent), *(arch.unit.latent or cautious_latent(arch.matrix[p.dtype][0])))
   return next(fitting("mla", p, arch, rows, lambda row: of_mla(row, arch, p)))
 
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
-  """Tile of mla_mma: the tile that TUNE=1 found, or else the tile of the first row that fits."""
+  """Chooses the tile of mla_mma, the kernel of latent attention with NVIDIA's mma.sync: the tile that a search with TUNE=1 found, or else the first
+  tile of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *LATENT_MMA)
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

@@ -32,7 +32,7 @@ TILED = (
 ALONE = TiledTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_tile(p:Problem, arch:Chip) -> TiledTile:
-  """Tile of the forward kernel: the tile that TUNE=1 found, or else the tile of the first row that fits."""
+  """Chooses the tile of the forward kernel of plain UOps: the tile that a search with TUNE=1 found, or else the first tile of the table that fits."""
   rows = (*tuned.kept_rows(p, arch, "tiled", TiledTile, tuned.check_threads), *(TILED if arch.lds else [UpTo(MAX_WIDTH, ALONE)]))
   return next(fitting("tiled", p, arch, rows, lambda row: row.shape))
 

@@ -122,7 +122,7 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
-  """Chooses AMD's tile: the tile that TUNE=1 found, or else the tile of the first row that fits."""
+  """Chooses the tile of AMD's forward kernel: the tile that a search with TUNE=1 found, or else the first tile of the table that fits."""
   rows = (*tuned.winner(p, arch), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
 

@@ -50,7 +50,7 @@ class BankCounter:
   def __init__(self, family:str, wave:int):
     self.family, self.wave, self.uses = family, wave, dict[tuple[str, str, int], BankUse]()
   def show(self, kernel:str, arch:str) -> None:
-    """Prints the counts of a kernel to stderr."""
+    """Prints the counted LDS accesses and bank conflicts of a kernel to stderr."""
     for use in self.uses.values(): print(f"{kernel} on {arch}: {use}", file=sys.stderr)
   def count(self, buffer:str, read:bool, address:Array, nbytes:int, active:Array|None) -> None:
     """Adds one access to the counts: the phases (groups of lanes that LDS serves together) of all its threads, and the cycles that they take.

@@ -28,7 +28,7 @@ OVERHEAD = 64            # bytes per thread of the frame itself: numbers of thre
 
 @dataclass
 class Launch:
-  """Summary of one run of a kernel's program."""
+  """Record of one run of a kernel: its name and chip, the sizes of its grid, its LDS, the seconds, and LDS bank conflicts if they were counted."""
   kernel: str
   arch: str
   workgroups: int
@@ -40,7 +40,7 @@ class Launch:
 _last: list[Launch] = []
 
 def last_run() -> Launch|None:
-  """Returns the summary of the kernel that ran last, or None before the first run."""
+  """Returns the record of the kernel that ran last on the emulator, or None before the first run."""
   return _last[0] if _last else None
 
 # ***** workgroups that wait for each other *****

@@ -199,8 +199,8 @@ class Reader:
     else: return None
     return edge if edge.known is not None or edge.fits else None
   def _chain(self, u:UOp) -> tuple[UOp, int, Steps]|None:
-    """Writes a term as sign * f(symbol). The symbol is the position of the query or of the key, and f is made of steps x -> (x*times + plus)//over.
-    Returns (symbol, sign, steps), or None if the term has another form."""
+    """Writes a term of a sum as sign * f(symbol). The symbol is the position of the query or of the key, and f is made of steps x -> (x*times +
+    plus)//over. Returns (symbol, sign, steps), or None if the term has another form."""
     if u is QUERY or u is KEY: return u, 1, ()
     if (divided := _division(u)) is None: return None
     x, over = self.sum(divided[0]), divided[1]

@@ -139,7 +139,7 @@ class Edge:
     return never_above(self.steps, other.steps) if self.upper else never_above(other.steps, self.steps)
   @property
   def condition(self) -> UOp:
-    """Condition as a UOp on the symbols of a query and a key."""
+    """The condition (such as j <= i) as a UOp of the symbols that stand for the positions of a query and a key."""
     if any(step.over == 0 for step in self.steps): x, y = (self.query(KEY), QUERY) if self.upper else (QUERY, self.query(KEY))
     else: x, y = (KEY, self.key(QUERY)) if self.upper else (self.key(QUERY), KEY)
     return x <= y

@@ -55,7 +55,8 @@ class MaskSpans:
     self.extremes_of, self.found = extremes_of, dict[UOp, MaskSpan|None]()
 
   def of(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of an expression, or None if a number's span is not known. A condition always has a span."""
+    """Returns the span of an expression in a mask: the lowest and the highest value that it has on a tile. Returns None if a number's span is not
+    known. A condition always has a span."""
     if u not in self.found:
       found = self._one_sided(u) if is_one_sided(u) else self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
       self.found[u] = EITHER_VALUE if found is None and u.dtype == dtypes.bool else found
@@ -98,7 +99,8 @@ class MaskSpans:
     return None
 
   def _integer(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of an int32 that depends on a query and a key, or None if no rule gives it, or if the number may overflow."""
+    """Returns the span (the lowest and the highest value on a tile) of an int32 that depends on both query and key. Returns None for an operation
+    that this method does not know, or if the number may overflow."""
     if u.dtype != dtypes.int: return None
     if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool:
       return MaskSpan(Extremes(*[n.cast(u.dtype) for n in self.condition(u.src[0]).extremes]), 0, 1)
@@ -118,7 +120,8 @@ class MaskSpans:
     return None
 
   def _chosen(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of a WHERE, which chooses one of two values by a condition. Returns None if the span of one of the values is not known."""
+    """Returns the span (the lowest and the highest value on a tile) of a WHERE, which chooses one of two values by a condition. Returns None if the
+    span of one of the values is not known."""
     c, yes, no = self.condition(u.src[0]), self.of(u.src[1]), self.of(u.src[2])
     if yes is None or no is None: return None
     if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)

@@ -66,13 +66,14 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """A file of costs: its header, its columns, and the function that computes its lines. The first column names the kernel."""
+  """A file with one line of costs for each kernel, such as docs/costs.txt: its header, its columns, and the function that computes its lines. The
+  first column names the kernel."""
   header: str
   columns: tuple[str, ...]
   lines_of: Callable[[Sequence[Spec]], list[str]]
 
   def text(self, lines:Sequence[str]) -> str:
-    """Returns the text of the file: the header and aligned columns. Kernels are in the order of SPECS."""
+    """Returns the text of the file of costs: the header and the lines in aligned columns. The kernels are in the order of SPECS."""
     place = {str(spec): i for i, spec in enumerate(SPECS)}
     rows = [list(self.columns), *sorted((line.split(" | ") for line in lines), key=lambda row: place.get(row[0], len(place)))]
     widths = [max(len(r[i]) for r in rows) for i in range(len(self.columns))]

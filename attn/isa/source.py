@@ -54,7 +54,7 @@ class Spec:
   def __str__(self) -> str: return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """Names of the kernels that do the work together: forward alone, or both backward kernels."""
+    """Names of the kernels that together do the work of which this kernel is a part: forward alone, or both backward kernels."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod

@@ -67,7 +67,7 @@ class ListedBlocks:
   def lists(self) -> int: return self.batches*self.heads[0]
   @property
   def shape(self) -> tuple[int, int, int, int]:
-    """Shape of the tensor with all lists."""
+    """Shape of the tensor with the lists of visible tiles of all workgroups: (batches, heads, blocks, entries of a list)."""
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:

@@ -2,7 +2,7 @@
 PyTorch's SDPA backward, FlashAttention-2 and cuDNN. In float32 the peer is PyTorch's memory-efficient backend.
 
   DEV=CUDA COMPARE=1 BWD=1 python bench.py             one problem; SWEEP=1: all shapes of the table; CSV=path, PLOT=path
-  DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the rows whose name has each WORD
+  DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the problems whose names contain every WORD
 
 Every rate counts 2.5 times the operations of forward (five matrix products), although attn's kernels compute seven products. Times are device times,
 measured by events. Each time is a median over rounds. In a round every peer runs in turn."""

@@ -1,13 +1,13 @@
-"""Compares decoding with its peers on the same NVIDIA GPU. `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints the rows whose name has each
-WORD.
+"""Compares attn's decoding with that of PyTorch on the same NVIDIA GPU. `DEV=CUDA python -m attn.measure.decode [WORD ...]` prints a line for each
+problem whose name contains every WORD.
 
 Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each time is a median over rounds. In a
 round every peer runs in turn. The peers are two backends of PyTorch's SDPA, FlashAttention-2 and cuDNN. The rate is the bytes of K and V, each read
-once, per second. `python -m attn.measure.decode 576` prints the rows of latent attention, for which PyTorch has no kernels.
+once, per second. `python -m attn.measure.decode 576` prints the problems of latent attention, for which PyTorch has no kernels.
 
 `TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have. Each tile is timed with
 the number of key ranges (KV splits) that dispatch would give it. The command keeps the fastest tile for dispatch, like TUNE=1 of bench.py. A word
-NAME=NUMBER changes this number in every row: B=8 keys=32768 page=16."""
+NAME=NUMBER changes this number in every problem: B=8 keys=32768 page=16."""
 from __future__ import annotations
 import dataclasses, math, os, sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Times first calls: `DEV=CUDA python -m attn.measure.latency [WORD ...]` prints the rows whose name has each WORD.
+"""Times first calls: `DEV=CUDA python -m attn.measure.latency [WORD ...]` prints a line for each problem whose name contains every WORD.
 
 Each time is the host's seconds in a new process, from the call until the result is computed. Before the call, imports are done, the device is open
 and the inputs are on the device. `first` is a call with empty caches of tinygrad, attn and the driver. `second` is a call in a later process with the

@@ -1,4 +1,4 @@
-"""Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints the rows whose name has each WORD.
+"""Times later calls on the host: `python -m attn.measure.later_calls [WORD ...]` prints a line for each problem whose name contains every WORD.
 
 Each time is the median of the host's milliseconds from the second call on, outside TinyJit. `call` ends when the call returns its result, which is
 not computed yet. `scheduled` ends when tinygrad has also made the list of launches. The times with gradients include the gradients of q, k and v.

@@ -1,5 +1,5 @@
-"""Compares attention over short sequences, and over sequences with different numbers of queries and keys, with its peers on the same NVIDIA GPU.
-`DEV=CUDA python -m attn.measure.short [WORD ...]` prints the rows whose name has each WORD.
+"""Compares attention over short sequences, and over sequences with different numbers of queries and keys, with PyTorch on the same NVIDIA GPU.
+`DEV=CUDA python -m attn.measure.short [WORD ...]` prints a line for each problem whose name contains every WORD.
 
 Times are device times of one launch in bfloat16, and all peers get equal inputs. Each time is a median over rounds. In a round every peer runs in
 turn. Our kernels are timed by events around the graph of a TinyJit that has captured 100 launches. The peers are PyTorch's SDPA with its

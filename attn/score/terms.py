@@ -17,7 +17,7 @@ TERMS: tuple[ScoreTerm, ...] = (SOFTCAP, ALIBI, BIAS, SCORE_MOD)
 TERM_TENSORS: dict[str, TermTensor] = {tensor.name: tensor for term in TERMS for tensor in term.tensors}
 
 def score_terms(p:Problem) -> tuple[ScoreTerm, ...]:
-  """Returns the score terms (softcap, ALiBi, bias, score_mod) that a problem has, in the order of the table."""
+  """Returns the score terms (softcap, ALiBi, bias, score_mod) that a problem has, in the order in which they change a score."""
   return tuple(term if term.of is None else term.of(p) for term in TERMS if getattr(p, term.name) not in (None, False, 0.0))
 
 def heaviest(p:Problem) -> TermRegisters|None:

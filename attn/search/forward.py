@@ -242,7 +242,7 @@ TableRows = dict[str, dict[RowsKey, list[str]]]   # family -> key -> lines
 TABLE = re.compile(r"^(FORWARD_ON_\w+: tuple\[UpTo\[ForwardShape\], \.\.\.\] = \(\n)(.*?)^\)$", re.MULTILINE | re.DOTALL)
 
 def file_of(family:str) -> Path:
-  """Returns the path of the module of a chip family that contains the family's table."""
+  """Returns the path of the module of a chip family that contains the family's table of forward tiles."""
   return Path(chips.__file__).parent/f"{family}.py"
 
 def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
@@ -256,7 +256,7 @@ def table_rows_in(text:str) -> dict[RowsKey, list[str]]:
   return rows
 
 def all_tables() -> TableRows:
-  """Returns the tables of all families that have a chip for which tiles are searched."""
+  """Returns the tables of forward tiles of all families that have a chip for which tiles are searched."""
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:

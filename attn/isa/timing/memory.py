@@ -26,7 +26,7 @@ def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, 
 
 def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:float, edges:float) -> float:
   """Returns the cycles until all workgroups have ended. A die has slots//dies places for workgroups, and starts its next one when a place is free. A
-  workgroup takes `cycles` for each iteration and `edges` before and after them."""
+  workgroup takes `cycles` cycles for each iteration, and `edges` cycles for what comes before and after its iterations."""
   ends = []
   for die in range(dies):
     free = [0.0]*max(1, slots//dies)

@@ -52,7 +52,7 @@ def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
 
 def machine_table(chip:Chip) -> Table:
-  """Makes a table of the figures of a chip's family, each with its source."""
+  """Makes a table of the rates and latencies of a chip's family, each with its source."""
   table = Table("figure", "value", "source", title=f"{chip.family}: cycles, or bytes a cycle")
   for name, (value, origin) in figures_of(chip.latencies).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
   return table

@@ -177,8 +177,8 @@ class AmdBackward:
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:Any, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0. There are none for dQ
-    of a workgroup that owns keys, because each iteration has added its part."""
+    """Returns the stores of the gradient `name` to memory. Rows of keys beyond a batch's length (kv_lengths) are stored as 0. If a workgroup that
+    owns keys adds to dQ, there are no stores for dQ: each iteration has already added its part."""
     if name == "dq" and self.tile.keys: return []
     mat, p = self.tile.matrix, self.group.p
     known = self.row.index < self.group.sequence.n_k if self.tile.keys and p.kv_lengths else None

@@ -90,7 +90,7 @@ class CopiedLayout(SharedLayout):
     raise NotImplementedError
   @property
   def panels(self) -> int:
-    """Number of steps in which the threads copy one row. Each step copies the next LINE 16-byte units of the row."""
+    """Number of steps in which the threads copy one row. Each step copies the next 128 bytes of the row (LINE units of 16 bytes)."""
     return 1
   @property
   def pitch(self) -> int:

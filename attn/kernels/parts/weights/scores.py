@@ -62,7 +62,7 @@ class Scores:
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
-    """Returns these scores for another head."""
+    """Returns a copy of this object for another head."""
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
     """Converts the position of a row in the workgroup's loop to the row's index in the sequence. The two differ if the loop has an `order`: it then

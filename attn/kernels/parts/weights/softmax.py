@@ -38,7 +38,8 @@ class Sums:
 
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool, scaled:bool=False) -> Sums:
-    """Returns the sums that a kernel computes: for its `lse` a further one, and another one if P is `scaled`."""
+    """Returns which sums of P a kernel computes for each row: the sum of rounded P, with `scaled` the sum without the scales that P includes, and
+    with `lse` the sum of P before rounding."""
     matrix = arch.unit.sums.get(dtype)
     kind = DOT if dtype in arch.unit.dots else UNPACKED if matrix is None else ONES
     return Sums(dtype, (kind, *[SCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
