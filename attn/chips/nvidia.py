@@ -45,7 +45,6 @@ FEW_QUERIES = (
 FEW_QUERIES_OF_STORED = (
   UpTo(64, MmaShape(1, 128, stages=3)),
   UpTo(128, MmaShape(1, 64, stages=5)),
-  UpTo(256, MmaShape(1, 64, stages=3)),
   UpTo(256, MmaShape(1, 64, stages=2)),
 )
 

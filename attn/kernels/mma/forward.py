@@ -261,7 +261,7 @@ class MmaForward:
 
   def fetch(self, s:MmaState, t:UOp) -> MmaState:
     copies = self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t))
-    return s.started(copies + (self.stored.copies(s.shared, t, self.first_scale(t), self.k_rows(t).across) if self.p.stored else []))
+    return s.started(copies + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
     """Reads operand A of S = Q K^T from shared memory. If registers keep Q, this happens once, otherwise in every iteration."""
     if self.p.stored: return self.stored.q_operand(s.shared, self.tile.layouts(self.p)[0], self.in_block[qt], step)

@@ -44,25 +44,18 @@ class StoredKeys:
     return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
 
   # ***** scales *****
-  def copies(self, shared:UOp, t:UOp, base:UOp, across:int) -> list[UOp]:
+  def copies(self, shared:UOp, t:UOp, base:UOp) -> list[UOp]:
     """Returns the statements that copy the scales of tile t to shared memory, from float number `base` on: those of K, then those of V. Rows that do
-    not exist get scales of 0. `across` threads copy a row of K or V together."""
+    not exist get scales of 0."""
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
-    n, size, first = group.tile.block_n, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
+    n, threads, size, first = group.tile.block_n, group.tile.threads, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
     for kind, name in enumerate(group.p.scale_views):
       rows = replace(group.rows_of(name, unit_bytes=size), count=group.walked_end)
-      for row, inside in self.rows_of_scales(n, kind, 1 if rows.regular else across):
-        to = floats[base + kind*n + row]
+      for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
+        to, inside = floats[base + kind*n + row], row < n
         if size == 4: found.append(nv.copy_number(to, rows.buffer[rows.start(first, row)], first + row < rows.count, inside))
         else: found.append(nv.put(to, scale_as_float(rows.load_units(first, n, row, UOp.const(0), inside), size), inside))
     return found
-
-  def rows_of_scales(self, n:int, kind:int, across:int) -> list[tuple[UOp, UOp]]:
-    """Returns the rows of a tile of `n` rows whose scales this thread copies, each with a gate. With `across` above 1, these are rows of which the
-    thread also copies a part of K and V, so that it looks up the page of a row only once."""
-    threads = self.warps.group.tile.threads
-    items = [self.warps.at.thread + i*threads for i in range(ceildiv(n*across, threads))]
-    return [(i//across, (i//across < n) & (i%across).eq(kind) if across > 1 else i < n) for i in items]
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
     """Reads the scales of K (`kind` 0) or of V (`kind` 1) from shared memory. Returns two scales for each C fragment: those of the two keys whose
