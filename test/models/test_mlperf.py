@@ -1,7 +1,7 @@
 """Tests of the attention of tinygrad's examples/mlperf/models/flat_llama.py and gpt_oss.py. Small trainers make the same calls in the same places,
 inside a precompiled function of a layer: once by attn's kernels, and once by tinygrad's own expressions."""
 from __future__ import annotations
-import math
+import itertools, math
 from collections.abc import Callable
 import numpy as np
 import pytest
@@ -172,28 +172,28 @@ def test_no_copies_of_the_inputs(program:str) -> None:
   copies = [sizes for name, sizes in kernels if not name.startswith("attn_") and len(sizes) == 2 and sizes[0] == sizes[1] and sizes[0] in (q, k)]
   assert [sizes[0] for sizes in copies].count(q) <= kept     # the copy of o that the layer keeps
 
-@pytest.mark.parametrize("dtype, on", [
-  pytest.param(dtype, on, marks=() if (dtype, on) in (("float16", "EMU::gfx942"), ("bfloat16", "EMU::sm_80")) else pytest.mark.thorough)
-  for dtype in NOISE for on in ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU")])
-def test_inference_of_gpt_oss(dtype:str, on:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """One kernel computes the attention of a layer with gpt-oss's heads, sinks and sliding window if it calls attn. Without the window, one kernel also
-  computes it if the layer writes attention out in tensor operations, as tinygrad's model does. The error against float32 is at most twice that of
-  tinygrad's own kernels."""
+BY_DEFAULT = (("float16", "EMU::gfx942", True), ("bfloat16", "EMU::sm_80", False))
+
+@pytest.mark.parametrize("dtype, on, sliding", [
+  pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.thorough)
+  for case in itertools.product(NOISE, ("EMU::gfx942", "EMU::gfx1100", "EMU::sm_80", "CPU"), (True, False))])
+def test_inference_of_gpt_oss(dtype:str, on:str, sliding:bool, monkeypatch:pytest.MonkeyPatch) -> None:
+  """One kernel computes the attention of a layer with gpt-oss's heads and sinks, with or without a sliding window, if the layer calls attn. One
+  kernel also computes it if the layer writes attention out in tensor operations, as tinygrad's model does. The error against float32 is at most twice
+  that of tinygrad's own kernels."""
   for name, n in {"HEADS": 64, "KV_HEADS": 8, "D": 64, "S": 48, "WINDOW": 16}.items(): monkeypatch.setitem(globals(), name, n)
   rng, kind = np.random.default_rng(5), on.split(":")[0]
   angles = np.outer(np.arange(S), 150000.0**(-np.arange(0, D, 2)/D)).reshape(1, S, 1, D//2, 1)
   numbers = (rng.standard_normal((1, S, (HEADS + 2*KV_HEADS)*D)), np.concatenate([np.cos(angles), np.sin(angles)], -1), 2*rng.standard_normal(HEADS))
   with computed_on(on):
     xqkv, freqs, sinks = (tensor(x.astype(np.float32), dtype, kind).realize() for x in numbers)
-    for sliding in (True, False):
-      exact, own = (gpt_oss_by_tinygrad(*given, sliding)[0].reshape(1, S, HEADS*D)
-                    for given in ([t.float().realize() for t in (xqkv, freqs, sinks)], (xqkv, freqs, sinks)))
-      x, y = array(exact.float()), array(own.float())
-      for write in (gpt_oss_by_thunder, gpt_oss_by_tinygrad):
-        recognised = write is gpt_oss_by_tinygrad
-        with attn.installed() as decisions:
-          decisions.clear()
-          z = array(write(xqkv, freqs, sinks, sliding)[0].reshape(1, S, HEADS*D).float())
-          assert [d.kernel is None for d in decisions] == [False]*recognised
-          assert np.abs(z - x).max() <= 2*np.abs(y - x).max() + 1e-5*np.abs(x).max()
-          assert sum(name.startswith("attn_") for name in names_of(write(xqkv, freqs, sinks, sliding)[0])) == 1
+    exact, own = (gpt_oss_by_tinygrad(*given, sliding)[0].reshape(1, S, HEADS*D)
+                  for given in ([t.float().realize() for t in (xqkv, freqs, sinks)], (xqkv, freqs, sinks)))
+    x, y = array(exact.float()), array(own.float())
+    for write in (gpt_oss_by_thunder, gpt_oss_by_tinygrad):
+      with attn.installed() as decisions:
+        decisions.clear()
+        z = array(write(xqkv, freqs, sinks, sliding)[0].reshape(1, S, HEADS*D).float())
+        assert [d.kernel is None for d in decisions] == [False]*(write is gpt_oss_by_tinygrad)
+        assert np.abs(z - x).max() <= 2*np.abs(y - x).max() + 1e-5*np.abs(x).max()
+        assert sum(name.startswith("attn_") for name in names_of(write(xqkv, freqs, sinks, sliding)[0])) == 1
