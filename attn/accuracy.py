@@ -236,9 +236,9 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Computes the variance of a sum whose weights have rounding errors, as `_squares` does, but with equal errors for keys with equal `values`. The
-  terms r_j (factor_j x_j - centre) of these keys form a group: they are added before they are squared. Returns the sum of the squares over all
-  groups, and which rows have such groups."""
+  """Computes the variance of a sum over j of r_j (factor_j x_j - centre), where r_j is the rounding error of weight j. Keys with equal `values` have
+  equal errors: their terms form a group, and are added before they are squared. The errors of different groups are independent. Returns the sum of
+  the squares over all groups, and which rows have such groups."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]

@@ -39,8 +39,8 @@ def seeded(c:CheckedCall) -> CheckedCall:
 @cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   """Returns the kernel functions that compute the problem `p` by `choice`, in the order of their launches. Equal arguments return identical objects,
-  because tinygrad's schedule cache compares functions by identity. The gradient is attached to the last kernel. So this kernel gets all tensors that
-  `launched(p)` names for it."""
+  because tinygrad's schedule cache compares functions by identity. The gradient is attached to the last kernel. So this kernel gets not only its
+  own arguments, but also all inputs that need a gradient (`launched`)."""
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch

@@ -74,7 +74,8 @@ def rows_dimension(name:str) -> int|None:
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
-  """Gradient function (grad_fxn) of `sharded_with_gradient`: gathers the sharded gradient on the device of the whole tensor."""
+  """Gradient function (grad_fxn) of a tensor that was sharded over devices by `sharded_with_gradient`: gathers the sharded gradient on the device of
+  the whole tensor."""
   return (Tensor(g).to(call.src[1].device).uop,)
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:

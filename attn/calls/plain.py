@@ -39,7 +39,8 @@ def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
   return o, lse, rest
 
 def refusing(p:Problem, o:Tensor, lse:Tensor, inputs:list[Tensor]) -> tuple[Tensor, Tensor]:
-  """Makes the outputs refuse a gradient: taking the gradient of a returned output raises the error of `check_differentiable`."""
+  """Returns copies of the outputs o and lse that refuse a gradient: taking the gradient of one of them raises a NotImplementedError, which names the
+  score term that has no derivative."""
   def refuse(*args:UOp, **kwargs:Any) -> Any: check_differentiable(p)
   outputs = [x.detach().contiguous().uop for x in (o, lse)]
   call = UOp.sink().call(*outputs, *(x.uop for x in inputs), grad_fxn=refuse)     # an empty call, which only carries the gradient

@@ -151,7 +151,8 @@ class Mma:
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Rounds `length`, the number of elements that a product sums over, up to a number that the instruction can compute (a multiple of `span`)."""
+  """Rounds `length`, the number of elements that a product sums over, up to a number that the instruction can compute: a multiple of the matrix's
+  `span`."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:

@@ -101,15 +101,16 @@ def never(p:Problem, arch:Chip) -> None: return None
 TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a problem, or raises NotImplementedError if none fits
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` if the kernel can compute the problem without dividing the keys (one key range), otherwise the reason why it cannot."""
+  """Returns a kernel's `Work` (its tile, and one key range) if the kernel can compute the problem without dividing the keys, otherwise the reason why
+  it cannot."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` with at least two key ranges, or the reason why the keys are not divided. The number of ranges is num_splits, or for
-  num_splits=0 the number that `split_heuristic` returns."""
+  """Returns a kernel's `Work` (its tile and the number of key ranges) with at least two key ranges, or the reason why the keys are not divided. The
+  number of ranges is num_splits. For num_splits=0 an occupancy model chooses it (`split_heuristic`)."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -122,8 +123,8 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of the kernel `tiled`, which is made of plain UOps, or the reason why it cannot compute the problem. The number of key ranges
-  is num_splits, or for num_splits=0 the number that `split_heuristic` returns."""
+  """Returns the `Work` (the tile and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or the reason why it cannot
+  compute the problem. The number of key ranges is num_splits. For num_splits=0 an occupancy model chooses it (`split_heuristic`)."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -131,7 +132,8 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of `three_pass`, tensor operations that tinygrad schedules, or the reason why it cannot compute the problem."""
+  """Returns the `Work` of `three_pass` (no tile, and one key range), tensor operations that tinygrad schedules, or the reason why it cannot compute
+  the problem."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 
@@ -193,7 +195,8 @@ class ForwardKernel:
   ranges: bool = False      # whether split_kv may give it ranges of the keys
   general: bool = False     # whether it takes every problem that its unit can compute: then its reason says more than those of other kernels
   def can(self, p:Problem, arch:Any) -> Work|str:
-    """Returns the kernel's `Work` for a problem on a chip, or the reason why the kernel cannot compute the problem."""
+    """Returns the kernel's `Work` (its tile and the number of key ranges) for a problem on a chip, or the reason why the kernel cannot compute the
+    problem."""
     return self.lacks(arch) or self.refuses(p, arch) or self.divide(p, arch, self.tile)
 
 def choose_tile(p:Problem, arch:Chip) -> AnyTile:
@@ -226,7 +229,8 @@ KERNELS: dict[str, ForwardKernel] = {
   "three_pass": ForwardKernel(tensors_refuse, never, None, divide=by_tensors)}
 
 def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
-  """Returns the `Work` of the kernel `name` for `p` on `arch`, or the reason why the kernel cannot compute `p` there."""
+  """Returns the `Work` (the tile and the number of key ranges) of the kernel `name` for `p` on `arch`, or the reason why the kernel cannot compute
+  `p` there."""
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 @cache_of_kernels

@@ -61,8 +61,8 @@ def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
-  """Returns the number of parts, out of `choices`, that takes the least time by the model of `split_heuristic`. The model includes the time to write
-  and merge the results: each part writes `numbers` fp32 numbers."""
+  """Returns the number of parts, out of `choices`, that takes the least time by an occupancy model (see `split_heuristic`). The model includes the
+  time to write and merge the results: each part writes `numbers` fp32 numbers."""
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
     return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge
@@ -79,7 +79,7 @@ def fixed_ranges(p:Problem, tile:AnyTile) -> int:
   return ranges
 
 def resolve(p:Problem, arch:Chip, tile:AnyTile) -> Problem:
-  """Returns `p` with the final number of splits. For num_splits=0 `split_heuristic` chooses this number. A given number is reduced to the number of
-  key tiles if it is larger."""
+  """Returns `p` with the final number of splits (key ranges). For num_splits=0 an occupancy model chooses this number (`split_heuristic`). A given
+  number is reduced to the number of key tiles if it is larger."""
   if p.batch_invariant: return replace(p, num_splits=fixed_ranges(p, tile) if p.num_splits != 1 else 1)
   return replace(p, num_splits=min(p.num_splits or split_heuristic(p, arch, tile), key_tiles(p, tile)))

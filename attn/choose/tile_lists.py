@@ -28,7 +28,7 @@ def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> Liste
   return found if isinstance(found, ListedBlocks) else None
 
 def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
-  """Returns which lists of visible tiles a kernel loops over, as `listing` does. If the kernel could loop over lists for this mask but does not,
+  """Returns which lists of visible tiles a kernel with the tile `tile` loops over. If the kernel could loop over lists for this mask but does not,
   returns the reason as a text. Returns None if the mask needs no lists."""
   if p.mask_mod is None or tile is None: return None
   if (reason := no_lists(p, arch, tile)) is not None: return reason

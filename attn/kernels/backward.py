@@ -140,8 +140,8 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], names:Shapes, parts:int) -> Any:
-    """Returns the `OwnUnit` of a workgroup, or one for each pass over the tiles. `args` are the kernel's placeholders. `names` maps the placeholders'
-    names, in order, to their shapes and dtypes."""
+    """Makes the object with the steps of a backward kernel for one workgroup (an `OwnUnit`), or one object for each pass over the tiles. `args` are
+    the kernel's placeholders. `names` maps the placeholders' names, in order, to their shapes and dtypes."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns maker(p, arch, tile, dlse=False, parts=0), which returns the kernel that computes dq, and delta for the other kernels. The kernel's

@@ -29,7 +29,7 @@ MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial"
 PARTS_AT_ONCE = 16          # partial results whose loads run at the same time: a thread has no other work while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """Returns (shape, dtype) of each placeholder of `combine`'s kernel, by name and in order."""
+  """Returns (shape, dtype) of each placeholder of the kernel that merges the partial results of key ranges (`combine`), by name and in order."""
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in MERGED if name in shapes}
 
@@ -58,7 +58,7 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   return found
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
-  """Returns the kernel of `combine` as a program, given its placeholders."""
+  """Returns the kernel that merges the partial results of key ranges (`combine`) as a program, given its placeholders."""
   names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

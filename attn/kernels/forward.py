@@ -17,8 +17,9 @@ from attn.tinygrad_compat import UOp
 State = TypeVar("State")
 
 class ForwardUnit(Protocol[State]):
-  """The operations of `online_softmax` on one kind of matrix unit, for one workgroup, as one thread sees them. The state passes results from step to
-  step: m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in registers, and tiles in LDS."""
+  """The operations of the forward algorithm (`online_softmax`) on one kind of matrix unit, for one workgroup, as one thread sees them. The state
+  passes results from step to step: m (the number that the softmax subtracts from the scores of a row), l (the sum of P) and O in registers, and
+  tiles in LDS."""
   @property
   def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided. `weigh` and `add_to_o` are called for each part, one part after
                                     another."""

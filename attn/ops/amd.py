@@ -81,8 +81,8 @@ def share_halves(x:UOp, low:UOp) -> UOp:
   return emit("share_halves", u32(2*length(x)), x, low)
 
 def _low_lanes_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `low_lanes`. Inline assembly hides the mask of the lanes from clang, so that clang can't reuse an earlier result. (The
-  text calls the intrinsic by its LLVM name, because clang 19 has no builtin for the intrinsic.)"""
+  """Returns the HIP text of `low_lanes`, which tells whether a lane is one of lanes 0-15. Inline assembly hides the mask of the lanes from clang, so
+  that clang can't reuse an earlier result. (The text calls the intrinsic by its LLVM name, because clang 19 has no builtin for the intrinsic.)"""
   return Body('__attribute__((device)) bool lanes_of(unsigned) __asm("llvm.amdgcn.inverse.ballot.i32");\n'
               'unsigned bits = 0xffffu;\nasm("" : "+s"(bits) : "v"(x[0]));\nreturn lanes_of(bits);', "x")
 
@@ -167,7 +167,8 @@ def _load_to_lds(lanes:Any, pointer:Any, records:Array, offset:Array, lds:Any, *
   return lanes.commit_stores()    # s_waitcnt counts each load by itself
 
 def _load_to_lds_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `load_to_lds`. The text calls the instruction by its LLVM name, because clang 20 has no builtin for the instruction."""
+  """Returns the HIP text of `load_to_lds`, which copies 16 bytes per lane from memory directly to LDS. The text calls the instruction by its LLVM
+  name, because clang 20 has no builtin for the instruction."""
   shared = "__attribute__((address_space(3))) void*"
   return Body(f"__attribute__((device)) void load(__amdgpu_buffer_rsrc_t, {shared}, unsigned, int, int, int, int)\n"
               '    __asm("llvm.amdgcn.raw.ptr.buffer.load.lds");\n'
@@ -205,9 +206,9 @@ def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
   + s bytes. The numbers are a column of a tile that is stored by rows."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
-  """Copies 16 bytes per lane from memory directly to LDS. `base`, `records` and `offset` have the same meaning as in `buffer_load`. Lane l's bytes go
-  to `lds` (a wave-uniform INDEX) + 16*l. The copy is not complete until `wait_loads` has waited for it. Returns a statement (an operation with a side
-  effect)."""
+  """Copies 16 bytes per lane from memory directly to LDS. They come from `base` (a wave-uniform INDEX) + `offset` bytes, and are zero if offset + 16
+  exceeds `records`, the size of the buffer's range in bytes. Lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The copy is not complete
+  until `wait_loads` has waited for it. Returns a statement (an operation with a side effect)."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
   """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive

@@ -83,7 +83,8 @@ def _named(steps:tuple[int, ...], together:int) -> str:
   return "_".join(["atomic_add", *[f"x{together}"]*(together > 1), *map(str, steps)]).replace("-", "minus")
 
 def _atomic_add_hip(printer:Any, out:str, steps:tuple[int, ...], together:int) -> Body:
-  """Returns the HIP text of `atomic_add`. The builtin in the text becomes one instruction; __hip_atomic_fetch_add would become a loop."""
+  """Returns the HIP text of `atomic_add`, which adds float32 numbers in global memory. The builtin in the text becomes one instruction;
+  __hip_atomic_fetch_add would become a loop."""
   if together > 1 or not get_chip(printer.arch).unit.matrix:
     raise NotImplementedError(f"{printer.arch} has no instruction that adds {together} float32 to global memory")
   adds = [f"__builtin_amdgcn_global_atomic_fadd_f32(sum + {step}, x{f'[{i}]'*(len(steps) > 1)});" for i, step in enumerate(steps)]
@@ -162,8 +163,9 @@ def _pass_turn(lanes:Any, counter:Any, first:Array, *_:Any) -> Array:
   return nothing(lanes)
 
 def _settle_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `settle`. A release fence with the scope of a workgroup waits for nothing on CDNA. A release fence with the scope of the
-  chip writes back the L2 cache, which `pass_turn` does once for all waves."""
+  """Returns the HIP text of `settle`, which waits until this wave's additions and stores to global memory are complete. A release fence with the
+  scope of a workgroup waits for nothing on CDNA. A release fence with the scope of the chip writes back the L2 cache. `pass_turn`, which follows,
+  does this once for all waves."""
   return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
 
 def _pass_text(printer:Any, out:str) -> Body:

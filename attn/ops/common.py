@@ -103,8 +103,8 @@ def pack(x:UOp, dtype:str) -> UOp:
   """Rounds n fp32 numbers to the 16-bit type `dtype`, to nearest even, and packs the results into n/2 dwords."""
   return emit("pack", u32(length(x)//2), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Packs elements of P like `pack`, but with fewer instructions. An element that is not finite, or that is above numerics.LARGEST_WEIGHT, may become
-  any value that is not finite."""
+  """Rounds elements of P to the 16-bit type `dtype` and packs two into each dword, with fewer instructions than `pack`. An element that is not
+  finite, or that is above LARGEST_WEIGHT (2^111), may become any value that is not finite."""
   return emit("pack_weights", u32(length(x)//2), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
   """Converts n 16-bit floats to fp32. Each dword of x holds two 16-bit floats; if n is 1, the float lies in the low half."""

@@ -126,7 +126,7 @@ def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int
 # ***** dropout in tensor operations *****
 
 class TensorWords:
-  """Interpreter that lets `philox` compute on tensors of uint32."""
+  """Interpreter that lets the random number generator `philox` compute on tensors of uint32."""
   @staticmethod
   def word(n:int) -> int: return n
   @staticmethod

@@ -52,7 +52,8 @@ class Numbers:
     packed = numerics.pack_pairs(x, dtype)
     return packed if len(packed) > 1 else packed[0]
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Packs elements of P. An element that is not finite, or above numerics.LARGEST_WEIGHT, may become any value that is not finite."""
+    """Rounds elements of P to the 16-bit type `dtype` and packs two into each dword. An element that is not finite, or that is above LARGEST_WEIGHT
+    (2^111), may become any value that is not finite."""
     return self.pack(x, dtype)
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)

@@ -53,8 +53,8 @@ class Lanes(Protocol):
   def barrier(self, gate:Array) -> Array:
     """Executes a barrier in the waves of the threads where `gate` is true."""
   def start_store(self, pointer:Any, offset:Array, data:Array, gate:Array) -> Array:
-    """Starts an asynchronous store to LDS, with the operands of `store_bytes`. Until the thread has waited for the store, no thread may access the
-    bytes that the store writes."""
+    """Starts an asynchronous store of `data`, uint8 (nbytes, threads), to LDS at `pointer` + `offset` bytes, for each thread where `gate` is true.
+    Until the thread has waited for the store, no thread may access the bytes that the store writes."""
   def commit_stores(self) -> Array:
     """Puts the stores that each active thread has started since its last `commit_stores` into one group. The thread can wait for this group."""
   def wait_stores(self, but:int) -> Array:

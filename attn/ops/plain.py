@@ -16,8 +16,8 @@ from attn.tinygrad_compat import VECTORS, AddrSpace, Ops, UOp, dtypes, new_uop
 # ***** instructions *****
 
 def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
-  """Makes the plain UOps of `buffer_load`. The result is the dwords of the `width` bytes that begin `offset` bytes after the INDEX `base`. The result
-  is zero if these bytes exceed `records`."""
+  """Makes the plain UOps of `buffer_load`, a load whose range is checked. The result is the dwords of the `width` bytes that begin `offset` bytes
+  after the INDEX `base`. The result is zero if these bytes exceed `records`."""
   buffer, first = base.src
   size = buffer.dtype.itemsize
   further = (offset & (OUT_OF_RANGE - 1)).cast(dtypes.int)
@@ -28,8 +28,8 @@ def plain_load(base:UOp, records:UOp, offset:UOp, *, width:int) -> Elements:
   return Elements(tuple(functools.reduce(operator.or_, [x << 16*i for i, x in enumerate(bits[j:j + 2])]) for j in range(0, len(bits), 2)))
 
 def plain_load_where(at:UOp, gate:UOp, *, width:int) -> Elements:
-  """Makes the plain UOps of `load_where`. The result is the dwords of the 32-bit numbers that begin at the INDEX `at`. The result is zero if `gate`
-  is false."""
+  """Makes the plain UOps of `load_where`, a load under a condition. The result is the dwords of the 32-bit numbers that begin at the INDEX `at`. The
+  result is zero if `gate` is false."""
   buffer, first = at.src
   return Elements(tuple(buffer[(first + i).valid(gate)].load().bitcast(dtypes.uint) for i in range(width//buffer.dtype.itemsize)))
 

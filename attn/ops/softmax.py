@@ -95,7 +95,7 @@ def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
     c.assign(total, c.vector(*[c.element(total.value, r) + y for r, y in enumerate(each)]))
 
 def row_totals(c:Any, total:Value, rows:int) -> Value:
-  """Returns one sum for each row, from the sums that `lane_sums` keeps."""
+  """Returns one sum of P for each row, from the sums that a lane keeps (`lane_sums`): a lane with one row keeps two sums, which are added here."""
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> Variable:
@@ -115,7 +115,7 @@ def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, 
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Returns one sum for each row, from the sums that `add_rounded` keeps."""
+  """Returns one sum of rounded P for each row, from the sums that a lane keeps (`add_rounded`)."""
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 # ***** weights that include the scales of V's rows *****
@@ -150,7 +150,7 @@ def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
   """Multiplies the weights p by the scales of their rows of V. The vector p holds several rows of weights one after another."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Adds weights without their scales to `total`, which has one number for each row, as in `without_scales`."""
+  """Adds the sums of a vector's weights, without the scales that `packed` includes, to `total`. There is one number for each row."""
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
 @compound("weigh", suffix="_{count}")
@@ -301,7 +301,8 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """Returns the sums `total` of a lane, with P added as in `lane_sums`."""
+  """Adds P to the sums `total` of a lane, and returns them. If the lane has several rows, there is one sum for each row. If it has one row, there are
+  two sums, one of the even and one of the odd elements."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")

@@ -384,8 +384,8 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
 
 @cache_of_kernels
 def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
-  """Returns the kernel by which `merge_call` merges partial results. Equal arguments return the identical object, because tinygrad's schedule cache
-  compares by identity."""
+  """Returns the kernel that merges the partial results of one or several devices. Equal arguments return the identical object, because tinygrad's
+  schedule cache compares by identity."""
   merging = merge(p, arch, parts, there)
   program = (lambda *args: plain(merging(*args))) if plainly else merging
   takes = len(p.outputs) + len(parts) + p.sinks

@@ -51,7 +51,7 @@ def launch_of(program:UOp) -> dict[str, Any]|None:
           "slots": [u.arg.slot for u in program.src[1].src if u.op is Ops.PARAM], "globals": info.globals, "outs": info.outs, "ins": info.ins}
 
 def program_of_launch(launch:dict[str, Any], ast:UOp, renderer:Renderer) -> UOp:
-  """Makes the PROGRAM of an AST from the result of `launch_of`. The PROGRAM has a source but no machine code yet."""
+  """Makes the PROGRAM of an AST from its description by numbers and texts (`launch_of`). The PROGRAM has a source but no machine code yet."""
   params = {u.arg.slot: u for u in ast.toposort() if u.op is Ops.PARAM}
   sink = new_uop(Ops.SINK, arg=replace(ast.arg, name=launch["name"], estimates=Estimates(*launch["estimates"])))
   linear = new_uop(Ops.LINEAR, tuple(params[slot] for slot in launch["slots"]))

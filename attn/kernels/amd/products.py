@@ -82,8 +82,8 @@ class OwnRows:
 @dataclass(frozen=True)
 class LdsColumns:
   """The columns, from column `first` on, of a tile that lies in LDS row by row. A product can read these columns directly, so LDS needs no transposed
-  copy of the tile (`LdsTile`). The product reads the rows in the order of `staging.key_rows`. A column beyond the tile's last column reads the last
-  column."""
+  copy of the tile (`LdsTile`). The product reads the rows in the order in which lanes hold the weights of these rows (`staging.key_rows`). A
+  column beyond the tile's last column reads the last column."""
   tile: LdsTile
   matrix: Matrix
   first: UOp

@@ -75,7 +75,8 @@ class Warps:
             for row, unit in places]
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
-    """Returns the statements that start asynchronous copies of rows, without conversion. The arguments are those of `copies`."""
+    """Returns the statements that start this thread's asynchronous copies of a tile to shared memory, if `gate` is true. The tile begins at row
+    `first` of `source`. Its rows are not converted."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []
@@ -135,8 +136,9 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def columns_in_turn(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values) like `columns`, for C fragments of which each pair covers 2*N columns: the first fragment has the even columns,
-    the second one the odd columns. So a lane has four neighbouring columns of the pair."""
+    """Returns (first column, values) for each group of neighbouring elements of row `r` of O that this lane stores, multiplied by `factor`. Each pair
+    of C fragments covers 2*N columns: the first fragment has the even columns, the second one the odd columns. So a lane has four neighbouring
+    columns of the pair."""
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)
     def values(even:UOp, odd:UOp) -> UOp: return ops.build(*[ops.extract(x, nv.ROWS*r + i) for i in range(mat.block) for x in (even, odd)])
     return [(first + self.at.h*(2*mat.block) + i*mat.N, ops.mul(values(*accs[i:i + 2]), factor)) for i in range(0, len(accs), 2)]

@@ -92,8 +92,8 @@ class PlainForward(Rectangle):
     if (count := trip_count(walked.end - walked.begin)) is not None: yield TileLoop(walked.begin, count, self.masked, self.new)
 
   def scores(self, s:QueryState, t:UOp, masked:bool) -> tuple[QueryState, UOp]:
-    """Computes S^T of a tile. Returns a statement. After it, local memory holds S^T, and the registers `top` hold the maximum score of each query so
-    far. If loads run ahead, also starts the loads of V."""
+    """Computes S^T of a tile. Returns a statement (an operation with a side effect). After it, local memory holds S^T, and the registers `top` hold
+    the maximum score of each query so far. If loads run ahead, also starts the loads of V."""
     s = s.after(*(self.fetched(self.first_of("v", t), s.v) if self.tile.ahead else []))
     return s, self.scored(s, t, list(s.ready.deps))
 

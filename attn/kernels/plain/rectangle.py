@@ -101,7 +101,8 @@ def serial_items(p:Problem, blocks:int, heads:int) -> tuple[int, int]:
 
 def grid_of(p:Problem, arch:Chip, tile:RectangleTile, blocks:int, heads:int) -> tuple[Grid, ThreadPlace]:
   """Returns the grid and the thread's place in it. Each workgroup owns one of the `blocks` blocks of rows of one of the `heads` heads (counted over
-  batches). On a device without workgroups each part of `serial_items` owns one block and loops over heads."""
+  batches). A device without workgroups, such as a CPU, computes one part after another: a part owns one block of rows and loops over some heads
+  (`serial_items`)."""
   new, here, own = Allocator(), UOp.const(0), OwnKeys(tile.down, tile.walked)
   if arch.serial:
     parts, together = serial_items(p, blocks, heads)

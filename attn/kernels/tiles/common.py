@@ -40,7 +40,7 @@ def query_value_names(p:Problem) -> tuple[str, ...]:
   return ("lse", "delta", *["lse_rest"]*p.wide_scores)
 
 def units_of_query_values(p:Problem, queries:int) -> int:
-  """Number of 16-byte units of shared memory that lse and delta of `queries` queries take (see `query_value_names`)."""
+  """Number of 16-byte units of shared memory that the values of `queries` queries take: lse, delta and, if the problem has it, lse_rest."""
   return len(query_value_names(p))*4*queries//UNIT_BYTES
 
 @dataclass(frozen=True)

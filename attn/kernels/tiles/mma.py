@@ -103,7 +103,7 @@ class MmaBackwardTile(MmaBackwardShape):
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def numbers(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `query_value_names`)."""
+    """Number of 16-byte units of shared memory that the values of a tile's queries take: lse, delta and, if the problem has it, lse_rest."""
     return units_of_query_values(p, self.block_n) if self.keys else 0
   @property
   def carried(self) -> int:

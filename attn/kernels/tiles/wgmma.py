@@ -72,7 +72,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     queries: see `numbers`."""
     return sum(x.size for x in self.layouts(p, self.block_n))
   def numbers(self, p:Problem) -> int:
-    """Number of 16-byte units of shared memory for lse and delta of a tile's queries (see `query_value_names`)."""
+    """Number of 16-byte units of shared memory that the values of a tile's queries take: lse, delta and, if the problem has it, lse_rest."""
     return units_of_query_values(p, self.block_n) if self.keys else 0
   @property
   def ds(self) -> SwizzledPanels:

@@ -207,7 +207,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def numbers(self, s:WgmmaBackwardState, kind:int) -> list[UOp]:
-    """Loads lse or delta (`kind`: see `query_value_names`) from shared memory, for the queries that belong to the lane's columns."""
+    """Loads one value of each query that belongs to the lane's columns from shared memory. `kind` selects the value: 0 for lse, 1 for delta, 2 for
+    lse_rest (the part of lse that rounding to fp32 lost)."""
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.numbers(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h
     return [pairs[first + i*self.warp_rows.mat.N//2].load() for i in self.columns]

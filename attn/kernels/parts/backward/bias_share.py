@@ -154,8 +154,8 @@ class BiasPart:
     return head, in_order_of_start(self.share.p, block, self.share.blocks), key_tile
 
   def walked(self, group:Workgroup) -> Blocks:
-    """Returns the tiles of keys that an iteration loops over: the tiles that its queries see. If iterations need different tiles (`uneven`), returns
-    all tiles that may exist and treats all of them as masked."""
+    """Returns the tiles of keys that an iteration loops over: the tiles that its queries see. If iterations need different tiles of keys (`uneven`),
+    returns all tiles that may exist and treats all of them as masked."""
     if self.one_trip or not self.share.uneven: return group.walked
     none = UOp.const(0)
     return Blocks(none, none, none, UOp.const(ceildiv(self.share.p.Sk, self.share.block_n)), False)

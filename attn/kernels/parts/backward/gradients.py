@@ -70,14 +70,15 @@ class Normaliser:
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_query_values(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists the values of a query that a kernel keeps in shared memory if its workgroups own keys: `low` of the query's normaliser (its lse in the form
-  in which exp2 takes it), then `scaled_delta`, then `high` of the normaliser unless it is None."""
+  """Lists the values of a query that a kernel keeps in shared memory if its workgroups own keys. The first is `low` of the query's normaliser (its
+  lse in the form in which exp2 takes it). The second is -delta, with dropout times 1 - dropout_p (`scaled_delta`). The third is `high` of the
+  normaliser, unless it is None."""
   normaliser = Normaliser.of(p, log_sum, *rest)
   return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
 
 def kinds_of_normalisers(p:Problem) -> range:
-  """Returns the positions, in the list of `shared_query_values`, of the values that belong to the normaliser: all positions but the second, which
-  holds delta."""
+  """Returns which of the values that a kernel keeps for each query (`shared_query_values`) belong to the query's normaliser, as positions: all but
+  the second, which holds delta."""
   return range(0, len(query_value_names(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
@@ -150,8 +151,8 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), normalisers)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta. The accumulators of `dp` began with `dp_start`. With dropout, first sets the elements of dP to 0 whose weights are dropped,
-  then subtracts delta."""
+  """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta. With dropout they began with 0: then sets
+  the elements of dP to 0 whose weights are dropped, and subtracts delta."""
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
@@ -211,8 +212,8 @@ class QueryValues(InLds):
             for i, x in enumerate(shared_query_values(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Normaliser], list[UOp]]:
-    """Loads from LDS the normalisers and `scaled_delta` of the queries in a lane's column of C fragments. A normaliser is the lse of a query in the
-    form in which exp2 takes it."""
+    """Loads from LDS, for the queries in a lane's column of C fragments, the normalisers and -delta (with dropout times 1 - dropout_p). A normaliser
+    is the lse of a query in the form in which exp2 takes it."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units

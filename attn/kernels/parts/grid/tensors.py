@@ -51,17 +51,17 @@ def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. The kernel writes dq (`in_parts`) and delta. It reads q, k,
-  v, o, lse, do, the optional tensors, and with `dlse` the gradient of lse. With wide scores (scores that may be as large as fp32 allows) it also
-  reads lse_rest, the part of lse that rounding to fp32 lost."""
+  """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. The kernel writes dq, or with `parts` > 0 as many fp32
+  partial sums of dq, and delta. It reads q, k, v, o, lse, do, the optional tensors, and with `dlse` the gradient of lse. With wide scores (scores
+  that may be as large as fp32 allows) it also reads lse_rest, the part of lse that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. The kernel writes dk and dv (`in_parts`). It reads q, k,
-  v, lse, delta, do, and the optional tensors. With wide scores (scores that may be as large as fp32 allows) it also reads lse_rest, the part of lse
-  that rounding to fp32 lost."""
+  """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. The kernel writes dk and dv, or with `parts` > 0 as many
+  fp32 partial sums of each. It reads q, k, v, lse, delta, do, and the optional tensors. With wide scores (scores that may be as large as fp32
+  allows) it also reads lse_rest, the part of lse that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
@@ -74,9 +74,9 @@ def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
 def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and fills dq_sums with 0:
-  `backward_all` adds to it, and `backward_finish` makes dq from it. The kernel reads o, do, kv_lengths if the problem has it, and with `dlse` the
-  gradient of lse."""
+  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and fills dq_sums, the fp32
+  accumulator of dQ, with 0. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it. The kernel reads o, do,
+  kv_lengths if the problem has it, and with `dlse` the gradient of lse."""
   x = of_backward(p).shapes
   return {"dq_sums": dq_sums(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 

@@ -278,7 +278,8 @@ class Workgroup:
     return [ops.build(*map(load, columns)) for columns in scores.walked]
 
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
-    """Returns rows of a tensor like `rows_of`, but converted to the dtype of the matrix unit's inputs."""
+    """Returns the rows of a tensor that the workgroup reads (its sequence and head, or the query head `head`), converted to the dtype of the matrix
+    unit's inputs."""
     rows, dtype = self.rows_of(name, head), self.p.shapes["o"][1]
     return ConvertedRows(rows, dtype, self.p.dtype) if name == "do" and dtype != self.p.dtype else rows
 

@@ -70,7 +70,8 @@ class GlobalRows:
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
     """Loads `n` elements of row `first` + `row` and converts them to fp32. They begin at element `n`*`part` of the row. Their dtype is `dtype`; `n`
-    is such that they fill one 16-byte unit, or two units if they are fp32. `load_units` explains `first` and `rows`."""
+    is such that they fill one 16-byte unit, or two units if they are fp32. `first` is equal in the whole workgroup; `row` < `rows` differs between
+    threads."""
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 

@@ -12,7 +12,7 @@ def bounded(x:UOp, low:int, high:int) -> UOp:
   return x.cast(dtypes.weakint).maximum(low).minimum(high)
 
 def below(x:UOp, limit:int|UOp) -> UOp:
-  """Returns the condition x < limit, in the form that gates of loads and stores have (`left_alone`)."""
+  """Returns the condition x < limit, as a gate of a load or store that tinygrad does not use to simplify addresses (`left_alone`)."""
   return UOp.const(True) if isinstance(limit, int) and x.vmax < limit else left_alone(x < limit)
 
 def left_alone(gate:UOp) -> UOp:
