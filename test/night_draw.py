@@ -4,6 +4,7 @@ from __future__ import annotations
 import itertools, random
 from dataclasses import dataclass, field
 from typing import Any
+from attn.chips import get_chip
 from guarded import SIDES
 from night_oracle import Facts
 
@@ -600,7 +601,9 @@ class Posed:
     else: self.before.append(f"k_cache, v_cache = ({self.tensor(f'arrange(filled[n], {self.layout!r})')} for n in 'kv')")
     eight = form != "flash" and self.on != "CL" and self.chance(.4)
     if eight:
-      self.before.append(f"k_cache, v_cache = (in_8_bits(cache, {self.one('float32', 'float16')!r}) for cache in (k_cache, v_cache))")
+      own = "" if self.on in MACHINE else get_chip(self.on).fp8
+      format, of_scales = self.one("int8", own or "int8"), self.one("float32", "float16")
+      self.before.append(f"k_cache, v_cache = (in_8_bits(cache, {format!r}, {of_scales!r}) for cache in (k_cache, v_cache))")
     self.masks()
     if form == "flash": self.facts["top_left"] = False
     self.slopes()
@@ -643,7 +646,7 @@ class Posed:
     if indexed: want = f"indexed({want}, batches, {batches})"
     if eight:
       in_pages = f", table, {size}" if paged else ""
-      self.after.append(f"x |= held_in_8_bits((k_cache, v_cache), rows, at + new, {self.layout!r}{in_pages})")
+      self.after.append(f"x |= held_in_8_bits((k_cache, v_cache), {format!r}, rows, at + new, {self.layout!r}{in_pages})")
       return
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 

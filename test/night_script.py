@@ -11,6 +11,7 @@ from attn import flash_attn
 from attn.reference import arrange, restore, rounded
 from attn.tinygrad_compat import Context, Tensor, dtypes
 from cases import DTYPES, array, tensor
+from eight_bits import numbers_of
 from guarded import guarded
 
 __all__ = ["DTYPES", "Context", "Tensor", "TinyJit", "Variable", "arrange", "array", "attn", "base", "bools", "by_attn", "dtypes", "entries",
@@ -134,22 +135,23 @@ def until(a:np.ndarray, ends:Sequence[int]) -> np.ndarray:
   for b, n in enumerate(ends): found[b, :, n:] = np.nan
   return found
 
-def in_8_bits(cache:Tensor, scale_dtype:str) -> attn.QuantizedRows:
-  """Makes a cache of int8 with the rows of another cache. Each row of NaN gets a scale of NaN."""
-  return attn.QuantizedRows(*(t.contiguous().realize() for t in attn.quantize_kv(cache, "int8", scale_dtype=scale_dtype)))
+def in_8_bits(cache:Tensor, format:str, scale_dtype:str) -> attn.QuantizedRows:
+  """Makes a cache of 8 bits with the rows of another cache. Each row of NaN gets a scale of NaN."""
+  return attn.QuantizedRows(*(t.contiguous().realize() for t in attn.quantize_kv(cache, format, scale_dtype=scale_dtype)))
 
-def held_in_8_bits(caches:Sequence[attn.QuantizedRows], rows:dict[str, np.ndarray], ends:Sequence[int], layout:str, table:np.ndarray|None=None,
-                   size:int=0) -> dict[str, np.ndarray]:
-  """Returns k and v as caches of int8 hold them, in float64, and the scales of v. Checks that the rows before each end are those of `rows`, but for
+def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[str, np.ndarray], ends:Sequence[int], layout:str,
+                   table:np.ndarray|None=None, size:int=0) -> dict[str, np.ndarray]:
+  """Returns k and v as caches of 8 bits hold them, in float64, and the scales of v. Checks that the rows before each end are those of `rows`, but for
   the rounding."""
   found, scales = {}, np.zeros(0)
   for (name, a), cache in zip(rows.items(), caches):
-    stored, scales = cache.values.numpy().astype(np.float64), array(cache.scales).astype(np.float64)[..., None]
+    stored, scales = numbers_of(format)[cache.values.numpy().view(np.uint8)], array(cache.scales).astype(np.float64)[..., None]
     if table is not None: stored, scales = (x[table].reshape(len(table), -1, *x.shape[2:]) for x in (stored, scales))
     if table is not None or layout == "bshd": stored, scales = (x.swapaxes(1, 2) for x in (stored, scales))
     found[name] = stored*scales
+    most = (np.abs(stored)/1024 + 0.501 if format == "int8" else np.abs(stored)/15 + 2.0**-9)*scales
     for b, n in enumerate(ends):
-      off, most = np.abs(found[name] - a)[b, :, :n], (np.abs(stored).clip(1, None)*2.0**-10 + 0.501)*scales
+      off = np.abs(found[name] - a)[b, :, :n]
       assert (off <= most[b, :, :n] + 1e-7).all(), f"{name}_cache is off by {off.max()}"
   return found | {"v_scales": scales[..., 0]}
 

@@ -108,22 +108,23 @@ def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtyp
         one = [(a[0][b:b + 1], a[1][b:b + 1, ..., 0]) for a in (of_k, of_v)]
         close(got[b:b + 1], x[0][b:b + 1, :, 8:9], *one, n + 1, dtype)
 
-@pytest.mark.parametrize("arch, page", (("gfx1100", 16), ("sm_80", 7), ("gfx942", 64), ("gfx1030", 4)))
-def test_pages(arch:str, page:int) -> None:
+@pytest.mark.parametrize("arch, page, dtype", (
+  ("gfx1100", 16, "int8"), ("sm_80", 7, "int8"), ("gfx942", 64, "fp8e4m3"), ("gfx1030", 4, "int8"), ("sm_90", 16, "fp8e4m3")))
+def test_pages(arch:str, page:int, dtype:str) -> None:
   """Pages that are views of one tensor for two layers, K and V; sequences of different lengths; lengths known to the device only; a step with a
   split; and stale pages that no sequence has."""
   lengths, count = (33, 9), 2*-(-40//page) + 3
   most, x = -(-40//page), drawn(40)
   table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)
   with emulated(arch):
-    (both, _), at = stale(shape=(2, count, page, 2, HKV, D)), int32(table)
+    (both, _), at, format = stale(dtype, (2, count, page, 2, HKV, D)), int32(table), format_of(dtype, arch)
     k, v = (QuantizedRows(both.values[1, :, :, i], both.scales[1, :, :, i]) for i in range(2))
     def gathered(x:np.ndarray) -> np.ndarray: return x[table].reshape(2, -1, *x.shape[2:]).swapaxes(1, 2)
     attn.append_kv(*given(x[1:], 0, 33), k, v, 0, block_table=at)
     for options in ({}, {"num_splits": 2}) if arch != "gfx1030" else ({},):
       o = array(attn.attention_with_kv_cache(*given(x, 34, 37), k, v, int32(lengths), block_table=at, **options))
       for b, n in enumerate(lengths):
-        one = [tuple(gathered(a)[b:b + 1] for a in rows_in(cache)) for cache in (k, v)]
+        one = [tuple(gathered(a)[b:b + 1] for a in rows_in(cache, format)) for cache in (k, v)]
         close(o[b:b + 1], x[0][b:b + 1, :, 34:37], *one, n + 3)
     again = attn.attention(given(x, 34, 37)[0], k, v, block_table=at, kv_lengths=int32([n + 3 for n in lengths]), causal=True)
     np.testing.assert_allclose(array(again), o, atol=2e-3)
@@ -180,10 +181,10 @@ def test_flash_attn_with_kvcache(form:str) -> None:
 
 # ***** rows that are not finite *****
 
-@pytest.mark.parametrize("arch", ("gfx1100", "sm_90", "gfx1030"))
-def test_a_row_of_nan_reaches_only_the_rows_that_see_it(arch:str) -> None:
+@pytest.mark.parametrize("arch, dtype", (("gfx1100", "int8"), ("sm_90", "int8"), ("gfx1030", "int8"), ("gfx1201", "fp8e4m3")))
+def test_a_row_of_nan_reaches_only_the_rows_that_see_it(arch:str, dtype:str) -> None:
   with emulated(arch):
-    x, (k, v) = drawn(30), stale()
+    x, (k, v) = drawn(30), stale(dtype)
     x[1][0, 0, 11, 3], x[2][1, 1, 20, 5] = np.nan, -np.inf       # of K, and of V
     o, lse = attn.attention_with_kv_cache(*given(x, 0, 30), k, v, 0, return_lse=True)
     o, lse = array(o), lse.numpy()
