@@ -153,6 +153,6 @@ def cautious_backward(mat:Matrix, keys:bool) -> tuple[UpTo[BackwardShape], ...]:
                                   by_item=True)),)
 
 def cautious_latent(mat:Matrix) -> tuple[UpTo[MlaShape], ...]:
-  """Makes the table of tiles of the kernel mla for a family of chips without a measured table. The tiles use as few registers as the kernel can
-  use."""
+  """Makes the table of tiles for `mla`, the kernel of latent attention on AMD's matrix units, for a family of chips without a measured table. The
+  tiles use as few registers as the kernel can use."""
   return (UpTo(576, MlaShape(2, 2*mat.least_keys, 2, q_anew=True, weight_parts=2, prefetch=0)),)

@@ -89,7 +89,7 @@ class BackwardChoice:
   `three_pass` (attention in plain tensor operations).
 
       refused: why the backward kernels do not compute the gradients
-      memory: bytes besides inputs and outputs
+      memory: bytes of the tensors that the kernels need besides inputs and outputs
       others: (kernels, reason) for each kind of matrix unit that comes before the chosen one and was refused
       by_tinygrad: (name of a tensor of floats that score_mod reads, why no kernel sums its gradient)"""
   chosen: tuple[ChosenKernel, ...]

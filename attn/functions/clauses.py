@@ -168,8 +168,8 @@ class Reader:
       case Ops.FLOORMOD if n is not None and n > 0: return _plus(self.sum(x), {x//n: 1}, -n)
     return {u: 1}
   def not_positive(self, x:TermSum) -> Clauses|None:
-    """Returns clauses that hold exactly where the sum `x` is at most 0. Returns None if there would be more than MOST_CLAUSES clauses. All
-    comparisons of integers are read in this form: a <= b is a - b <= 0."""
+    """Writes the condition that the sum `x` is at most 0 as clauses, all of which must hold. A clause is a list of conditions, of which one must
+    hold. Returns None if there would be more than MOST_CLAUSES clauses. All comparisons of integers are read in this form: a <= b is a - b <= 0."""
     terms, plus = _terms(x), x.get(ONE, 0)
     if not terms: return ALWAYS if plus <= 0 else NEVER
     for u, n in terms:

@@ -88,7 +88,7 @@ def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
 def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
-  """Times the kernels of a shape. If a kernel fails now, the shape is wrong."""
+  """Times the kernels of a shape. If a kernel fails now, the results of the shape count as wrong."""
   try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
   except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))
 

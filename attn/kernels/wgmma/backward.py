@@ -184,7 +184,8 @@ class WgmmaBackward:
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]:
-    """Returns the stores of a gradient to memory. Returns none for dQ, because each iteration has already added its part to the sums in memory."""
+    """Returns the stores of a gradient to memory. Returns no stores for dQ, because each iteration has already added its part of dQ to the sums in
+    memory."""
     return [] if name == "dq" and self.tile.keys else self.warp_rows.gradient(s.acc, name)
   def deltas(self, s:WgmmaBackwardState) -> list[UOp]: return self.warp_rows.kept_deltas()
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
