@@ -68,6 +68,6 @@ class Refusal:
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the reason that helps a user most. Prefers reasons of kernels for a unit that the chip has. Among these, prefers reasons of general
-  kernels to those of special ones."""
+  """Returns the reason that helps a user most. Prefers the reasons of kernels whose matrix unit the chip has. Among these, prefers the reasons of
+  general kernels to those of special ones."""
   return max(refusals, key=lambda x: (x.present, x.general)).reason

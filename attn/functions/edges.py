@@ -37,11 +37,13 @@ def then(steps:Steps, step:FloorStep) -> Steps:
 def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
 
 def last_below(steps:Steps) -> Steps:
-  """Returns the inverse function G of F for upper limits: F(x) <= y exactly if x <= G(y). `steps` is F."""
+  """Returns the inverse function G of a function F for upper limits: F(x) <= y exactly if x <= G(y). `steps` are the functions that make up F,
+  applied one after another."""
   return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def first_above(steps:Steps) -> Steps:
-  """Returns the inverse function G of F for lower limits: F(x) >= y exactly if x >= G(y). `steps` is F."""
+  """Returns the inverse function G of a function F for lower limits: F(x) >= y exactly if x >= G(y). `steps` are the functions that make up F,
+  applied one after another."""
   return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def larger(x:Any, y:Any) -> Any:

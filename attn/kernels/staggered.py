@@ -36,8 +36,8 @@ def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class StaggeredState(ForwardState):
-  """The state between the two halves of an iteration. In addition to the fields of a forward state, registers hold S^T of the tile that `weigh` takes
-  next, and the loaded parts of K and V tiles that `weigh` will store to LDS."""
+  """The state between the two halves of an iteration. In addition to the fields of a forward state, registers hold S^T of the tile whose softmax
+  comes next, and the parts of K and V tiles that are loaded but not yet stored to LDS."""
   s: UOp
   on_the_way: UOp
 

@@ -88,9 +88,9 @@ def conflict(family:str, mat:Matrix, stride:int) -> bool:
   return any(len(set(u)) != len(set(u % (banks//4))) for u in unit[groups])
 
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
-  """Returns table rows for the usable shapes of SPACE. A usable shape has whole tiles of the matrix instruction, fits into LDS and registers, and is
-  read without bank conflicts. Q lies in LDS only if the tile would need more than half of the wave's registers with Q in registers, because every
-  iteration reads Q from LDS again."""
+  """Returns table rows for all usable tile shapes that the search tries. A usable shape has whole tiles of the matrix instruction, fits into LDS and
+  registers, and is read without bank conflicts. Q lies in LDS only if the tile would need more than half of the wave's registers with Q in
+  registers, because every iteration reads Q from LDS again."""
   found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
