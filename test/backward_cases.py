@@ -16,7 +16,7 @@ from attn.ops.renderers import adapt
 from attn.problem import Problem
 from attn.reference import Options, arrange, restore, rounded, same
 from attn.tinygrad_compat import Context, Tensor
-from cases import DTYPES, SCORE_OPTIONS, Inputs, array, chip, dropped, normal, numbers_of_rows, packed_sequences, problem, tensor
+from cases import DTYPES, SCORE_OPTIONS, TYPES, Inputs, array, chip, dropped, normal, numbers_of_rows, packed_sequences, problem, tensor
 
 @dataclass(frozen=True)
 class Loss:
@@ -82,7 +82,7 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
       done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
     for t in done.values(): t.realize()
     for names, fxn in [launches[only]] if only and only != "all" else launches.values():
-      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
+      given = [done[n] if n in done else Tensor.empty(*shape, dtype=TYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
       done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
     if parts:
       written = [n for n in ("dq", "dk", "dv", "dbias") if n in done and (n != "dq" or only != "all")]

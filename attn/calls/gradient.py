@@ -23,13 +23,13 @@ from attn.choose.backward_tiles import AnyBackwardTile, AtOnceTile
 from attn.choose.dispatch import single_kernel
 from attn.choose.tile_lists import listing, with_lists
 from attn.kernels.tile_lists import ListedBlocks
-from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, finish_arguments,
-                                             log_sums, of_backward)
+from attn.kernels.parts.grid.tensors import (Shapes, all_arguments, dbias_arguments, delta_arguments, dkdv_arguments, dq_arguments, dq_turns,
+                                             finish_arguments, log_sums, of_backward)
 from attn.problem import EXTRAS, Problem
 from attn.score.sums import sum_over_scores
 from attn.score.terms import TERM_TENSORS, check_differentiable
 from attn.tinygrad_compat import Tensor, UOp, differentiated, wanted_of
-from attn.values import FLOATS, cache_of_kernels
+from attn.values import FLOATS, INTS, cache_of_kernels
 
 OUTPUTS, INPUTS = ("o", "lse"), ("q", "k", "v", *EXTRAS)
 SHARDED_LIKE = {"o": "q", **{f"d{name}": name for name in ("q", "k", "v", *TERM_TENSORS)}}     # the tensor like which a buffer is sharded
@@ -91,11 +91,13 @@ def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(
   """Returns the kernel launches of backward by name. "forward" writes lse. "dq" and "dkdv" compute the gradients of q, k and v; in place of these two
   there may be "delta", "all" and "finish". "dbias0", "dbias1", ... add up dS to the gradients of a bias and of mod_tensors (`kernel_sums`). Equal
   arguments return identical objects, because tinygrad's schedule cache compares by identity."""
-  return _backward_kernels(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
+  return kernels_with_tiles(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
 
 @cache_of_kernels
-def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
-                      dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
+def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
+                       dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
+  """Returns the kernel launches of backward by name, as `backward_kernels` does, with given tiles. `one` is the tile of the kernel that computes all
+  gradients at once, or the reason why two kernels compute them."""
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative)
@@ -103,8 +105,8 @@ def _backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists,
   for_q, for_kv = (with_lists(p, x) for x in lists)
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs)}
   if isinstance(one, AtOnceTile):
-    return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", "delta"),
-                    "all": launch(all_arguments(p, parts.dkdv), all_of(p, arch, one, parts.dkdv), "dq_sums", "dk", "dv"),
+    return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", *dq_turns(p), "delta"),
+                    "all": launch(all_arguments(p, parts.dkdv), all_of(p, arch, one, parts.dkdv), "dq_sums", *dq_turns(p), "dk", "dv"),
                     "finish": launch(finish_arguments(p), finish_of(p, arch, one), "dq")}
   found |= {"dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
             "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
@@ -121,9 +123,9 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
     lies = t[SHARDED_LIKE.get(name, "q")]
     axis = lies.axis
     if name in ("lse", "lse_rest", "delta") and axis is not None: axis = lse_axes(layout).index(AXES[layout][axis])
-    if name == "dq_sums": axis = None if axis is None else 0
+    if name in ("dq_sums", "dq_turns"): axis = None if axis is None else 0
     elif len(shape) > len(lies.shape): axis = axis + 1 if axis is not None else 0 if t["q"].axis is not None else None     # axis 0: parts
-    return empty(shape, FLOATS[dtype], t["q"].device, axis).uop
+    return empty(shape, (FLOATS | INTS)[dtype], t["q"].device, axis).uop
   srcs = [t[name] if name in t else buffer(name) for name in launch.shapes]
   after = dict(zip(launch.shapes, UOp.custom_kernel(*srcs, fxn=launch.kernel)))
   written = {name: after[name] for name in launch.outputs}

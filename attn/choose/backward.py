@@ -13,15 +13,15 @@ from attn.choose.gradient_kernels import AT_ONCE_KERNELS, AtOnce, BACKWARD_KERNE
 from attn.choose.refusals import NO_UNIT, Refusal, lacks_nothing, most_telling, no_tiles
 from attn.functions.symbols import number_of_tensor
 from attn.kernels.parts.backward.bias_share import BiasShare
-from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments, dq_sums
+from attn.kernels.parts.grid.tensors import dbias_arguments, dkdv_arguments, dq_arguments, dq_sums, dq_turns
 from attn.kernels.parts.program.counts import ceildiv
 from attn.kernels.tiles.amd import BackwardTile
 from attn.kernels.tiles.mma import MmaBackwardTile
-from attn.problem import BYTES, MAX_SPLITS, Problem
+from attn.problem import MAX_SPLITS, Problem
 from attn.score.own import float_elements
 from attn.score.sums import problems_of_sums, sum_over_scores, why_not_summed
 from attn.tinygrad_compat import UOp
-from attn.values import cache_of_kernels
+from attn.values import FLOATS, INTS, cache_of_kernels
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
   """Returns the kernel for dq and delta that uses the tile `tile`."""
@@ -203,7 +203,7 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
     if number or x.p.by_element is not None: divided.append(dbias_arguments(x.p, number, x.tile)[f"d{x.tensor}"])
   return 8*p.rows + sum(map(nbytes, divided))
 
-def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return BYTES[tensor[1]]*math.prod(tensor[0])
+def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return (FLOATS | INTS)[tensor[1]].itemsize*math.prod(tensor[0])
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
   """Returns the tiles of the backward kernels for a problem `p`. Requires that the backward kernels can compute the gradient of `p`."""
@@ -253,7 +253,8 @@ def choose_backward(p:Problem, arch:Chip|None, forward:str) -> BackwardChoice:
   if isinstance(one, AtOnceTile):
     delta, whole, finish = (name + suffix for name in AT_ONCE_KERNELS)
     chosen = ChosenKernel(delta), ChosenKernel(whole, one, "queries", parts.dkdv), ChosenKernel(finish)
-    return BackwardChoice(chosen, arch, None, memory_of(p, arch, replace(parts, dq=0)) + nbytes(dq_sums(p)), others)
+    memory = memory_of(p, arch, replace(parts, dq=0)) + sum(map(nbytes, (dq_sums(p), *dq_turns(p).values())))
+    return BackwardChoice(chosen, arch, None, memory, others)
   if one is not None: others = (*others, (f"{AT_ONCE_KERNELS[1]}{suffix}", one))
   (dq, dkdv), (dq_tile, dkdv_tile) = BACKWARD_KERNELS, found
   kernels = ChosenKernel(dq + suffix, dq_tile, "keys", parts.dq), ChosenKernel(dkdv + suffix, dkdv_tile, "queries", parts.dkdv)

@@ -69,6 +69,11 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
 OPTIONS_AT_ONCE = ("sinks", "kv_lengths", "alibi")
 AMD_OPTIONS_AT_ONCE = (*OPTIONS_AT_ONCE, "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
+# Windows of problems for which one kernel computes all gradients also with deterministic=True: it then adds to dq in a fixed order. On an H100 that
+# was 1.06 times as fast as two kernels without a mask, and 0.96 times with causal=True; it was not run under TinyJit on a GPU. No prediction for MFMA
+# includes what a turn costs.
+IN_ORDER_WGMMA: tuple[tuple[int, int], ...] = ()
+IN_ORDER_MFMA: tuple[tuple[int, int], ...] = ()
 LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
@@ -79,7 +84,7 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   if p.window not in ((-1, -1), (-1, 0)): return f"window={p.window}: its registers would spill; only causal=True is supported"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   if p.Sk % tile.block_m: return f"Sk={p.Sk}: its registers would spill where Sk is no multiple of {tile.block_m}"
-  return unordered(p) or too_small_at_once(p, arch, tile) or tile
+  return not_in_order(p, IN_ORDER_WGMMA) or too_small_at_once(p, arch, tile) or tile
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   """Returns the tile of the kernel on MFMA that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
@@ -91,11 +96,14 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   if p.dropout_p and p.alibi is not None: return "dropout_p with alibi_slopes: scalar registers would spill in its loops"
   if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
   tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
-  return unordered(p) or too_small_at_once(p, arch, tile) or tile
+  return not_in_order(p, IN_ORDER_MFMA) or too_small_at_once(p, arch, tile) or tile
 
-def unordered(p:Problem) -> str|None:
-  """Returns the reason why a kernel whose workgroups add to dq in no order does not compute the gradient of `p`, or None if it may."""
-  return "deterministic=True: its workgroups add to dq in no order" if p.deterministic else None
+def not_in_order(p:Problem, faster:tuple[tuple[int, int], ...]) -> str|None:
+  """Returns the reason why two kernels compute the gradients of `p` if it asks for the same bits in every run: a kernel for all gradients would have
+  to add to dq in a fixed order (attn/kernels/parts/backward/turns.py). `faster` lists the windows for which that is faster, if no heads share keys.
+  Returns None if there is no such reason."""
+  if not p.deterministic or (p.window in faster and p.Hkv == p.H): return None
+  return "deterministic=True: adding to dq in a fixed order is not chosen for this mask and these heads"
 
 def too_small_at_once(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
   """Returns the reason why a problem has too few rows for one kernel that computes all gradients to be faster than two kernels. Also returns a reason

@@ -277,16 +277,19 @@ class Frame(Threads):
       bad = np.zeros(self.T, bool)
       bad[at[first[twice[0]]]] = True
       raise self.error(SharedSlot, bad, lambda t: f"{name} {found[twice[0]]} is written {count[twice[0]]} times in one launch")
-  def atomic_add(self, pointer:Pointer, steps:Sequence[int], x:Array, gate:Array) -> None:
+  def atomic_add(self, pointer:Pointer, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
     for step, values in zip(steps, x):
       memory, at = self._atomic(pointer, 4*step, 4*len(values), gate, "adds to")
-      for i, value in enumerate(values): self._meeting.add(self, pointer.space, memory.view(np.float32), at + i, value, gate)
+      for i, value in enumerate(values): self._meeting.add(self, pointer.space, memory.view(np.float32), at + i, value, gate, sent)
+  def sent(self) -> Array:
+    self._meeting.arrive(self, self.active)
+    return np.zeros(self.T, np.float32)
   def fetch_add(self, pointer:Pointer, gate:Array) -> Array:
     memory, at = self._atomic(pointer, 0, 4, gate, "adds to")
-    found = np.zeros(self.T, np.int32)
+    found, counters = np.zeros(self.T, np.int32), memory.view(np.int32)
     for t in self._meeting.in_order(np.flatnonzero(gate)):
-      found[t] = memory[at[t]]
-      memory[at[t]] += 1
+      found[t] = counters[at[t]]
+      counters[at[t]] += 1
     return found
   def await_turn(self, pointer:Pointer, number:Array, gate:Array) -> None:
     memory, at = self._atomic(pointer, 0, 4, gate, "waits for")

@@ -9,7 +9,8 @@ stores all that it knows with the counter, and a wave that has waited for the tu
 at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the barrier).
 
 ATTN_EMU_ORDER may select an order drawn at random. Then an addition does not happen at once: the additions of one wave happen in order, but at any
-time until the wave settles or passes a turn."""
+time until the wave settles or passes a turn. Additions that a wave has sent (attn/ops/hopper.py) happen at any time until the wave waits for what it
+has sent; nothing else waits for them."""
 from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class Meeting:
     self.random = np.random.default_rng(seed) if seed else None
     self.clock, self.settled = np.ones(self.count, np.int32), np.zeros(self.count, np.int32)
     self.added = dict[int, tuple[int, int]]()       # wave -> its clock and step at its last addition
+    self.sent = dict[int, int]()                    # wave -> step at which it last sent additions, if it has not waited for them since
     self.known = dict[int, Array]()                 # wave -> what it knows: a clock for each wave
     self.left = dict[tuple[Allocation, int], Array]()      # counter -> what the waves that passed its turns knew
     self.pending = dict[int, deque[tuple[Array, Array, Array]]]()      # wave -> additions that have not happened yet: memory, elements, numbers
@@ -72,7 +74,14 @@ class Meeting:
   def settle(self, f:Threads, gate:Array) -> None:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
+  def arrive(self, f:Threads, gate:Array) -> None:
+    """Records that waves have waited until the additions that they have sent are complete."""
+    for wave, _ in self.waves_of(f, gate):
+      self.sent.pop(wave, None)
+      self.happen(wave)
+
   def _settle(self, wave:int) -> None:
+    if wave in self.sent: return
     self.happen(wave)
     self.settled[wave] = self.clock[wave]
     self.clock[wave] += 1
@@ -96,10 +105,12 @@ class Meeting:
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads pass a turn (add 1 to its counter). Raises NotWaitedFor if additions by other waves of the workgroup may not be
-    complete."""
+    """Records that threads pass a turn (add 1 to its counter). Raises NotWaitedFor if additions that the wave has sent, or additions by other waves
+    of the workgroup, may not be complete."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
+      if f.checks and (step := self.sent.get(wave)) is not None:
+        raise f.error(NotWaitedFor, gate, lambda t: f"passes a turn, but additions that this wave has sent at {self._line(step)} may not be complete")
       knows = self.of_wave(wave)
       for other in {*range(f.first*self.waves, (f.first + 1)*self.waves)} - {w for w, _ in passing}:
         if f.checks and (last := self.added.get(other)) is not None and last[0] > knows[other]:
@@ -125,8 +136,9 @@ class Meeting:
     """Returns the order in which threads execute an atomic operation: the order of their numbers, or an order drawn at random (ATTN_EMU_ORDER)."""
     return threads if self.random is None else self.random.permutation(threads)
 
-  def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array) -> None:
+  def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
     """Adds one of `values` (threads,) to an element of the memory for each thread where `gate` is true. `at` (threads,) holds the elements' indices.
+    `sent` says whether the copy engine adds.
     Raises AtomicRace if another wave of the workgroup has waited for its turn (for the value of a counter in memory), and this wave may add before
     that turn."""
     traces, first = self.traces[_base(space)], space.begin//4
@@ -135,6 +147,7 @@ class Meeting:
       elements = at[threads]
       if self.plan.waits and f.checks: self._check_turn(f, traces, wave, elements + first, threads, space.name)
       self.added[wave] = int(self.clock[wave]), f.pc
+      if sent: self.sent[wave] = f.pc
       numbers = np.broadcast_to(values, f.T)[threads]
       if self.random is None: np.add.at(memory, elements, numbers)
       else:

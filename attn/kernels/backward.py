@@ -8,7 +8,7 @@ Each algorithm is one function: `gradient_of_q`, `gradients_of_kv`, `gradient_of
 tiles, or owns some keys and loops over the queries in tiles. A `BackwardUnit` says which rows the workgroup owns, and loads the tiles. A
 `BackwardTrip` does the steps of the algorithm on one tile. Each kind of matrix unit has its own `BackwardUnit` and `BackwardTrip`. Each sum is
 computed by one workgroup, in a fixed order: every run gives the same result. The exception is dQ if `gradients_of_kv` also computes dQ: then all
-workgroups add to its sums in memory, in no order.
+workgroups add to its sums in memory, in no order, or one after another in a fixed order (attn/kernels/parts/backward/turns.py).
 """
 from __future__ import annotations
 from collections.abc import Callable, Collection
@@ -167,8 +167,8 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor
   softmax_scale, to fp32 sums in memory. The kernel's placeholders have the order of `tensors.all_arguments(p, parts)`. Many workgroups add to each
-  sum, in no order: the last bits of dq differ from run to run. The maker raises NotImplementedError for a problem that `tensors.check_backward`
-  rejects."""
+  sum: in a fixed order if p.deterministic is true, otherwise in no order, and then the last bits of dq differ from run to run. The maker raises
+  NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))

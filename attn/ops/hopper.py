@@ -112,7 +112,7 @@ def _send(lanes:Lanes, acc:Any, stage:Any, to:Any, lane:Array, *_:Array, accs:in
   for i in range(accs):
     x = np.ascontiguousarray(lanes.load_register(acc, i), np.float32)
     lanes.store_bytes(stage, (lane.astype(np.int64) + i*32)*16, np.ascontiguousarray(x.T).view(np.uint8).T, lanes.active)
-    lanes.atomic_add(to, [i*128], x[None], lanes.active)
+    lanes.atomic_add(to, [i*128], x[None], lanes.active, sent=True)
   return np.zeros(len(lanes.active), np.float32)
 
 def _send_text(printer:Any, out:str, accs:int) -> Body:
@@ -173,10 +173,12 @@ instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
 instruction("start_sums", _sums, cuda=_sums_text)
 instruction("send", _send, cuda=_send_text, atomic=True)      # 9.7.9.25.5.2: cp.reduce.async.bulk
-instruction("sent", lambda lanes, _: np.zeros(len(lanes.active), np.float32),
+instruction("sent", lambda lanes, _: lanes.sent(), atomic=True,
             cuda=Body('asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");\nreturn 0.0f;', ""))
 instruction("publish", lambda lanes, _: np.zeros(len(lanes.active), np.float32),
             cuda=Body('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\nreturn 0.0f;', ""))
+instruction("may_send", lambda lanes, _: np.zeros(len(lanes.active), np.float32),
+            cuda=Body('asm volatile("fence.proxy.async.global;" ::: "memory");\nreturn 0.0f;', ""))
 instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(but), cuda=_wait_text)
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
@@ -217,6 +219,9 @@ def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, order:UOp) -> UOp:
 def sent(order:UOp) -> UOp:
   """Waits until everything that this thread has sent is added to the sums. Returns a statement (an operation with a side effect)."""
   return statement("sent", order)
+def may_send(order:UOp) -> UOp:
+  """Puts what this thread will send after everything that the thread has waited for (9.7.13.4, fence.proxy.async). Returns a statement."""
+  return statement("may_send", order)
 def publish(order:UOp) -> UOp:
   """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (PTX ISA 9.7.13.4, fence.proxy.async).
   Returns a statement (an operation with a side effect)."""

@@ -78,9 +78,12 @@ class Lanes(Protocol):
     """Starts an empty group in place of a product into the C fragments from `acc` on. `wait_products` counts the group as a product."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
-  def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array) -> None:
+  def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:
     """Adds float32 x (instructions, elements, threads) to global memory where `gate` is true, in any order. The elements of instruction i are added
-    to neighbouring numbers, which begin `steps[i]` elements after `pointer`."""
+    to neighbouring numbers, which begin `steps[i]` elements after `pointer`. `sent` says that the copy engine adds them: then only the
+    method `sent` waits for them."""
+  def sent(self) -> Array:
+    """Makes the active waves wait until the additions that they have sent are complete."""
   def fetch_add(self, pointer:Any, gate:Array) -> Array:
     """Adds 1 to an int32 in global memory for each thread where `gate` is true, in any order. Returns an array (threads,) with the number that each
     thread found before its addition."""

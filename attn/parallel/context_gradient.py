@@ -6,11 +6,11 @@ float32 and in a fixed order, so results are equal in every run."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
-from attn.calls.gradient import INPUTS, OUTPUTS, backward_kernels, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
+from attn.calls.gradient import INPUTS, OUTPUTS, kernels_with_tiles, lse_axes, of_outputs, plain_gradients, sink_gradient, written_by
 from attn.calls.history import keep_inputs
 from attn.calls.placement import AXES, rows_dimension
 from attn.calls.plain import bhsd, from_bhs
-from attn.choose.backward import can_differentiate, choose_parts
+from attn.choose.backward import can_differentiate, choose_parts, tiles_of
 from attn.kernels.parts.grid.tensors import log_sums
 from attn.parallel.context import SharedRows, filled_with_rows, in_buffers, launch_problem, launch_tensors, passed, rows_in_buffer, shards_of
 from attn.parallel.sequence import in_order, shard_sequence
@@ -69,7 +69,8 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   t = {name: rows_in_buffer(u, rows_axis(c, name), runs[name].first, runs[name].count) if name in runs else u for name, u in held.items()}
   t |= launch_tensors(c, t, launch)
   parts = choose_parts(p, c.arch)
-  kernels = backward_kernels(p, c.arch, "dlse" in t, replace(parts, dq=max(1, parts.dq), dkdv=max(1, parts.dkdv)))
+  parts = replace(parts, dq=max(1, parts.dq), dkdv=max(1, parts.dkdv))
+  kernels = kernels_with_tiles(p, c.arch, "dlse" in t, parts, (None, None), *tiles_of(p, c.arch), None)
   for name in ("dq", "dkdv"): t = written_by(kernels[name], t, p.layout)
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 

@@ -197,17 +197,17 @@ def for_few(monkeypatch:pytest.MonkeyPatch) -> None:
   compute_all_gradients_at_once(monkeypatch)
 
 @pytest.mark.usefixtures("for_few")
-@pytest.mark.parametrize("order", ((0, 1, 2), (1, 0, 2), (2, 1, 0)))
-def test_gradients_at_once_in_any_order(order:tuple[int, ...]) -> None:
+@pytest.mark.parametrize("order, deterministic", (((0, 1, 2), False), ((1, 0, 2), True), ((2, 1, 0), False)))
+def test_gradients_at_once_in_any_order(order:tuple[int, ...], deterministic:bool) -> None:
   """If one kernel computes dq, dk and dv at once, each gradient is right even if they are realized one after another. The kernel must add to the fp32
   sums of dq only once."""
   p = problem(**FEW)
   x = normal(p)
   with emulated("sm_90"):
     q, k, v = (tensor(a, p.dtype, "EMU").realize() for a in (x.q, x.k, x.v))
-    assert attn.explain(q, k, v, causal=True, deterministic=False, backward=True).kernels == tuple(
+    assert attn.explain(q, k, v, causal=True, deterministic=deterministic, backward=True).kernels == tuple(
       f"backward_{name}_wgmma" for name in ("delta", "all", "finish"))
-    found = attn.attention(q, k, v, causal=True, deterministic=False).float().sum().gradient(q, k, v)
+    found = attn.attention(q, k, v, causal=True, deterministic=deterministic).float().sum().gradient(q, k, v)
     got = {i: array(found[i]) for i in order}
   want = expected_gradients(p, x, {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)
   for i, name in enumerate("qkv"): assert (verdict := judge(got[i], want[name])).ok, f"d{name}: {verdict}"
@@ -221,19 +221,20 @@ def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
   counted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  backward_")]
   assert counted == ["  backward_all_wgmma: query tiles: 25.0 % skipped, 50.0 % masked, 25.0 % without a mask"]
 
-@pytest.mark.parametrize("arch, suffix", (("sm_90", "_wgmma"), ("gfx942", "")))
-def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str) -> None:
+@pytest.mark.parametrize("arch, suffix, deterministic", (("sm_90", "_wgmma", False), ("sm_90", "_wgmma", True), ("gfx942", "", False),
+                                                         ("gfx942", "", True)))
+def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str, deterministic:bool) -> None:
   """Three calls under TinyJit give the same dq, although the kernel that computes all gradients at once adds to sums in memory: each replay begins
-  these sums with 0."""
+  these sums, and the counters of turns, with 0."""
   compute_all_gradients_at_once(monkeypatch, suffix)
   with emulated(arch):
     q, k, v = (Tensor.randn(1, 2, rows, 128, device="EMU").half().realize() for rows in (80, 256, 256))
-    assert attn.explain(q, k, v, deterministic=False, backward=True).at_once
+    assert attn.explain(q, k, v, deterministic=deterministic, backward=True).at_once
     @TinyJit
     def gradients(q:Tensor) -> Tensor:
-      return attn.attention(q, k, v, deterministic=False).float().square().sum().gradient(q)[0].realize()
+      return attn.attention(q, k, v, deterministic=deterministic).float().square().sum().gradient(q)[0].realize()
     first = [array(gradients(q)) for _ in range(3)]
-    for x in first[1:]: np.testing.assert_allclose(x, first[0], atol=1e-2*np.abs(first[0]).max())
+    for x in first[1:]: np.testing.assert_allclose(x, first[0], rtol=0, atol=0 if deterministic else 1e-2*np.abs(first[0]).max())
 
 REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "deterministic": ({}, dict(deterministic=True), "deterministic=True: "), "D": (dict(D=64), {}, "D=64, Dv=64: "),
@@ -279,13 +280,14 @@ def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
   want = expected_gradients(p, x, {}, np.ones((p.B, p.H, p.Sq, p.Dv), np.float32), None)
   for name, g in zip("qkv", got): assert (verdict := judge(g, want[name])).ok, f"d{name}: {verdict}"
 
+@pytest.mark.usefixtures("for_few")
 def test_memory_at_once() -> None:
-  """If one kernel computes all gradients, the fp32 sums of dq take 4 bytes for each element. Rows are rounded up to whole tiles of 64 queries. The
-  number of keys does not matter."""
-  for Sk in (1024, 8192):
-    p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=False)
+  """If one kernel computes all gradients, the fp32 sums of dq take 4 bytes for each element. Rows are rounded up to whole tiles of 64 queries. If
+  workgroups add in turn, there are 8 counters for each of these tiles, and one counter of tickets. The number of keys does not matter."""
+  for Sk, deterministic in ((1024, False), (8192, False), (8192, True)):
+    p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=deterministic)
     found = choose_backward(p, get_chip("sm_90"), "forward_wgmma")
-    assert found.at_once and found.memory == 4*64*(2*4*2000 + 4*2048*128)
+    assert found.at_once and found.memory == 4*64*(2*4*2000 + 4*2048*128) + deterministic*4*(4*64*32*8 + 1)
 
 def test_sdpa_by_itself_and_installed() -> None:
   with emulated("gfx942"):

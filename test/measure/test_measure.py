@@ -7,14 +7,34 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from attn import attention
-from attn.choose.dispatch import choose
+from attn.choose.dispatch import choose, single_kernel
 from attn.chips import get_chip
-from attn.measure import inputs, later_calls, latency, short
+from attn.measure import at_once, inputs, later_calls, latency, short
+from attn.measure.backward import outputs_of
 from attn.measure.latency import FIRST_CALLS, FirstCall
 from attn.measure.inputs import NUMBERS_DRAWN, normal_numbers
 from attn.measure.rounds import GRAPH_LAUNCHES, ROUND_SECONDS, ROUNDS, in_turn, timed_rounds
 from attn.reference import rounded
 from attn.tinygrad_compat import Context, Device, GlobalCounters, Tensor
+from api_cases import emulated
+from cases import problem
+
+def test_ways_of_backward_give_the_same_gradients() -> None:
+  """The measurement runs the kernels of each of three ways to compute gradients, and each way gives the same gradients up to rounding. All its
+  problems fill the blocks of the one kernel."""
+  p = problem(H=2, Sq=100, Sk=128, D=64, dtype="float16", causal="top-left")
+  with emulated("sm_90"):
+    have = {name: Tensor.randn(1, 2, rows, 64, device="EMU").half().realize() for name, rows in (("q", 100), ("k", 128), ("v", 128), ("do", 100))}
+    arch = get_chip("sm_90")
+    have |= {name: t.realize() for name, t in outputs_of(p.shapes, single_kernel(p, arch)[0], have).items()}
+    ways = [at_once.launches_of(p, arch, way) for way in (at_once.TWO, at_once.NO_ORDER, at_once.IN_ORDER)]
+    found = [at_once.computed_gradients(x, have) for x in ways]
+    for x in found: Tensor.realize(*x.values())
+    two, *others = [{name: t.float().numpy() for name, t in x.items()} for x in found]
+  assert [len(x) for x in ways] == [2, 3, 3] and ["dq_turns" in x[1].shapes for x in ways] == [False, False, True]
+  for other in others:
+    for name, x in two.items(): np.testing.assert_allclose(other[name], x, atol=5e-3*np.abs(x).max())
+  assert all(p.Sk % (at_once.SHAPE_AT_ONCE.groups*64) == 0 for p, _ in at_once.problems_of_ways([]))
 
 def test_first_calls_are_timed() -> None:
   """The measurement times a first call, here in this process on the emulator. The time includes the time of the compiler, whose method the

@@ -19,6 +19,7 @@ from attn.kernels.amd.staging import StagedTile
 from attn.kernels.parts.backward.gradients import (OF_KEYS, OF_QUERIES, WEIGHTED, Normaliser, QueryValues, QueryValueTensors, Weights, dp_start,
                                                    gradients_of, gradients_of_passes, less_delta, normaliser_of, scaled_delta, weights_of,
                                                    where_known)
+from attn.kernels.parts.backward.turns import Turns
 from attn.kernels.parts.grid.tensors import Shapes
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest, kv_head_fastest
 from attn.kernels.parts.memory.lanes import Lane, fragment_operands, operands, units_of
@@ -33,7 +34,7 @@ from attn.kernels.parts.weights.epilogue import place_of_row
 from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.amd import BackwardTile, both_ways_layout, column_layout
 from attn.kernels.tiles.common import query_value_names
-from attn.ops import amd, common as ops
+from attn.ops import amd, atomics, common as ops
 from attn.ops.atomics import atomic_add
 from attn.ops.common import flat
 from attn.problem import Problem
@@ -107,12 +108,14 @@ class AmdBackward:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
     """Makes the passes of a workgroup that owns keys: one pass for dK and dV together, or one for each. The passes share the tiles in LDS."""
+    if "dq_turns" in names and tile.prefetch > 1:
+      raise NotImplementedError(f"prefetch={tile.prefetch}: a kernel that adds to dq in a fixed order has one LDS buffer for each tile")
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
     q_columns, do_columns = columns_in_turn(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
     numbers, statements = QueryValues.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
-    group = Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts)
+    group = Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts, new.lds(1, dtypes.int)[0] if "dq_turns" in names else None)
     own = own_rows(group, tile, at, statements, tile.own_in_lds)
     sharing = DqOfTile.of(group, tile, at) if tile.adds_dq else None
     def one(wanted:tuple[str, ...]) -> AmdBackward:
@@ -164,11 +167,20 @@ class AmdBackward:
     return StagedTrips(self.tile, self.new, self.statements, self.state, loaded, group.scores.tile)
 
   def walk(self, s:Any, work:Callable[[Any, AmdTrip], Any]) -> Any:
-    def over_queries(one:Self, s:Any) -> Any: return one.trips.walk(s, self.group.walked, one.trip(work))
+    def over_queries(one:Self, s:Any) -> Any:
+      s = one.trips.walk(s, self.group.walked, one.trip(work))
+      return s if one.turns is None else s.after(one.turn_ended(one.turns, self.group.walked.end - 1, s.acc[0].load(), True))
     if (heads := self.group.walked_heads) == 1: return over_queries(self, s)
     r = self.new.range(heads, AxisType.LOOP)
     done = over_queries(replace(self, head=self.group.first_head + r), s.after(r))
     return s.after(self.statements.do(amd.sched_barrier(done.acc[0].load())).end(r))
+
+  @functools.cached_property
+  def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
+  def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
+    """Waits until this wave's additions are complete, and passes the turn if it ends with tile t. Comes after the operation `done`. Returns a
+    store."""
+    return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
     """Returns the body of the loop over tiles, made from `work`, which computes one tile. The body calls `work` and returns the stores with which the
@@ -248,7 +260,9 @@ class AmdTrip:
 
   def start_dq(self, s:Any, weights:list[UOp]) -> Any:
     """Stores dS of the lane's key to LDS, for all queries of the tile."""
-    return replace(s, stores=TripStores((*s.stores.found, *self.sharing.store(s.ds, self.of_key_there(weights)))))
+    of = self.of
+    first = [] if of.turns is None else [of.turn_ended(of.turns, self.t - 1, s.acc[0].load())]
+    return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.of_key_there(weights)))))
 
   def of_key_there(self, weights:list[UOp]) -> list[UOp]:
     """Returns dS, or 0 if the lane's key does not exist. P = exp(0 - lse) of such a key may be inf. It would not change the gradients of other keys,
@@ -261,7 +275,9 @@ class AmdTrip:
     """Waits until all waves have stored dS, and adds this wave's part of the tile's dQ to the sums in memory."""
     of = self.of
     found = self.sharing.product(s.ds.after(workgroup_barrier(UOp.group(*s.stores.found))), of.tile, of.statements)
-    stores = [of.statements.do(addition) for addition in self.sharing.added(of.group, of.head, self.t*of.tile.block_n, found)]
+    waited = [] if of.turns is None else [of.statements.begin(of.turns.begin(of.head, self.t, ops.extract(found[-1], 0))).done]
+    first = of.group.scores.tile(self.t)*of.tile.block_n
+    stores = [of.statements.do(addition) for addition in self.sharing.added(of.group, of.head, first, found, *waited)]
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
 
 @dataclass(frozen=True)
@@ -307,11 +323,12 @@ class DqOfTile:
       found.append(acc)
     return found
 
-  def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp]) -> list[UOp]:
-    """Returns statements that add C fragments to the fp32 accumulator of dQ in memory. `first` is the first query of the tile."""
+  def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp], *waited:UOp) -> list[UOp]:
+    """Returns statements that add C fragments to the fp32 accumulator of dQ in memory, after the operations `waited`.
+    `first` is the first query of the tile."""
     mat, sums = self.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
-                       steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
+                       *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
   """Returns the rows that the lane owns of two tensors: of q and dO, or of k and v."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from attn.chips import Chip
 from attn.chips.matrix import Int, Matrix, contraction
+from attn.kernels.parts.backward.turns import first_turns
 from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, dq_sums, finish_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
 from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups, units_of
@@ -74,6 +75,7 @@ def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp
     number = place_of_row(p, group.sequence, row)[0]
     stores = [flat(group.given["delta"])[number.valid(row.there & at.h.eq(0))].store(delta)]
     stores += [sums_at(group, tile.matrix, *piece).store(ops.splat(0.0, NUMBERS_OF_PIECE)) for piece in pieces(group, tile)]
+    stores += first_turns(group, at.thread)
     return group.gradient_kernel("backward_delta", ("delta",), stores, 2*p.rows*p.Dv)
   return kernel
 

@@ -10,6 +10,7 @@ from attn.chips import Chip
 from attn.chips.matrix import MMA, Mma
 from attn.kernels.nvidia.warp_gradients import WarpRows
 from attn.kernels.nvidia.warps import Warps
+from attn.kernels.parts.backward.turns import first_turns
 from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, dq_sums, finish_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import SwizzledRows
@@ -52,7 +53,7 @@ def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
   dlse)`."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)
-    stores = [*x.rows.kept_deltas(), *[at.store(nv.zero(UOp.const(0))) for at in x.sums()]]
+    stores = [*x.rows.kept_deltas(), *[at.store(nv.zero(UOp.const(0))) for at in x.sums()], *first_turns(x.group, x.rows.warps.at.thread)]
     return x.group.gradient_kernel("backward_delta_wgmma", ("delta",), stores, 2*p.rows*p.Dv)
   return kernel
 

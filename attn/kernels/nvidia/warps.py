@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.parts.grid.tensors import Shapes
-from attn.kernels.parts.grid.workgroup import Workgroup, head_in_group_fastest, kv_head_in_group_fastest
+from attn.kernels.parts.grid.workgroup import Grid, Workgroup, head_in_group_fastest, kv_head_in_group_fastest
 from attn.kernels.parts.memory.lanes import MmaLane
 from attn.kernels.parts.memory.layouts import LINE, CopiedLayout
 from attn.kernels.parts.memory.rows import GlobalRows, Rows
@@ -39,11 +39,13 @@ class Warps:
     return Warps(Workgroup.of(p, arch, tile, args, grid, at, names, parts), at)
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes, parts:int=0) -> Warps:
-    """Makes the warps of a block that owns keys."""
-    grid = kv_head_in_group_fastest(p, tile, mat)
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes, parts:int=0, grid:Grid|None=None,
+              lds:UOp|None=None) -> Warps:
+    """Makes the warps of a block that owns keys. `grid` may give the grid of which the block is a part. `lds` is explained at
+    `Workgroup.of_keys`."""
+    if grid is None: grid = kv_head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
-    return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts), at)
+    return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
     """Returns a copy of this block for a kernel whose warps divide the keys of a tile: each warp computes `keys` of them."""

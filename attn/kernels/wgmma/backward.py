@@ -22,7 +22,8 @@ from attn.kernels.nvidia.warp_gradients import Lse, OwnQueryValues, WarpRows, Wa
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.backward.gradients import WEIGHTED, Normaliser, gradients_of_passes, kinds_of_normalisers, less_delta, scaled_delta
 from attn.kernels.parts.grid.tensors import Shapes
-from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.kernels.parts.backward.turns import Turns
+from attn.kernels.parts.grid.workgroup import Grid, Workgroup, kv_head_in_group_fastest
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.program.blocks import Blocks
 from attn.kernels.parts.program.counts import below
@@ -50,13 +51,14 @@ class WgmmaBackwardState(Arrivals):
   dq: UOp
 
   @staticmethod
-  def of(warps:Warps, tile:WgmmaBackwardTile, accs:int) -> WgmmaBackwardState:
+  def of(warps:Warps, tile:WgmmaBackwardTile, accs:int, shared:UOp) -> WgmmaBackwardState:
     """Makes the state with `accs` accumulators."""
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
     of_dq = tile.dq_columns(warps.group.p)//mat.N if tile.adds_dq else 1
-    return WgmmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4),
-                              new.registers(n//mat.N, nv.F4), new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new),
-                              new.registers(of_dq, nv.F4))
+    return WgmmaBackwardState(shared, new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4), new.registers(n//mat.N, nv.F4),
+                              new.registers(n//mat.K, nv.U4), new.registers(n//mat.K, nv.U4), Statements.of(new), new.registers(of_dq, nv.F4))
+
+def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return grid.allocator.lds(tile.lds_bytes(p)//UNIT_BYTES)
 
 @dataclass(frozen=True)
 class RingPlace:
@@ -83,7 +85,7 @@ class WgmmaBackward:
   def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> WgmmaBackward:
     """Makes the kernel for a block that owns queries."""
     warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
-    state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
+    state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix), shared_memory(warps.group.grid, p, tile))
     rows: WarpRows[SwizzledPanels] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
     return WgmmaBackward(rows, tile, state, OwnQueryValues(rows.normalisers, rows.deltas))
 
@@ -91,9 +93,11 @@ class WgmmaBackward:
   def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
     """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
     after another."""
-    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), gradients_of_passes(tile.passes, tile.adds_dq)
+    grid, passes = kv_head_in_group_fastest(p, tile, tile.matrix, "dq_turns" in names), gradients_of_passes(tile.passes, tile.adds_dq)
+    shared = shared_memory(grid, p, tile)
+    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts, grid, shared.bitcast(dtypes.int)[4*shared.max_numel() - 2])
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
-    state = WgmmaBackwardState.of(warps, tile, max(sum(accs.get(name, 0) for name in wanted) for wanted in passes))
+    state = WgmmaBackwardState.of(warps, tile, max(sum(accs.get(name, 0) for name in wanted) for wanted in passes), shared)
     return [WgmmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state, None, i) for i, wanted in enumerate(passes)]
 
   # ***** rows *****
@@ -108,9 +112,11 @@ class WgmmaBackward:
     """Number of heads whose rows the block loops over, one head after another."""
     return self.group.walked_heads
   @property
-  def turns(self) -> int:
+  def loops(self) -> int:
     """Number of loops over tiles that the block makes: one for each head, in each pass."""
     return self.heads*self.tile.passes
+  @functools.cached_property
+  def turns(self) -> Turns|None: return Turns.of(self.group, self.warp_rows.warps.at.wave, self.warp_rows.warps.at.lane)
 
   # ***** shared memory *****
   def ring(self, name:str, place:RingPlace) -> SwizzledPanels:
@@ -145,7 +151,7 @@ class WgmmaBackward:
   def next(self, place:RingPlace) -> RingPlace:
     """Returns the position of the tile that the block uses next."""
     t, index = place.tile + 1, place.index + 1
-    if self.turns == 1: return RingPlace(t, place.turn, index)
+    if self.loops == 1: return RingPlace(t, place.turn, index)
     same = t < self.walked.end
     return RingPlace(same.where(t, self.walked.begin), same.where(place.turn, place.turn + 1), index)
 
@@ -154,7 +160,7 @@ class WgmmaBackward:
     queries. The thread arrives at the mbarrier when its copies are complete."""
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there, first_row = group.walked_end, group.scores.row(place.tile*n)
-    if self.turns > 1: there = (place.index < self.turns*(self.walked.end - self.walked.begin)).where(there, 0)
+    if self.loops > 1: there = (place.index < self.loops*(self.walked.end - self.walked.begin)).where(there, 0)
     head = group.first_head + place.turn%self.heads
     copies = [x for name in self.warp_rows.walked
               for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, first_row, self.ring(name, place))]
@@ -173,14 +179,21 @@ class WgmmaBackward:
       r = self.group.grid.allocator.range(self.heads, AxisType.LOOP)
       s = s.after(self.over_head(s.after(r), self.warp_rows.of_head(self.group.first_head + r), self.pass_number*self.heads + r, work).done.end(r))
     s = s.do(wgmma.wait_products(s.acc, s.done))
-    return s.do(wgmma.sent(s.done)) if "dq" in self.wanted and self.tile.keys else s
+    return s.do(wgmma.sent(s.done)) if "dq" in self.wanted and self.tile.keys and self.turns is None else s
 
   def over_head(self, s:WgmmaBackwardState, rows:WarpRows[SwizzledPanels], turn:UOp|int, work:WgmmaWork) -> WgmmaBackwardState:
     def trip(s:WgmmaBackwardState, t:UOp, masked:bool) -> UOp:
       place = self.ring_at(t, turn)
       s = s.do(wgmma.arrived(s.arrivals, place.index, s.done))
       return work(s, WgmmaTrip(rows, rows.scores, t, masked, self, place)).done
-    return over_tiles(s, self.walked, self.group.grid.allocator, trip)
+    s = over_tiles(s, self.walked, self.group.grid.allocator, trip)
+    return self.turn_ended(s, rows.head, self.walked.end - 1, True)
+
+  def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
+    """If blocks add to dQ in turn: waits until what this warp has sent is added, and passes the turn if it ends with tile t."""
+    if self.turns is None: return s
+    s = s.do(wgmma.sent(s.done))
+    return s.do(self.turns.end(head, t, s.done, last))
 
   # ***** gradients, and the kernel *****
   def gradient(self, s:WgmmaBackwardState, name:str) -> list[UOp]:
@@ -226,7 +239,10 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   def start(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
     there = wgmma.EVERYWHERE if self.of.tile.keys else self.there     # of keys, a predicate for all products would spill registers
     s = self.product(s, s.scores, 0, there)
-    return self.product(s, s.dp, 1, there) if self.needs_dp else s
+    s = self.product(s, s.dp, 1, there) if self.needs_dp else s
+    if (turns := self.of.turns) is None: return s
+    s = s.do(turns.begin(self.warp_rows.head, self.tile_number, s.done))      # while S and dP are computed
+    return s.do(wgmma.may_send(s.done))
 
   def lse(self, s:WgmmaBackwardState) -> Lse:
     if self.of.known is not None: return self.lse_of_own(self.of.known)
@@ -283,6 +299,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def add_dq(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
     """Waits until dQ of the tile is computed, but not for the product that was started after dQ. Adds dQ to the sums in memory."""
+    s = self.of.turn_ended(s, self.warp_rows.head, self.tile_number - 1)
     s = s.do(wgmma.wait_products(s.dq, s.done, but=1))
     at, group, mat, first = self.warp_rows.warps.at, self.of.group, self.warp_rows.mat, self.score.row(self.tile_number*self.score.block_n)
     to = place_in_sums(group, mat, self.warp_rows.head, first, at.wave%(wgmma.M//mat.M), self.dq_column//mat.N)

@@ -16,6 +16,7 @@ from attn.score.terms import check_derivatives, score_terms
 X = TypeVar("X")
 
 QUERIES_OF_SUMS = 64      # queries of a tile of dQ's fp32 accumulator
+TURNS_OF_SUMS = 8         # counters of turns for each tile of dQ's fp32 accumulator
 MAX_D = 256      # elements of the longest row of O that fits in registers
 
 def arguments(p:Problem) -> Shapes:
@@ -71,19 +72,24 @@ def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
   whole tiles of queries."""
   return ((p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS), QUERIES_OF_SUMS*p.D), "float32")
 
+def dq_turns(p:Problem) -> Shapes:
+  """Returns (shape, dtype) of the counters by which workgroups add to the sums of dQ in a fixed order, by name: the counters of turns, and last the
+  counter of tickets. Empty if workgroups add in no order."""
+  return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
+
 def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and fills dq_sums, the fp32
-  accumulator of dQ, with 0. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it. The kernel reads o, do,
-  kv_lengths if the problem has it, and with `dlse` the gradient of lse."""
+  accumulator of dQ, with 0. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it. It also fills the
+  counters `dq_turns` with 0. The kernel reads o, do, kv_lengths if the problem has it, and with `dlse` the gradient of lse."""
   x = of_backward(p).shapes
-  return {"dq_sums": dq_sums(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
+  return {"dq_sums": dq_sums(p), **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def all_arguments(p:Problem, parts:int=0) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the fp32 accumulator of dQ, to which the kernel adds, and
-  then the tensors of `dkdv_arguments`."""
-  return {"dq_sums": dq_sums(p), **dkdv_arguments(p, parts)}
+  """Returns (shape, dtype) of the tensors that `backward_all` takes, by name and in order: the fp32 accumulator of dQ, to which the kernel adds, the
+  counters `dq_turns`, and then the tensors of `dkdv_arguments`."""
+  return {"dq_sums": dq_sums(p), **dq_turns(p), **dkdv_arguments(p, parts)}
 
 def finish_arguments(p:Problem) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq. It reads the fp32 accumulator of

@@ -10,11 +10,12 @@ from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.memory.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import Blocks, Descending, Extent, TileList, blocks_seen, extent, list_length, outside, over_keys, over_queries
-from attn.kernels.parts.program.counts import below, ceildiv
+from attn.kernels.parts.program.counts import below, bounded, ceildiv
 from attn.kernels.parts.weights.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.weights.scores import Scores
 from attn.kernels.tiles.common import BlockTile, blocks_of_queries, heads_of
 from attn.ops import common as ops
+from attn.ops.atomics import ticket
 from attn.ops.common import flat
 from attn.problem import BYTES, INVARIANT_KEYS, Problem, Strided
 from attn.score.masks import as_index, cuts_some, hiding, nearest_first, scattered
@@ -34,6 +35,17 @@ class Grid:
   block: UOp                  # index of its block of queries, or of keys
   lane: UOp
   wave: UOp
+
+def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
+  """Lets workgroups draw their work by tickets (attn/ops/atomics.py): ticket n stands for the workgroup that is number n of the grid. Returns the
+  grid and the range `split` in which the indices of the workgroup are replaced by those that the workgroup has drawn. `counter` counts the tickets,
+  and `lds` is an int32 in LDS."""
+  axes = [*grid.ranges[:-2], *split]
+  number = functools.reduce(lambda n, axis: n*(axis.vmax + 1) + axis, axes, UOp.const(0))
+  left, digits = bounded(ticket(counter, number, grid.lane.eq(0) & grid.wave.eq(0), lds=lds), 0, number.vmax), dict[UOp, UOp]()
+  for axis in reversed(axes): left, digits[axis] = left//(axis.vmax + 1), left%(axis.vmax + 1)
+  head, block = (x.substitute(digits, walk=True) for x in (grid.head, grid.block))
+  return replace(grid, head=head, block=block), tuple(digits[axis] for axis in split)
 
 def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
   """Makes AMD's grid over blocks of queries. Consecutive workgroups take the same block of different heads of a group, so that the blocks of one head
@@ -68,10 +80,11 @@ def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
   cached = CACHED*sharing//(min(sharing, 2)*p.key_itemsize*p.Sk*(p.D + p.Dv)) if hiding(p).after else 1
   return _in_group_fastest(blocks_of_queries(p, tile), p.all_heads//heads, cached, tile, mat)
 
-def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
+def kv_head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma, in_turn:bool=False) -> Grid:
   """Makes NVIDIA's grid over blocks of keys: the blocks of a group of key/value heads run together. Under a causal mask the cache has room for the
-  queries of all heads of the group; without a causal mask a group is a single key/value head."""
-  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if hiding(p).after else 1
+  queries of all heads of the group; without a causal mask a group is a single key/value head. If blocks of the same head add to dQ in turn
+  (`in_turn`), a group has as many heads as under a causal mask: then fewer of the blocks that run at the same time wait for each other."""
+  cached = CACHED//(p.itemsize*p.Sq*(p.D + p.Dv)*(p.H//p.Hkv)) if in_turn or hiding(p).after else 1
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, cached, tile, mat)
 
 def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:BlockTile, mat:Matrix|Mma) -> Grid:
@@ -115,8 +128,9 @@ class BlockRows:
   further: int|UOp
 
 def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
-  """Converts between two numbers of a block of queries: by its position in the sequence, and by the order in which blocks start. The conversion is
-  the same in both directions. Under a causal mask the order is reversed, so that the blocks with the most keys start first."""
+  """Converts between two numbers of a block: by its position in the sequence, and by the order in which blocks start. The conversion is the same in
+  both directions. Under a causal mask the order is reversed. So the blocks of queries with the most keys start first, or, where blocks of keys add to
+  dQ in turn (attn/kernels/parts/backward/turns.py), the blocks with the fewest queries."""
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
@@ -199,18 +213,23 @@ class Workgroup:
 
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
-              parts:int=0) -> Workgroup:
+              parts:int=0, lds:UOp|None=None) -> Workgroup:
     """Makes a workgroup that owns keys of one key/value head. It loops over the queries of all query heads that share these keys; `first_head` is the
-    first of these query heads. The queries of all these heads are divided into `parts` parts: first by heads, then by queries."""
+    first of these query heads. The queries of all these heads are divided into `parts` parts: first by heads, then by queries. If workgroups add to
+    the sums of dQ in turn, they draw their work by tickets (`drawn`), and `lds` is an int32 in LDS for the ticket."""
     given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
+    own_part = split
+    if (turns := given.get("dq_turns")) is not None and lds is not None:
+      grid, own_part = drawn(grid, split, turns[turns.max_numel() - 1], lds)
+      grid = replace(grid, block=in_order_of_start(p, grid.block, ceildiv(p.Sk, tile.block_m)))
     batch, kv_head, first_key = grid.head//p.Hkv, grid.head%p.Hkv, grid.block*tile.block_m
     of_heads = math.gcd(group, max(parts, 1))
-    heads, part = group//of_heads, part_of(split, parts)
+    heads, part = group//of_heads, part_of(own_part, parts)
     first_head, sequence = kv_head*group + (0 if part is None else part%of_heads*heads), extent(p, batch, given)
     first, walk = Row(batch, first_head, first_key, UOp.const(True)), over_queries(p, sequence)
     listed = list_of(p, tile, given, batch, kv_head, grid.block)
-    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, order=listed, cut=cut_off(walk, tile))
     walked = blocks_seen(walk, first_key, first_key + tile.block_m - 1, tile.block_n) if listed is None else listed.blocks
+    scores = Scores(p, at, tile.block_n, walk, first, given, natural=p.wide_scores, order=listed, cut=cut_off(walk, tile))
     if part is not None and parts > of_heads: walked = walked.share(part//of_heads, parts//of_heads)
     return Workgroup(p, arch, tile, given, grid, split, batch, first_head, kv_head, first_key, sequence.n_k, sequence, scores, walked,
                      part, heads)
