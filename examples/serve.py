@@ -75,7 +75,8 @@ class Layer:
     self.qkv, self.out = weight(WIDTH, (H + 2*HKV)*D), weight(WIDTH, WIDTH)
     self.up, self.down = weight(WIDTH, 2*WIDTH), weight(2*WIDTH, WIDTH)
   def __call__(self, x:Tensor, cache:tuple[Any, Any], filled:Tensor, table:Tensor) -> Tensor:
-    """Computes the layer on x (B, S, WIDTH). Its keys and values go to the cache from row `filled` (B) on."""
+    """Computes a transformer layer, attention and then two linear layers, on x (B, S, WIDTH). Appends its keys and values to the cache from row
+    `filled` (B) on."""
     qkv = (x.layernorm().cast(x.dtype) @ self.qkv).reshape(*x.shape[:2], H + 2*HKV, D)
     q, k, v = qkv.split([H, HKV, HKV], dim=2)
     o = attn.attention_with_kv_cache(q, k, v, *cache, filled, layout="bshd", block_table=table, batch_invariant=True)
@@ -163,8 +164,8 @@ def main() -> None:
   if CACHE != "float16": beside(model, requests, pages)
 
 def beside(model:Model, requests:list[Request], pages:int) -> None:
-  """Serves the requests from a cache of 8 bits in the memory that `pages` pages of 16 bits take, twice as many at a time. Prints its text beside that
-  of 16 bits."""
+  """Serves the requests a second time, from a cache of 8 bits that takes no more memory than `pages` pages of 16 bits. Serves twice as many requests
+  at a time. Prints the tokens of each request from both caches side by side."""
   room = pages*bytes_of_a_page("float16")//bytes_of_a_page(CACHE)
   server, again = Server(model, 2*BATCH, room, CACHE), [Request(r.prompt, TOKENS) for r in requests]
   serve(server, again)

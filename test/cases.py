@@ -46,9 +46,10 @@ on_the_emulator = on_two("arch", EVERY_ARCH)
 every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
             besides:Container[Any]=()) -> Any:
-  """Parametrizes a test over all pairs (case, chip). By default case i runs on one chip of `on`, case i + 1 on the next chip, and so on; all other
-  pairs get the mark `thorough`. One of `among` pairs runs by default (0: one of as many as there are chips in `on`), and `turn` selects which one.
-  Every case also runs on the chips in `always`. Cases in `besides` also run on the last chip of `on`."""
+  """Parametrizes a test over all pairs of a case and a chip of `on`. The pair of case i and chip k runs by default if (i - k) % n is `turn`; all
+  other pairs get the mark `thorough`. n is `among`. If `among` is 0, n is the number of chips in `on`: each case then runs by default on one chip,
+  and the next case on the next chip. Every case also runs on the chips in `always`. Cases in `besides` also run by default on the last chip of
+  `on`."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
@@ -209,7 +210,7 @@ def kept_mask(seed:Sequence[int], p:float, B:int, H:int, Sq:int, Sk:int, batch:i
   return (word >> (j % 2*16).astype(np.uint64) & 0xffff) >= round(p*65536)
 
 def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:int=0, Sk:int=0) -> dict[str, Any]:
-  """Returns the dropout options of the reference, for the whole problem or for one packed sequence."""
+  """Returns the dropout options for attn.reference (attention in numpy), for the whole problem or for one packed sequence."""
   if not p.dropout_p: return {}
   batch, head = map(int, extras.get("first_batch_and_head", (0, 0)))
   B, Sq, Sk = (p.B, p.Sq, p.Sk) if sequence is None else (1, Sq, Sk)
@@ -218,7 +219,8 @@ def dropped(p:Problem, extras:dict[str, np.ndarray], sequence:int|None=None, Sq:
 SCORE_OPTIONS = (*TERM_TENSORS, "sinks", "kv_lengths")
 
 def numbers_of_rows(p:Problem) -> dict[str, float]:
-  """Returns the options of terms and masks that are single numbers, such as softcap, by the names that the reference uses."""
+  """Returns the options of score terms and masks that are single numbers, such as softcap, by the names that attn.reference (attention in numpy)
+  uses."""
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
 def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:

@@ -1,4 +1,5 @@
-"""Formats of 8 bits, written once more: the number that each byte stands for, and rows that are rounded to a format."""
+"""Formats of 8 bits in numpy, independent of attn's own code for them: the number that each byte stands for, and rows that are rounded to a
+format."""
 from __future__ import annotations
 import math
 import numpy as np

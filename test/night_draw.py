@@ -167,8 +167,8 @@ class Posed:
     return tuple(sizes[axis] for axis in AXES[layout])
 
   def place(self, name:str, text:str, dtype:str, shape:tuple[int, ...], views:bool=True, after:str="") -> None:
-    """Adds a tensor with the array that `text` computes. `after` is code appended to the tensor before the call receives it, for example to shard
-    it."""
+    """Adds a tensor to the drawn script. `text` is the code that computes its array. `after` is code appended to the tensor before the call receives
+    it, for example to shard it."""
     steps = ", ".join(map(repr, self.steps(name, shape, dtype))) if views else ""
     realized = ".realize()" if self.jit or self.chance(.3) else ""
     made = f"tensor(base({text}, {steps}), {dtype!r}, {self.device!r})" if steps else f"tensor({text}, {dtype!r}, {self.device!r})"
@@ -240,8 +240,8 @@ class Posed:
   # ***** the call *****
 
   def call(self, text:str, lse:bool|None=None, shape_of_o:tuple[int, ...]|None=None, between:str="") -> None:
-    """Adds the call to the drawn script and draws what it returns: o, lse, o and lse, or gradients through them. `text` is the code of the call, and
-    contains {options}."""
+    """Adds a call to the drawn script, and draws what the call returns: o, lse, o and lse, or gradients through them. `text` is the code of the
+    call."""
     lse = self.chance(.5) if lse is None else lse
     if self.backward: return self.gradients(text, lse, between)
     self.inside.append(f"{'o, lse' if lse else 'o'} = " + text)

@@ -106,7 +106,7 @@ def backward(x:Arrays, f:Facts) -> dict[str, Law]:
 # ***** the judge *****
 
 def without_small(x:Arrays, f:Facts) -> Arrays:
-  """Replaces the numbers below float16's normal range in inputs of this type by 0."""
+  """Replaces numbers below the normal range of float16 by 0, in the inputs whose type is float16."""
   def read(name:str, a:np.ndarray) -> np.ndarray:
     half = name != "dlse" and a.dtype.kind == "f" and f.type_of(name) == "float16"
     return np.where(np.abs(a) < SMALLEST["float16"], np.float32(0), a) if half else a

@@ -141,8 +141,8 @@ def in_8_bits(cache:Tensor, format:str, scale_dtype:str) -> attn.QuantizedRows:
 
 def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[str, np.ndarray], ends:Sequence[int], layout:str,
                    table:np.ndarray|None=None, size:int=0) -> dict[str, np.ndarray]:
-  """Returns k and v as caches of 8 bits hold them, in float64, and the scales of v. Checks that the rows before each end are those of `rows`, but for
-  the rounding."""
+  """Returns k and v in float64 as caches of 8 bits store them, and the scales of v. Checks that the rows before each end equal `rows` up to the
+  rounding to 8 bits."""
   found, scales = {}, np.zeros(0)
   for (name, a), cache in zip(rows.items(), caches):
     stored, scales = numbers_of(format)[cache.values.numpy().view(np.uint8)], array(cache.scales).astype(np.float64)[..., None]

@@ -19,8 +19,8 @@ def gradient_of_o(p:Problem, seed:int, size:float=1.0) -> np.ndarray:
   return rounded(floats(p.B, p.H, p.Sq, p.Dv, seed=seed)*np.float32(size), p.dtype)
 
 def verdicts(p:Problem, x:Inputs, do:np.ndarray, options:Options, dlse:np.ndarray|None=None) -> dict[str, Verdict]:
-  """Compares FlashAttention-2's arithmetic, computed by the textbook in the types of the inputs, with float64. Returns for each output its largest
-  error relative to the error's limit and the root mean square of its errors."""
+  """Compares FlashAttention-2's arithmetic, computed in numpy with the roundings of the inputs' types, with float64. Returns for each output its
+  largest error relative to the error's limit and the root mean square of its errors."""
   of = (p.softmax_scale, p.window, p.offset, options)
   found = {n: judge(got, law) for n, got, law in zip(("o", "lse"), same(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype),
                                                      law_of(x.q, x.k, x.v, *of, dtype=p.dtype, out_dtype=p.out_dtype), strict=True)}

@@ -115,7 +115,7 @@ def test_window_bounds_that_hide_nothing_are_dropped() -> None:
 @pytest.mark.parametrize("options", ({"softcap": 2.0**100}, {"softcap": 1e-30}, {"softmax_scale": 1e30}, {"softmax_scale": 1.2e-38},
                                      {"softcap": 1e20, "softmax_scale": 1e-10}), ids=str)
 def test_scales_that_fp32_holds(kernel:str, options:dict[str, float]) -> None:
-  """Results are right, and never NaN, at the smallest and the largest accepted scale."""
+  """Results of attention are right, and never NaN, for very small and very large values of softmax_scale and softcap."""
   from attn.reference import Options
   with emulated("gfx942", kernel):
     q, k, v = (draw(1, 1, 20, 32, seed=i) for i in range(3))

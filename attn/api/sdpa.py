@@ -16,7 +16,8 @@ from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, UOp, dtypes, levels
 from attn.values import static_shape
 
 def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Tensor:
-  """Returns a mask of the scores with four dimensions, after checking its device and its shape. The argument `name` is the mask."""
+  """Checks that a mask lies on the device of q and broadcasts to the scores, and returns it with four dimensions. Error messages call the mask
+  `name`."""
   if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
     raise ValueError(f"{name} is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
   shape, whole = static_shape(name, mask.shape), (*leading.sizes, int(q.shape[-2]), int(k.shape[-2]))
@@ -25,7 +26,8 @@ def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Te
   return leading.of_scores(mask)
 
 def _shown_by(seen:Tensor, offset:int) -> dict[str, Any]:
-  """Returns the options of `attention` for a bool mask (B or 1, H or 1, Sq or 1, Sk or 1) that selects scores. `offset` is Sk - Sq."""
+  """Returns options of `attention` that apply a bool mask (B or 1, H or 1, Sq or 1, Sk or 1), True where the query sees the key. The options are a
+  mask_mod that reads the mask, and the mask as its tensor. `offset` is Sk - Sq."""
   wide = tuple(int(n) > 1 for n in seen.shape)
   def mask_mod(b:UOp, h:UOp, i:UOp, j:UOp, mask:UOp) -> UOp:
     return mask[tuple(place if full else 0 for place, full in zip((b, h, i - offset, j), wide))]

@@ -1,10 +1,10 @@
-"""Measures what the rounding of keys and values to a dtype or a format of 8 bits changes in attention, in float64:
-`DEV=EMU::gfx942 python -m attn.measure.rounding --write docs/data/rounding.csv`.
+"""Measures in float64 how attention changes if keys and values are rounded to a dtype or a format of 8 bits: `DEV=EMU::gfx942 python -m
+attn.measure.rounding --write docs/data/rounding.csv`.
 
 Queries, keys and values are normally distributed, the queries with a standard deviation of 2. "outliers" are keys with 4 columns that are 16 times as
-large as the others, as models have. The error of the scores is the standard deviation of their differences from the exact scores, without the mean of
-each query, which the softmax takes away. The error of the output is the norm of its difference from the exact output, divided by the norm of that.
-Both are exact attention to the rounded keys and values: no kernel runs."""
+large as the others, as models have. The error of the scores is the standard deviation of their differences from the exact scores. The mean difference
+of each query is subtracted before, because the softmax cancels it. The error of the output is the norm of its difference from the exact output,
+divided by the norm of the exact output. Attention over the rounded keys and values is computed exactly: no kernel runs."""
 from __future__ import annotations
 import csv, sys
 from collections.abc import Callable, Iterator

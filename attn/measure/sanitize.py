@@ -146,7 +146,8 @@ def run_call(call:SmallCall) -> list[str]:
 
 @dataclass(frozen=True)
 class Fault:
-  """Fault in a kernel that one tool must report. `planted` makes a context manager in which the kernel of `call` has the fault."""
+  """Planted fault in a kernel, which one tool of compute-sanitizer must report. `planted` makes a context manager in which the kernel of `call` has
+  the fault."""
   tool: str
   call: SmallCall
   planted: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -178,7 +179,7 @@ HEADER, SUMMARY, KERNEL = re.compile(r"COMPUTE-SANITIZER$"), re.compile(r"(?:ERR
 
 @dataclass(frozen=True)
 class ToolReport:
-  """Finding of a tool: the first line of its text, and the name of the kernel ("" if no line names a kernel)."""
+  """Finding that a tool of compute-sanitizer prints: the first line of its text, and the name of the kernel ("" if no line names a kernel)."""
   text: str
   kernel: str
   def __str__(self) -> str: return f"{self.text}, in {self.kernel}" if self.kernel else self.text
@@ -200,15 +201,16 @@ def reports_in(output:str) -> list[ToolReport]:
 
 @dataclass(frozen=True)
 class ToolRun:
-  """Results of one process: the findings, the names of attn's kernels that ran, the seconds, and the error message if the process ended early ("" if
-  it did not)."""
+  """Results of one process that ran kernels under a tool of compute-sanitizer: the findings, the names of attn's kernels that ran, the seconds, and
+  the error message if the process ended early ("" if it did not)."""
   findings: list[ToolReport]
   kernels: list[str]
   seconds: float
   failure: str = ""
 
 def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
-  """Runs the calls or planted faults `names` in a new process. `tool` is the tool that checks the process; "" runs the process without a tool."""
+  """Runs some of this module's attention calls and planted faults in a new process. `names` are their names. `tool` is the tool of compute-sanitizer
+  that checks the process; "" runs the process without a tool."""
   command, begin = [sys.executable, "-m", "attn.measure.sanitize", "--here", json.dumps(list(names))], time.perf_counter()
   env = os.environ | {"DEV": "CUDA", "PARALLEL": "0"}
   done = subprocess.run([*([sanitizer, "--tool", tool, *TOOLS[tool]] if tool else []), *command], capture_output=True, text=True, env=env)
@@ -221,7 +223,8 @@ def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
   return ToolRun(found, kernels, seconds, "" if not done.returncode else f"exit code {done.returncode}: {''.join(failure)}")
 
 def here(names:list[str]) -> None:
-  """Runs the calls and planted faults `names` in this process. Prints after each one the names of attn's kernels that ran."""
+  """Runs some of this module's attention calls and planted faults in this process. `names` are their names. Prints after each one the names of attn's
+  kernels that ran."""
   with at_any_size():
     for name in names:
       ran = with_fault(name) if name in FAULTS else run_call(next(call for call in SMALL_CALLS if call.name == name))
@@ -233,7 +236,7 @@ def compute_sanitizer() -> str|None:
   return toolkit_program("compute-sanitizer", also=[f"{x}/nvidia/cu13/bin" for x in sys.path if x])
 
 def lacking(sanitizer:str|None) -> str|None:
-  """Returns a sentence that says what this command needs and the machine does not have. Returns None if nothing is missing."""
+  """Returns a sentence that says what a run of compute-sanitizer needs and the machine does not have. Returns None if nothing is missing."""
   if sanitizer is None:
     return "needs NVIDIA's compute-sanitizer, which is part of the CUDA toolkit and of the package nvidia-cuda-sanitizer-api, and an NVIDIA GPU"
   try: device_of("CUDA")
@@ -241,8 +244,8 @@ def lacking(sanitizer:str|None) -> str|None:
   return None
 
 def sanitized(sanitizer:str, calls:list[SmallCall], jobs:int) -> bool:
-  """Runs each tool over the calls and over the planted faults, and prints the tables. Returns whether all is well: the tools report every planted
-  fault and nothing else, and no process failed."""
+  """Runs each tool of compute-sanitizer over the attention calls and over the kernels with a planted fault, and prints the tables. Returns True if
+  the tools report every planted fault and nothing else, and no process failed."""
   parts = [x for i in range(PARTS) if (x := [call.name for call in calls[i::PARTS]])]
   with ThreadPoolExecutor(jobs) as pool:
     begin = time.perf_counter()

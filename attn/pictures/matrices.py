@@ -28,8 +28,9 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of thi
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Returns where lane group h holds each index of the dimension that a product sums over: {index: (instruction, element of its operand)}. Only the
-  first 16-byte unit of every lane group is shown, and all instructions to which these units give operands."""
+  """Returns which elements of the dimension k, over which a product sums, lie in the lanes of lane group h: {k: (index of the matrix instruction,
+  index of the element in that instruction's operand)}. A lane reads its operands in 16-byte units. The result covers the fewest elements of k that
+  fill whole units and whole instructions."""
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]
   return {unit*UNIT + i: divmod(n*UNIT + i, mat.operand) for n, unit in enumerate(units) for i in range(UNIT)}
 

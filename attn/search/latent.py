@@ -21,8 +21,8 @@ def latent_numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
   return own + tile.row_tiles*tile.columns(p)*mat.accumulator + tile.block_n//tile.key_parts//mat.groups
 
 def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, UpTo[Any]]:
-  """Returns the tiles of latent attention to time, each with its table row. A workgroup may have several matrix tiles of rows. Tiles whose last
-  matrix tile would have no query are left out."""
+  """Returns the tiles of latent attention to time, each with its table row. A workgroup may compute several matrix tiles of query rows. A tile is
+  left out if the last of these matrix tiles would have no query, or if a lane would need too many registers."""
   kind, found = MlaMmaShape if arch.unit.mma else MlaShape, dict[MlaTile|MlaMmaTile, UpTo[Any]]()
   for matrix, *numbers in itertools.product(*LIMITS[kind].values()):
     row: UpTo[Any] = UpTo(head_class(p), kind(*numbers), matrix=matrix)

@@ -72,7 +72,8 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 def packed_but(*names:str) -> dict[str, Any]: return {name: x for name, x in packed().items() if name not in names}
 def pages(k:str, v:str) -> dict[str, Any]:
-  """Arguments for a cache of one page with four rows and four heads. The page also works as a cache without pages, of one batch."""
+  """Makes the arguments of a call with a paged cache: one page of four rows and four heads, and the block table. `k` and `v` are the names of the two
+  cache arguments. A function without pages can read the same tensors as a cache of one batch."""
   found = [draw(1, 4, 4, 16, seed=i).contiguous().realize() for i in range(2)]
   return {k: found[0], v: found[1], "block_table": Tensor([[0]], dtype=dtypes.int, device="EMU").realize()}
 

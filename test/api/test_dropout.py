@@ -184,7 +184,8 @@ def test_rates_near_0_and_1(p:float) -> None:
 def unscaled(self:Any, row:Any, m:Any, totals:Any) -> Any: return finish(m, totals, self.scores, None)
 
 def summed_after(self:Any, s:Any, tiles:Any, t:Any, part:Any, masked:bool) -> Any:
-  """Faulty version of `weigh`: the sum of P contains only the elements that dropout keeps."""
+  """Faulty version of a step of the forward kernel, `weigh`, which computes P from a tile of scores: the sum of P contains only the elements that
+  dropout keeps."""
   scores = self.group.scores
   left = [kept_scores(scores, [row], t) for row in self.queries]
   softmax, addends = s.softmax.addends(self.dual)
@@ -249,7 +250,8 @@ def test_a_fault_is_caught(fault:str, monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 def test_comparisons_stay_packed(arch:str) -> None:
-  """Two packed instructions compare two 16-bit numbers at a time. clang would otherwise emit a comparison and a select for each number."""
+  """The forward kernel compares dropout's 16-bit random numbers two at a time, by packed subtractions and minima, and its machine code has no other
+  16-bit comparison. clang would otherwise emit a comparison and a select for each number."""
   pytest.importorskip("ziglang")
   from attn.compilers.clang import assembly
   p, chip = problem(Sq=256, Sk=256, D=64, lse=False, **with_seed()), get_chip(arch)

@@ -169,7 +169,8 @@ def cached(causal:bool=True, start:Any=None, caches:tuple[Tensor, Tensor]|None=N
                                             causal=causal, **more)
 
 def appended(start:tuple[int, ...]=START, new:int=2, k_new:np.ndarray|None=None) -> list[np.ndarray]:
-  """Returns the expected contents of the key and value caches after the call."""
+  """Returns the expected contents of the key and value caches after `flash_attn_with_kvcache` has appended `new` rows to each batch. `start` has the
+  first new row of each batch."""
   out = []
   for cache, rows in ((K, Q[:, :new, :HKV] if k_new is None else k_new), (V, Q[:, :new, 2:])):
     full = cache.copy()

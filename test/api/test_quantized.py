@@ -34,11 +34,12 @@ def rows(*shape:int, seed:int=0) -> np.ndarray:
   return x
 
 def numbers(x:QuantizedRows, format:str) -> np.ndarray:
-  """Returns the stored numbers of rows."""
+  """Returns the 8-bit numbers of `x` in float64, not multiplied by the scales of their rows. `format` says which number a byte stands for."""
   return numbers_of(format)[whole(x.values).numpy().view(np.uint8)]
 
 def same_rows(got:np.ndarray, scales:np.ndarray, x:np.ndarray, format:str) -> None:
-  """Checks stored numbers and scales against those of rows x. Numbers may differ by one step where the quotient lies next to the middle of two."""
+  """Checks that rows x were rounded to 8 bits correctly. `got` are the stored numbers, and `scales` the scales of the rows. Each number times its
+  scale must be as near to x as the nearest number of the format. Rows with NaN or inf must store zeros."""
   want = scales_of(format, x, str(scales.dtype))
   np.testing.assert_allclose(scales, want, rtol=2e-7 if scales.dtype == np.float32 else 2.0**-10)
   there, exact, wide = np.isfinite(want), x.astype(np.float64), scales[..., None].astype(np.float64)

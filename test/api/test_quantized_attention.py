@@ -37,14 +37,15 @@ def rows_in(cache:QuantizedRows, format:str="int8") -> tuple[np.ndarray, np.ndar
   with np.errstate(invalid="ignore"): return numbers_of(format)[whole(cache.values).numpy().view(np.uint8)]*scales[..., None], scales
 
 def close(got:np.ndarray, q:np.ndarray, k:tuple[np.ndarray, np.ndarray], v:tuple[np.ndarray, np.ndarray], n:int, dtype:str="float16") -> None:
-  """Checks causal attention to the first n keys against the accuracy law. k and v are rows, and their scales, (B, Hkv, capacity)."""
+  """Checks o of causal attention to the first n keys: each element must be within its error limit (docs/contract.md). k and v are pairs: rows in
+  float64, and their scales (B, Hkv, capacity)."""
   law = law_of(q.astype(np.float32), k[0][:, :, :n], v[0][:, :, :n], q.shape[-1]**-.5, (-1, 0), n - q.shape[2], dtype=dtype, out_dtype=dtype,
                v_scales=v[1][:, :, :n])[0]
   assert (verdict := judge(got, law)).ok, verdict
 
 def near(cache:tuple[np.ndarray, np.ndarray], x:np.ndarray, format:str="int8") -> None:
-  """Checks that the first rows of a cache are those of x, but for the rounding: half a scale in int8; in fp8 a 16th of the number, or the 1024th part
-  of a scale."""
+  """Checks that the first rows of a cache of 8 bits equal x up to rounding. The error may be half a scale in int8. In fp8 it may be 1/16 of the
+  number, or 1/1000 of the scale if that is more."""
   n = x.shape[2]
   most = 0.5001*cache[1][:, :, :n, None] if format == "int8" else np.maximum(np.abs(x)/15.9, cache[1][:, :, :n, None]/1000)
   assert (np.abs(cache[0][:, :, :n] - x) <= most).all()
@@ -58,8 +59,9 @@ def given(xs:list[np.ndarray], i:int, j:int, layout:str="bhsd", dtype:str="float
 # ***** caches that grow *****
 
 def grow(device:str, dtype:str, format:str, width:int=D, scale_dtype:str="float32") -> None:
-  """A prompt, a chunk, and steps under TinyJit with a Variable, over caches whose other rows are stale, keep the accuracy law of the rows that the
-  cache holds. These are the new rows, but for the rounding to 8 bits."""
+  """Checks attention over caches of 8 bits that grow by a prompt, by a chunk of rows, and by single rows under TinyJit at a position that a Variable
+  gives. Rows that no call has appended hold random numbers and bad scales, and must have no effect. The output is within its error limits, given the
+  rows that the caches hold. These rows equal the appended rows up to rounding to 8 bits."""
   x, (k, v) = drawn(60, width=width), stale(dtype, (B, HKV, CAPACITY, width), device, scale_dtype)
   def step(q:Tensor, k_new:Tensor, v_new:Tensor, n:Any) -> Tensor: return attn.attention_with_kv_cache(q, k_new, v_new, k, v, n).realize()
   jitted, n = TinyJit(step), Variable("n", 0, CAPACITY - 1)
@@ -88,8 +90,8 @@ def test_decoding_on_a_gpu(dtype:str, width:int, scale_dtype:str) -> None:
 @pytest.mark.parametrize("arch, layout, scale_dtype, dtype", [
   ("gfx942", "bshd", "float16", "bfloat16"), ("sm_90", "nsd", "float32", "float16"), ("gfx1030", "bhsd", "float32", "float16")])
 def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtype:str) -> None:
-  """QuantizedRows are arguments of a function under TinyJit, which gets other caches in a later call. Lengths are a tensor with a number for each
-  batch."""
+  """A function under TinyJit takes caches of 8 bits (QuantizedRows) as arguments, and its output is right in four calls with different caches. The
+  lengths are a tensor with a number for each batch."""
   with emulated(arch):
     x, ends = drawn(9), (4, 4) if layout == "nsd" else (4, 7)
     shape = {"bhsd": (B, HKV, CAPACITY, D), "bshd": (B, CAPACITY, HKV, D), "nsd": (B*HKV, CAPACITY, D)}[layout]
@@ -111,8 +113,9 @@ def test_caches_as_inputs_of_tinyjit(arch:str, layout:str, scale_dtype:str, dtyp
 @pytest.mark.parametrize("arch, page, dtype", (
   ("gfx1100", 16, "int8"), ("sm_80", 7, "int8"), ("gfx942", 64, "fp8e4m3"), ("gfx1030", 4, "int8"), ("sm_90", 16, "fp8e4m3")))
 def test_pages(arch:str, page:int, dtype:str) -> None:
-  """Pages that are views of one tensor for two layers, K and V; sequences of different lengths; lengths known to the device only; a step with a
-  split; and stale pages that no sequence has."""
+  """Attention over a paged cache of 8 bits is right, with and without a split of the keys into ranges. K and V are views of one tensor, which holds
+  two layers. The sequences have different lengths, which only the device knows. Pages that belong to no sequence hold random numbers and bad scales.
+  A call that only reads the cache gives the same output."""
   lengths, count = (33, 9), 2*-(-40//page) + 3
   most, x = -(-40//page), drawn(40)
   table = np.random.default_rng(2).permutation(count)[:2*most].reshape(2, most).astype(np.int32)
@@ -131,7 +134,8 @@ def test_pages(arch:str, page:int, dtype:str) -> None:
 
 @pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
 def test_on_two_devices(axis:int, arch:str) -> None:
-  """Caches are sharded along batch or heads, whole or in pages."""
+  """Attention is right over caches of 8 bits that two devices share along batch or heads. If they share the heads, a paged cache gives the same
+  output."""
   with emulated(arch):
     x, (k, v) = drawn(20), stale(device="EMU:0")
     k, v = (QuantizedRows(*(t.shard(DEVICES, axis).realize() for t in cache)) for cache in (k, v))
@@ -148,7 +152,7 @@ def test_on_two_devices(axis:int, arch:str) -> None:
 
 @pytest.mark.parametrize("arch, shape", (("gfx1201", ()), ("sm_80", (HKV, 1)), ("gfx942", (1, HKV, 1))))
 def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
-  """A cache that another program has filled may have one scale for all rows, or for those of a head."""
+  """Attention is right over an int8 cache that another program has filled, with one scale for all rows or one scale for each head."""
   with emulated(arch):
     x = drawn(50)
     scales = [np.abs(a.astype(np.float64)).max((0, 2, 3) if shape else None).reshape(shape)/127 for a in x[1:]]
@@ -160,7 +164,8 @@ def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("form", ("more batches than q", "cache_batch_idx", "a scale for each head"))
 def test_flash_attn_with_kvcache(form:str) -> None:
-  """FlashAttention's function takes caches of 8 bits, and chooses their batches."""
+  """FlashAttention's function `flash_attn_with_kvcache` gives right results for caches of 8 bits: with cache_batch_idx, which selects batches of the
+  caches, without it, and with one scale for each head."""
   with emulated("gfx942"):
     x, (k, v) = drawn(30), stale(shape=(B + 1, CAPACITY, HKV, D))
     q = given(x, 20, 23, "bshd")[0]
@@ -240,7 +245,7 @@ def test_refused() -> None:
     assert not k.scales.numpy().any()
 
 def test_a_format_that_no_kernel_converts(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The call is refused before a row is appended."""
+  """`attention_with_kv_cache` refuses a cache in an 8-bit format that the chip's kernels cannot convert. It does so before it appends a row."""
   monkeypatch.setattr(refusals, "CONVERTED", ("int8",))
   with emulated("gfx942"):
     k, v = attn.empty_kv_cache(B, HKV, 40, D, dtype="fp8e4m3")

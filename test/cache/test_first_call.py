@@ -157,8 +157,9 @@ class Three(InOrder):
   statements: Statements
 
 def test_steps_come_in_order() -> None:
-  """A step that uses the result of an earlier step comes after it, and later steps then wait only for the second of the two. A step that uses only
-  older values does not wait for the earlier step, and later steps wait for both. Inside a loop, every step also waits for the start of the loop."""
+  """`InOrder.store` puts the steps of a kernel in order; a step is a group of stores to register arrays. A step that uses the result of an earlier
+  step comes after that step, and everything later waits only for the second step. A step that uses only older values does not wait for the earlier
+  step, and everything later waits for both. Inside a loop, every step also waits for the start of the loop."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
   s = Three(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])

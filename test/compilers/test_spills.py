@@ -268,7 +268,7 @@ def test_kernels_with_functions(arch:str, D:int, kernel:str, name:str) -> None:
   assert (found_in_forward(p, arch) if kernel == "forward" else found_in_backward(p, arch, kernel)) == []
 
 def loop_of(p:Problem, arch:str, kernel:str) -> HotLoop:
-  """Returns the counts of the hot loop of the forward kernel, or of the kernel of dq."""
+  """Returns the numbers of instructions in the hot loop, the loop over tiles, of the forward kernel or of the kernel of dq."""
   chip = replace(get_chip(arch), llvm=toolchain().llvm)
   choice, tiles = choose(p, chip), can_differentiate(p, chip)
   assert isinstance(choice.work.tile, Tile) and choice.work.splits == 1 and not isinstance(tiles, str)

@@ -1,5 +1,6 @@
-"""Tests of workgroups that meet in global memory on the emulator: sums, tickets and turns in every order, with few and many resident workgroups. Each
-check has a kernel that is wrong in exactly one way, beside the same kernel without the mistake."""
+"""Tests of kernels whose workgroups work on the same sums in global memory, on the emulator, with few and with many resident workgroups. A ticket is
+a number that each workgroup draws from an atomic counter. Workgroups take turns if each waits until a counter reaches its own number, and then raises
+the counter. For each fault there are two kernels: one with this fault alone, and the same kernel without it."""
 import dataclasses
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ class Steps:
   def end(self, name, *ranges): return self.latest.end(*ranges).sink(arg=KernelInfo(name, opts_to_apply=()))
 
 def begin(counters):
-  """Begins a kernel: draws a ticket for each workgroup. Returns the index of the workgroup, the index of the thread, whether the thread is the first
-  one, the ticket, and an empty list of statements."""
+  """Begins a kernel in which each workgroup draws a ticket, a number from an atomic counter. Returns the index of the workgroup, the index of the
+  thread, whether the thread is the first one, the ticket, and an empty list of statements."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.WARP)
   steps, lds = Steps(), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
   return g, t, t.eq(0), ticket(counters[0], g, t.eq(0), lds=lds[0]), steps
@@ -59,7 +60,9 @@ ORDERS, RESIDENTS = range(6), (1, 2, GROUPS - 1, GROUPS, 0)
 # ***** sums *****
 
 def summed(*without, number=lambda g, drawn: drawn, twice=False):
-  """Makes a kernel that sums rows in turns, without the steps that `without` names. `number` computes a workgroup's turn."""
+  """Makes a kernel whose workgroups add rows to the same sums in turns: each waits until a counter reaches its number, and raises the counter after
+  its additions. `without` names the steps that the kernel leaves out. `number` computes a workgroup's number. With `twice` one workgroup raises the
+  counter twice."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     turn = number(g, drawn)
@@ -86,8 +89,8 @@ def test_sums_in_turn_have_the_same_bits_in_every_order(emulated, resident):
     np.testing.assert_array_equal(emulated(summed(), SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
 
 def test_sums_in_no_order_have_varied_bits(emulated):
-  """The emulator varies the order of atomic additions that no turn puts in order, whether or not all workgroups are resident: sums then have
-  different bits. Runs with the same `order` have the same bits."""
+  """The emulator varies the order of atomic additions if no wait for a counter puts them in order, whether or not all workgroups are resident: sums
+  then have different bits. Runs with the same `order` have the same bits."""
   kernel = summed("await", "barrier after", "settle", "barrier before", "pass", number=lambda g, drawn: g)
   for resident in (0, 2):
     found = [emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident) for order in ORDERS]
@@ -96,7 +99,8 @@ def test_sums_in_no_order_have_varied_bits(emulated):
     np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=3, resident=resident), found[3])
 
 def test_waves_of_a_workgroup_add_in_varied_order(emulated):
-  """If two waves of one workgroup add to the same elements within a turn, the emulator varies the order, and the bits of the sums vary."""
+  """If two waves of one workgroup add to the same elements during the turn of their workgroup, the emulator varies the order of the two waves, and
+  the bits of the sums vary."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(await_turn(counters[1], drawn, first, steps.done))
@@ -111,7 +115,8 @@ def test_waves_of_a_workgroup_add_in_varied_order(emulated):
 # ***** turns *****
 
 def test_deadlock(emulated):
-  """The emulator reports a deadlock if a workgroup never passes its turn, or passes it twice. The report names workgroup, counter and line."""
+  """Workgroups take turns by a counter. The emulator reports a deadlock if a workgroup never raises the counter, or raises it twice. The report names
+  workgroup, counter and line."""
   with says(checks.Deadlock, r"summed: waits until data2\[1\] is 1, and it is 0; resident workgroups: 2, all of them waiting; not started: 3",
             r"; workgroup \(2, 0, 0\) waits until data2\[1\] is 2, and it is 0", r"workgroup \(1, 0, 0\), wave 0, lane 0 ",
             "(?s:.)*test_meeting.py:.*await_turn"):
@@ -134,8 +139,8 @@ def test_higher_tickets_may_not_be_there(emulated):
       emulated(kernel, SUMS, X, COUNTERS, order=order, resident=GROUPS - 1)
 
 def ring(members):
-  """Makes a kernel in which each `members` consecutive tickets form a ring. Each workgroup of a ring adds its row to all sums of the ring, one after
-  another, its own sum first."""
+  """Makes a kernel in which each `members` workgroups with consecutive tickets (numbers from an atomic counter) form a ring. Each workgroup of a ring
+  adds its row to all sums of the ring, one after another, its own sum first."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value, me, base = x[drawn*WIDTH + t].load(), drawn % members, drawn - drawn % members
@@ -189,8 +194,8 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Makes a kernel in which the workgroup with the first ticket sets the sums to zero. With `ordered` all workgroups wait for that before they
-  add."""
+  """Makes a kernel in which the first workgroup to draw from an atomic counter sets the sums to zero. With `ordered` all workgroups wait for that
+  before they add."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()
@@ -217,8 +222,8 @@ def test_plain_stores_beside_additions(emulated):
     emulated(zeroed(True, also_settled=False), junk, X, COUNTERS)
 
 def rounded(waits):
-  """Makes a kernel in which all workgroups add to sums, and the workgroup with the last ticket reads the sums. With `waits` it first waits until all
-  have added."""
+  """Makes a kernel in which all workgroups add to sums, and the last workgroup to draw from an atomic counter reads the sums. With `waits` it first
+  waits until all have added."""
   def kernel(o, sums, x, counters):
     g, t, first, drawn, steps = begin(counters)
     steps.do(atomic_add(sums[t], x[drawn*WIDTH + t].load(), steps.done))

@@ -30,7 +30,8 @@ NUMBERS: list[Callable[[UOp], UOp]] = [
   lambda x: not_negative(x, 20)*-1 + 20, lambda x: opaque_uniform(x).cast(dtypes.weakint).maximum(0).minimum(127)//3]
 
 def test_ranges() -> None:
-  """The computed range of an integer contains all of its values."""
+  """`Ranges` computes the lowest and the highest value of each integer in a lowered program. All values that the emulator computes lie between these
+  two."""
   for i, make in enumerate(NUMBERS):
     def kernel(o:UOp, make:Callable[[UOp], UOp]=make, i:int=i) -> UOp:
       x = UOp.range(32, 0, AxisType.WARP)

@@ -30,7 +30,8 @@ def as_dtype(x:Any, u:UOp) -> Any:
   return np.asarray(x).astype(np.float64 if dtypes.is_float(u.dtype) else bool if u.dtype == dtypes.bool else np.int64)
 
 def computed(value:UOp, places:Given, tensors:list[Array]) -> Array:
-  """Evaluates a traced function at all pairs. `places` are the values of the symbols."""
+  """Evaluates a traced score_mod or mask_mod in numpy for all pairs of a query and a key. `places` has the values of the function's symbolic
+  arguments."""
   found = {u: as_dtype(x, u) for u, x in places.items()}
   with np.errstate(all="ignore"):
     for u in value.toposort(lambda u: u not in places):
@@ -52,7 +53,7 @@ EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 @dataclass(frozen=True)
 class Case:
-  """Inputs of a call, rounded to their dtypes, with its functions."""
+  """Inputs of a call of attention, rounded to their dtypes, with its score_mod and mask_mod."""
   dtype: str
   q: Array
   k: Array
@@ -66,7 +67,7 @@ class Case:
   def kinds(self) -> tuple[tuple[tuple[int, ...], str], ...]: return tuple((x.shape, str(x.dtype)) for x in self.tensors)
   @functools.cached_property
   def value(self) -> UOp:
-    """The traced score_mod. It is the score if there is none."""
+    """The traced score_mod. Without a score_mod it is the symbol of the score itself."""
     found = None if self.score is None else trace(SCORE_FUNCTION, self.score, self.kinds)
     return SCORE if found is None else found.value
   @functools.cached_property
@@ -200,7 +201,7 @@ class Draw:
 UNITS = ("gfx942", "gfx1100", "gfx950", "sm_80", "sm_90", "gfx1030")     # gfx1030 has no matrix unit: tiled
 
 def rounded(x:Array, dtype:str) -> Array:
-  """Returns numbers of float32 that the dtype holds."""
+  """Converts numbers to values of `dtype`, and returns them as float32. For bfloat16 the lower 16 bits are cut off."""
   if dtype == "bfloat16": return (x.astype(np.float32).view(np.uint32) & 0xffff0000).view(np.float32)
   return x.astype(dtype).astype(np.float32)
 

@@ -27,7 +27,8 @@ BARRIER = ('    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");__builtin_
            '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");')
 
 def sample(arch:str, d:int=64, exp:str="__builtin_amdgcn_exp2f", maximum:str="__builtin_fmaxf(x, y)") -> str:
-  """Returns the loop as HIP text in tinygrad's form: with its typedefs, its declarations of device functions, and its kernel signature."""
+  """Returns a small attention loop over tiles of keys as HIP text in tinygrad's form: with its typedefs, its declarations of device functions, and
+  its kernel signature. `d` is the head dimension. `exp` and `maximum` are the C expressions for 2^x and for the larger of x and y."""
   u = UNITS[arch]
   tiles, steps, parts, key_steps = KEYS//u.m, d//u.k, d//u.m, KEYS//u.k
   step = u.lanes if u.lanes*u.wave == u.m*u.k else 0   # on gfx11 both half-waves hold the same elements

@@ -126,7 +126,7 @@ def test_of_nested_loops_the_inner_one_with_matrices_counts():
   assert len(loops_of(blocks)) == 3 and [blocks[x.header].labels for x in matrix_loops(blocks)] == [[".LBB0_2"]]
 
 def test_of_equal_loops_the_shorter_one_counts():
-  """If two loops have equal matrix operations, the report describes the shorter loop: the loop without the mask."""
+  """If two loops of a kernel have equal matrix operations, the report on its machine code describes the shorter loop: the loop without the mask."""
   blocks = block_names(f".LBB0_1:\nv_cndmask_b32 v0, v1, v2, vcc\n{MFMA}s_cbranch_scc0 .LBB0_1\n"
                        f".LBB0_2:\n{MFMA}s_cbranch_scc0 .LBB0_2\ns_endpgm")
   assert blocks[matrix_loops(blocks)[0].header].labels == [".LBB0_2"]
@@ -141,7 +141,8 @@ def test_a_rare_side_block_is_left_out():
   assert path.count("v_exp_f32_e32") == 4 and "v_mul_f32" not in path
 
 def test_a_block_with_the_exponentials_is_not_left_out():
-  """The usual path contains the basic block with the exponentials, although an s_cbranch_execz can skip this block."""
+  """The usual path through a loop, whose instructions the report on machine code counts, contains the basic block with the exponentials, although an
+  s_cbranch_execz can skip this block."""
   path = path_of(f".LBB0_1:\n{MFMA*4}s_cbranch_execz .LBB0_2\n{EXP*4}v_mul_f32 v2, v2, v0\n"
                  ".LBB0_2:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
   assert "v_exp_f32_e32" in path and "v_mul_f32" in path
@@ -151,7 +152,8 @@ def test_a_block_with_matrix_work_is_not_left_out():
   assert path.count("v_mfma_f32_32x32x8_f16") == 8
 
 def test_of_two_ways_with_the_same_work_the_cheaper_is_taken():
-  """The usual path follows the cheaper of two branches with equal matrix operations: the branch without the mask."""
+  """The usual path through a loop, whose instructions the report on machine code counts, follows the cheaper of two branches with equal matrix
+  operations: the branch without the mask."""
   path = path_of(f".LBB0_1:\ns_cbranch_vccz .LBB0_2\n{MFMA*4}{EXP*4}v_cndmask_b32 v0, v1, v2, vcc\ns_branch .LBB0_3\n"
                  f".LBB0_2:\n{MFMA*4}{EXP*4}\n"
                  ".LBB0_3:\ns_cbranch_scc0 .LBB0_1\ns_endpgm")
@@ -215,7 +217,8 @@ def test_a_wait_lasts_for_what_came_before_those_it_leaves():
                    ("vmcnt(0)", 1, 7, 3, {})]
 
 def test_loads_of_the_trip_before_are_under_way():
-  """The report's table of waits counts a load that is still pending at the end of a loop iteration: a wait of the next iteration is for this load."""
+  """The table of waits in the report on machine code counts a load that is still pending at the end of a loop iteration: a wait of the next iteration
+  is for this load."""
   assert stops("gfx1201", "buffer_load_b128 v[0:3], v4, s[0:3], null offen\n" + MFMA + "s_wait_loadcnt 0x1\n" + MFMA) == [
     ("loadcnt(1)", 1, 6, 3, {"loadcnt": 1})]
 
@@ -231,8 +234,8 @@ def test_waits_of_waves_with_an_active_lane_are_on_the_way():
 @pytest.mark.parametrize("arch", SEARCHED)
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_work_of_a_trip_is_known(arch, d):
-  """A report has the counts that follow from the source (matrix instructions, scores, exponentials, LDS traffic). It also has the bounds that follow
-  from these counts."""
+  """The report on machine code has the counts of one loop iteration that follow from the source (matrix instructions, scores, exponentials, LDS
+  traffic). It also has the bounds that follow from these counts."""
   u, cu = UNITS[arch], CHIPS[arch].pipes
   report = analyse(assembly(sample(arch, d), arch), d=d, queries=u.m)
   loop, held = report.loop, report.resources
@@ -327,13 +330,13 @@ def test_a_code_object_gives_the_report_of_its_text(arch):
   assert a.resources == b.resources and all(getattr(a.loop, x) == getattr(b.loop, x) for x in same)
 
 def test_a_code_object_that_would_be_decoded_wrongly_is_refused():
-  """The report refuses a code object of gfx90a: the instruction tables of CDNA3 would decode each bf16 MFMA of CDNA2 as a sparse MFMA."""
+  """attn.isa refuses to report on a code object of gfx90a: the instruction tables of CDNA3 would decode each bf16 MFMA of CDNA2 as a sparse MFMA."""
   with pytest.raises(ValueError, match=r"gfx90a \(MI250X.*no tables to decode it by.*llvm-objdump"):
     disassemble(assemble(assembly(sample("gfx90a"), "gfx90a"), "gfx90a"))
 
 def test_agprs_are_told_from_vgprs():
-  """The report distinguishes accumulation registers from vector registers in a CDNA kernel with more than 256 registers, in the text and in the code
-  object."""
+  """The report on machine code distinguishes accumulation registers from vector registers in a CDNA kernel with more than 256 registers, in the
+  assembly text and in the code object."""
   text = assembly(sample("gfx950", 256), "gfx950")
   held = analyse(text, d=256).resources
   text = text.replace(".agpr_count:     0", ".agpr_count:     16")
@@ -343,8 +346,8 @@ def test_agprs_are_told_from_vgprs():
   assert changed == analyse(disassemble(assemble(text, "gfx950")), d=256).resources
 
 def test_llvm_objdump_text_is_read():
-  """The report reads the text of llvm-objdump. Branches in this text have numbers as targets. A comment gives the address of the target; without the
-  comment, the report computes it."""
+  """attn.isa reads the text of llvm-objdump. Branches in this text have numbers as targets. A comment gives the address of the target; without the
+  comment, attn.isa computes it."""
   dump = ("\nkernel.co:\tfile format elf64-amdgpu\n\n0000000000001600 <k>:\n"
           "\tv_mov_b32_e32 v0, 0                                        // 000000001600: 7E000280\n"
           "\tv_mfma_f32_32x32x8_f16 v[0:15], v[0:1], v[2:3], v[0:15]     // 000000001604: D3CC0000 04020500\n"
@@ -379,7 +382,7 @@ def test_selects_that_are_no_maximum_are_not_found():
 
 @pytest.fixture
 def ours(monkeypatch):
-  """Replaces attn's kernels by the samples."""
+  """Replaces the sources of attn's kernels by the small sample kernels of isa_sample.py."""
   def kernel_source(spec, llvm=None):
     maximum = "x > y ? x : y" if spec.mask == "causal" else "__builtin_fmaxf(x, y)"
     return source.Source(sample(spec.arch, spec.d, maximum=maximum), spec.d, spec.d, UNITS[spec.arch].m, 4*UNITS[spec.arch].m)
@@ -409,8 +412,8 @@ def test_backward_kernels_by_options_and_by_their_words(monkeypatch):
 
 @pytest.mark.parametrize("kernel, passes, exponentials", (("dq", 1, 1), ("dkdv", 1, 1), ("dkdv", 2, 2)))
 def test_hot_loops_of_the_backward(kernel, passes, exponentials):
-  """The report finds the hot loop of each backward kernel and counts its scores, exponentials and matrix instructions right. A kernel of two passes
-  computes P twice, so it has two exponentials for each score."""
+  """The report on machine code finds the hot loop of each backward kernel, and counts its scores, exponentials and matrix instructions correctly. A
+  kernel of two passes computes P twice, so it has two exponentials for each score."""
   spec = source.Spec("gfx1100", 32, "float16", "causal", kernel)
   _, tile = source.chosen(spec)
   found = source.kernel_source(spec, replace(tile, passes=passes))
@@ -419,8 +422,8 @@ def test_hot_loops_of_the_backward(kernel, passes, exponentials):
   assert sum(loop.matrix.values()) == 2*{("dq", 1): 3, ("dkdv", 1): 4, ("dkdv", 2): 5}[kernel, passes]*loop.scores/256
 
 def test_useful_is_of_both_backward_kernels():
-  """`useful` of the two backward kernels is the cycles of five products at the dense rate, divided by the cycles of the two kernels. The kernels
-  compute seven products, so `useful` is at most 5/7."""
+  """For the two backward kernels together, the figure `useful` (share of the matrix unit's peak rate that goes to useful products) is the cycles of
+  five products at the dense rate, divided by the cycles of the two kernels. The kernels compute seven products, so `useful` is at most 5/7."""
   reports = costs.reports_of([source.Spec("gfx1201", 32, kernel=kernel) for kernel in ("dq", "dkdv")])
   cycles = [sum(r.loop.cycles[x] for x in ("matrix", "vector", "transcendental"))/r.loop.scores for r in reports]
   matrix = [r.loop.cycles["matrix"]/r.loop.scores for r in reports]
@@ -483,7 +486,8 @@ def test_help_shows_every_option():
   assert "Options of report, the command where none is named" in shown and "--every-block" in shown
 
 def test_cuda_source_and_sass(monkeypatch, tmp_path):
-  """`asm` prints CUDA source and SASS, here with a toolkit of two scripts that print their input. Without a toolkit it prints the source alone."""
+  """The command `python -m attn.isa asm` prints CUDA source and SASS, here with a toolkit of two scripts that print their input. Without a toolkit it
+  prints the source alone."""
   scripts = {"nvcc": 'while [ "$1" != -o ]; do echo "$1" >> "$CALLS"; shift; done; echo binary > "$2"',
              "nvdisasm": 'echo "SASS of $1"; cat "$2"'}
   for tool, text in scripts.items():

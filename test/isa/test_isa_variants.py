@@ -40,8 +40,8 @@ BARRIERS = ("s_barrier", "s_barrier_signal -1")      # barriers of a workgroup; 
 LOADS = {"vmcnt", "loadcnt"}                         # counters of loads from memory
 
 def test_the_page_has_the_files_figures() -> None:
-  """The table in docs/isa.md shows the figures of docs/costs.txt for the two backward kernels: instructions of each kernel and in total, `useful`,
-  and registers in memory."""
+  """The table in docs/isa.md shows the figures of docs/costs.txt for the two backward kernels: instructions of each kernel and in total, registers in
+  memory, and `useful` (share of the matrix unit's peak rate that goes to useful products)."""
   header, *lines = [[cell.strip() for cell in line.split("|")] for line in FILE.read_text().splitlines()[1:]]
   of = {line[0]: dict(zip(header, line)) for line in lines}
   rows = re.findall(r"^\| (gfx\w+/\d+/\w+) \| ([\d.]+): ([\d.]+) \+ ([\d.]+) \| (\d+%) \| (\d+)", (FILE.parent/"isa.md").read_text(), re.M)
@@ -59,8 +59,9 @@ def wrong_waits(spec:Spec, report:Report) -> list[str]:
   return wrong_in_dual_wave(report) if name == "dual_wave" else wrong_in_forward(report, tile)
 
 def wrong_in_staggered(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers in a staggered kernel. The loads of two tiles must be pending during all matrix instructions of an iteration
-  and at its two barriers; the first half of the next iteration waits for them."""
+  """Returns the wrong waits and barriers in a staggered kernel, a forward kernel whose waves alternate between matrix work and other work. The loads
+  of two tiles must be pending during all matrix instructions of an iteration and at its two barriers; the first half of the next iteration waits for
+  them."""
   assert report.loop is not None
   matrix = report.loop.matrix
   products = sum(n for shape, n in matrix.items() if "4x4x4" not in shape)      # without the matrix instructions that sum P

@@ -54,8 +54,8 @@ def test_what_was_measured_on_cdna3(body:str, measured:int) -> None:
   assert cycles("gfx942", body) == measured
 
 def test_two_waves_overlap() -> None:
-  """The model runs vector instructions of one wave beside matrix instructions of another. 8 MFMAs need 128 cycles and 24 additions need 96; together
-  they need at most 130, because 3 additions fit beside each MFMA."""
+  """The timing model runs vector instructions of one wave beside matrix instructions of another. 8 MFMAs need 128 cycles and 24 additions need 96;
+  together they need at most 130, because 3 additions fit beside each MFMA."""
   assert cycles("gfx942", mfmas(8), adds(24)) <= 130
   assert cycles("gfx942", mfmas(8)) == 128 and cycles("gfx942", adds(24)) == 96
 
@@ -105,14 +105,14 @@ def test_a_load_that_is_under_way_long_enough_costs_nothing() -> None:
   assert cycles("gfx942", early) == 4 + 80 + 4
 
 def test_simds_share_the_ports_of_lds() -> None:
-  """The model's LDS has two ports of 64 bytes a cycle, and each port serves two SIMDs. So 8 reads of 1 KB keep a port busy for 128 cycles."""
+  """The timing model's LDS has two ports of 64 bytes a cycle, and each port serves two SIMDs. So 8 reads of 1 KB keep a port busy for 128 cycles."""
   body = 8*"ds_read_b128 v[0:3], v4\n"
   assert cycles("gfx942", body, body, simds=[0, 2]) == 128 and cycles("gfx942", body, body, simds=[0, 1]) == 256
   assert cycles("gfx942", *[body]*4, simds=[0, 1, 2, 3]) == 256 and cycles("gfx950", *[body]*4, simds=[0, 1, 2, 3]) == 128
 
 def test_a_barrier_waits_for_the_last_wave() -> None:
-  """A barrier of the model ends when the last wave arrives: 50 instructions of 4 cycles end at cycle 200, and 8 more cycles pass until the next
-  instruction."""
+  """A barrier of the timing model ends when the last wave arrives: 50 instructions of 4 cycles end at cycle 200, and 8 more cycles pass until the
+  next instruction."""
   assert cycles("gfx942", adds(50) + "s_barrier\n", adds(10) + "s_barrier\n", simds=[0, 1], group=True) == 208
   signal = "s_barrier_signal -1\n"
   wait = "s_barrier_wait -1\n"
@@ -139,8 +139,8 @@ def kernel(before:str="s_nop 0", inside:str="s_nop 0", arch:str="gfx942", thread
 
 @pytest.mark.parametrize("shift, expected", [(2, 0), (3, 2*4 - 2*4 + 4*2), (7, 4*(64 - 2))])
 def test_bank_conflicts_from_the_addresses(shift:int, expected:int) -> None:
-  """The model computes bank conflicts from the addresses of the lanes. Lanes that read addresses 4 bytes apart share no bank. At 8 bytes apart, two
-  lanes share each bank, which costs each access 2 more cycles per wave. At 128 bytes apart, all lanes share one bank."""
+  """The timing model computes bank conflicts from the addresses of the lanes. Lanes that read addresses 4 bytes apart share no bank. At 8 bytes
+  apart, two lanes share each bank, which costs each access 2 more cycles per wave. At 128 bytes apart, all lanes share one bank."""
   found = timing_of(kernel(f"v_lshlrev_b32_e32 v50, {shift}, v0", "ds_read_b32 v51, v50\ns_waitcnt lgkmcnt(0)"))
   assert found.loops[0].conflicts == expected and found.loops[0].unknown_addresses == 0
 
@@ -158,8 +158,8 @@ MINUS_4 = "v_sub_u32_e32 v50, 60, v0\nv_mul_i32_i24_e32 v50, 4, v50\n"      # 24
   ("s_movk_i32 s9, 0x8000\nv_add_u32_e32 v51, s9, v0", lambda lane: lane - 32768),
   ("v_bfe_i32 v51, v0, 0, 1", None), ("v_min_i16_e32 v51, v0, v0", None), ("v_lshlrev_b64 v[51:52], 2, v[0:1]", None)])
 def test_addresses_keep_the_sign(before:str, address) -> None:
-  """The model follows the integer instructions that compute an address, and their results have the right sign. The result of an instruction that it
-  does not follow is unknown, not wrong."""
+  """The timing model follows the integer instructions that compute an address, and their results have the right sign. The result of an instruction
+  that it does not follow is unknown, not wrong."""
   state = WaveState(CHIPS["gfx942"], 0, False)
   for x in instructions(before, "gfx942"): state.follow(x)
   found = state.values.get("v51" if "v51" in before else "v50")
@@ -201,8 +201,8 @@ def test_a_problem_takes_its_trips_and_edges() -> None:
   assert predict(p, timing, Division(128, 32), card, 1.05).compute_seconds == pytest.approx(2*found.compute_seconds)
 
 def test_small_workgroups_spread_over_the_simds() -> None:
-  """The model spreads small workgroups over SIMDs: four workgroups of one wave run on four SIMDs, in the time of one workgroup. A fifth workgroup
-  shares a SIMD with another."""
+  """The timing model spreads small workgroups over SIMDs: four workgroups of one wave run on four SIMDs, in the time of one workgroup. A fifth
+  workgroup shares a SIMD with another."""
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 v[{16*i}:{16*i + 15}], v[80:81], v[82:83], v[{16*i}:{16*i + 15}]" for i in range(4))
   text = kernel(threads=64).replace("v_mfma_f32_32x32x8_f16 v[0:15], v[40:41], v[42:43], v[0:15]", matrix)
   one, four, five = (timing_of(text, grid=n*CHIPS["gfx942"].cus) for n in (1, 4, 5))
@@ -215,8 +215,8 @@ def test_small_workgroups_spread_over_the_simds() -> None:
   (Division(64, 32, keys=True, products=((2, 2),)), 2, 2*(16 + 12 + 8 + 4)*32 + 2*256),
   (Division(64, 32, keys=True, products=((1, 1), (2, 1))), 2, 2*2*(16 + 12 + 8 + 4)*32 + 2*256)])
 def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:int) -> None:
-  """The model's time in L2 follows from the rows that workgroups read: a row of two fp16 tensors with D=64 is 256 bytes, at 16384 bytes a cycle and
-  2.1 GHz."""
+  """The timing model's time in L2 follows from the rows that workgroups read: a row of two fp16 tensors with D=64 is 256 bytes, at 16384 bytes a
+  cycle and 2.1 GHz."""
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, window=(-1, 0), softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   found = predict(p, timing, division, card)
   assert found.times["L2"] == pytest.approx(read*256/(16384*2.1e9)) and found.limit == "compute"
@@ -224,14 +224,14 @@ def test_what_workgroups_read_goes_through_l2(division:Division, own:int, read:i
   assert slow.limit == "L2" and slow.seconds == pytest.approx(16384*found.times["L2"]) and slow.tflops < found.tflops
 
 def test_workgroups_start_in_the_order_of_the_grid() -> None:
-  """The model starts workgroups in the order of the kernel's grid. Here four heads, two of which share their keys, run in groups of two: the blocks
-  of the first two heads start before those of the others, and the longest block of each group is first. With two key ranges each block is two
-  workgroups, which read different rows."""
+  """The timing model starts workgroups in the order of the kernel's grid. Here four heads, two of which share their keys, run in groups of two: the
+  blocks of the first two heads start before the blocks of the last two, and the longest block of each group is first. With two key ranges each block
+  is two workgroups, which read different rows."""
   assert starting_order([1, 2], 4, 2, 2) == [GroupWork(rows, trips) for rows in (0, 1) for trips in (2, 2, 1, 1)]
   assert [x.rows for x in starting_order([2], 4, 1, 4)] == [0, 1, 2, 3] and starting_order([4], 1, 1, 1, 2) == [GroupWork(0, 2), GroupWork(1, 2)]
 
 def test_a_place_that_is_free_takes_the_next_workgroup() -> None:
-  """The model gives the next workgroup to the compute unit that is free first. Workgroups of 4, 1, 1 and 3 iterations run in places for two
+  """The timing model gives the next workgroup to the compute unit that is free first. Workgroups of 4, 1, 1 and 3 iterations run in places for two
   workgroups: the first place takes 4, the second takes 1, 1 and 3. On two dies with one place each, every second workgroup belongs to the first die:
   it takes 4 and 1, and the other die 1 and 3."""
   work = [GroupWork(0, n) for n in (4, 1, 1, 3)]
@@ -247,10 +247,10 @@ def test_rows_that_workgroups_share_are_fetched_once(order:str, slots:int, room:
   assert rows_fetched([GroupWork("ab".index(x), 4) for x in order], slots, room) == fetched
 
 def test_the_order_of_heads_decides_what_memory_delivers() -> None:
-  """The model counts how often K and V of a head are fetched from memory, which depends on the order of heads in the grid. With 4 heads of 2 blocks
-  and two places on RX 9070 XT, each round of alternating heads needs K and V of 2 heads, so each head is fetched in two rounds. If the blocks of one
-  head start before those of the next, each head is fetched once, which is what the tensors hold. On a chip of 8 dies, 8 alternating heads each stay
-  on one die; one head at a time would be fetched by every die."""
+  """The timing model counts how often K and V of a head are fetched from memory, which depends on the order of heads in the grid. Here the grid has 4
+  heads of 2 blocks, and RX 9070 XT has two places for workgroups. If heads alternate, each round of workgroups needs K and V of 2 heads, so each head
+  is fetched in two rounds. If the blocks of one head start before the blocks of the next head, K and V of each head are fetched only once. On a chip
+  of 8 dies, 8 alternating heads each stay on one die; one head at a time would be fetched by every die."""
   chip = replace(CHIPS["gfx1201"], caches=Caches(1, 1, 1, 1e3))
   p, x = Problem(1, 4, 4, 128, 256, 64, 64, softmax_scale=0.125), Division(64, 32)
   rows = 4*256*256
@@ -296,8 +296,8 @@ def test_a_tile_of_few_queries_is_not_fed_by_l2() -> None:
   assert fed_by_l2(timing, Division(64, 32, products=((1, 1), (1, 1))), 2*16*2) == pytest.approx(0.5)
 
 def test_memory_moves_every_tensor_once() -> None:
-  """The model counts each tensor once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2 heads, 256 rows of 128 bytes each.
-  With 2 key ranges, it writes partial O and lse in fp32 instead of O. The kernel of dq moves dq, q, o, do of 4 heads, k, v of 2 heads, and two
+  """The timing model counts each tensor once between memory and chip. Forward moves O and Q of 4 heads and K and V of 2 heads, 256 rows of 128 bytes
+  each. With 2 key ranges, it writes partial O and lse in fp32 instead of O. The kernel of dq moves dq, q, o, do of 4 heads, k, v of 2 heads, and two
   numbers of 4 bytes for each of 4 x 256 queries."""
   p, timing, card = Problem(1, 4, 2, 256, 256, 64, 64, softmax_scale=0.125), timing_of(kernel()), CHIPS["gfx942"].cards[0]
   def moved(p:Problem, x:Division) -> float: return predict(p, timing, x, card).bytes["memory"]

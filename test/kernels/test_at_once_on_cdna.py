@@ -61,7 +61,8 @@ def test_at_once_in_any_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, resi
 
 def keys_beyond_the_last(m:pytest.MonkeyPatch) -> None: m.setattr(AmdTrip, "of_key_there", lambda self, weights: weights)
 def test_keys_beyond_the_last_reach_no_query(monkeypatch:pytest.MonkeyPatch) -> None:
-  """dq is right although P of a key that does not exist may be inf: it is, if all scores are deep below 0."""
+  """The kernel that computes dq, dk and dv at once gives the right dq with kv_lengths, although P of a key beyond the length may be inf. P is inf if
+  all scores are far below 0. A kernel without the step that sets this P to 0 fails the check."""
   case: dict[str, Any] = dict(B=3, H=1, Sq=70, Sk=150, D=64, extras=dict(kv_lengths=ints(130, 0, 64)), only="all")
   check_backward_kernels("gfx942", deep, **case)
   keys_beyond_the_last(monkeypatch)

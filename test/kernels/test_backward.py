@@ -135,8 +135,9 @@ class Reach(NamedTuple):
 REACHES = (Reach("q", 70, "dk"), Reach("k", 70, "dq"), Reach("do", 70, "dv"), Reach("v", 70, ""))
 
 def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
-  """Returns, for each row that a workgroup may own, whether its block loops over the tile that contains the walked row `row`. A block of own rows
-  loops over a tile if a row of the block sees, or is seen by, a row of the tile."""
+  """Returns, for each row that workgroups of a backward kernel own, whether its block loops over the tile that contains row `row` of the other
+  operand. The kernel owns queries and loops over tiles of keys if `of_queries`; otherwise it owns keys and loops over tiles of queries. A block of
+  own rows loops over a tile if a row of the block sees, or is seen by, a row of the tile."""
   seen = visible(p.Sq, p.Sk, p.window, p.offset)
   if not of_queries: seen = seen.T                  # (own, walked)
   first = row//tile.block_n*tile.block_n

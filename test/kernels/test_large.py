@@ -36,7 +36,7 @@ def types_of_indices(uops:Iterable[UOp], slot:int) -> set[str]:
 # ***** rows that are appended *****
 
 def tensors_of(a:Append) -> list[UOp]:
-  """Makes the placeholders (cache, rows, lengths, [block_table])."""
+  """Makes placeholders for the tensors of the append kernel: the cache, the new rows, the lengths and, for pages, the block table."""
   sizes = [(a.places.size, dtypes.half), (a.B*a.H*a.new*a.width, dtypes.half), (a.B, dtypes.int)]
   if a.pages is not None: sizes.append((a.B*a.pages.most, dtypes.int))
   return [UOp.placeholder((n,), dtype, slot) for slot, (n, dtype) in enumerate(sizes)]

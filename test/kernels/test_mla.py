@@ -192,7 +192,8 @@ def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:in
 # ***** attention and caches *****
 
 def check_against_exact(o:np.ndarray, q:np.ndarray, k:np.ndarray, Dv:int, **options:Any) -> None:
-  """Checks o (B, H, Sq, Dv) for q, and k (B, 1, Sk, D), with a bottom-right causal mask."""
+  """Checks o (B, H, Sq, Dv) of latent attention for q and for k (B, 1, Sk, D), whose first Dv columns are the values. Each element must be within its
+  error limit (docs/contract.md). The mask is causal: the last query sees all keys."""
   args = q.astype(np.float32), k.astype(np.float32), k[..., :Dv].astype(np.float32), q.shape[-1]**-0.5, (-1, 0), k.shape[-2] - q.shape[-2]
   assert (verdict := judge(o, law_of(*args, dtype="float16", out_dtype="float16")[0])).ok, verdict
 

@@ -1,4 +1,4 @@
-"""Forward kernels over keys and values that are stored as int8 with a scale for each row."""
+"""Tests of forward kernels over keys and values that are stored as int8 with a scale for each row."""
 from __future__ import annotations
 import shutil, subprocess
 from dataclasses import replace
@@ -46,7 +46,8 @@ def values_of_all_sizes(p:Problem) -> Stored:
   sizes = np.exp(np.random.default_rng(2).uniform(np.log(4e-7), np.log(2e4), (p.B, p.Hkv, p.Sk, 1)))
   return with_values(p, v=rows_like(p, p.Dv)*sizes)
 def growing_values(p:Problem) -> Stored:
-  """Makes rows of V that grow from key to key by so much that products of weights and scales soon exceed any fixed reference."""
+  """Makes rows of V that grow by a factor of about 2^40 from the first key to the last. A product of P and a row's scale then soon exceeds any fixed
+  number that the kernel could subtract from the exponents."""
   return with_values(p, v=rows_like(p, p.Dv)*2.0**(along_keys(p)*40 - 30)[:, None])
 def falling_values(p:Problem) -> Stored: return with_values(p, v=rows_like(p, p.Dv)*2.0**(10 - along_keys(p)*40)[:, None])
 def tiny_values_of_the_best_key(p:Problem) -> Stored:
@@ -161,7 +162,8 @@ OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e
 @pytest.mark.parametrize("make", (normal_rows, values_of_all_sizes, zero_rows, odd_rows_of_v))
 @pytest.mark.parametrize("arch, kind", [*OF_FLOATS, pytest.param("CUDA", "fp8e4m3", marks=pytest.mark.gpu)])
 def test_floats_of_8_bits(arch:str, kind:str, make) -> None:
-  """The chip's own floats of 8 bits keep the accuracy law, in a chunk of a prompt and in decoding."""
+  """Attention over keys and values in the chip's own 8-bit float format is within its error limits (docs/contract.md): for 20 queries, and for 6
+  queries over pages in two key ranges."""
   check_stored(arch, make, stored=kind, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, stored=kind, Sq=6, Sk=160, D=64, dtype="bfloat16", causal=True, num_splits=2, page_size=16)
 
@@ -211,7 +213,7 @@ def test_decoding_spills_no_registers_on_nvidia(stored:str, dtype:str, tmp_path)
 # ***** refusals *****
 
 def test_refusals() -> None:
-  """Kernels that cannot read stored rows say so, and so does backward."""
+  """Kernels that cannot read keys and values of 8 bits refuse them with a reason, and so does the backward pass."""
   p = stored_problem(Sq=300, D=128)
   for arch, kernel in (("sm_90", "forward_wgmma"), ("gfx950", "dual_wave"), ("gfx942", "staggered"), ("sm_90", "three_pass")):
     reason = choose(p, get_chip(arch)).why_not(kernel)

@@ -135,7 +135,8 @@ PLANTED = {
 }
 
 def of_weigh(monkeypatch, change) -> None:
-  """Replaces what the emulator computes for the operation `weigh`."""
+  """Replaces the emulator's numpy function for the operation `weigh`, which computes P of a tile of keys. `change` gets the original function and its
+  arguments."""
   definition = OPERATIONS["weigh"].meaning
   changed = replace(OPERATIONS["weigh"], meaning=lambda lanes, *args, **static: change(definition, lanes, *args, **static))
   monkeypatch.setitem(OPERATIONS, "weigh", changed)

@@ -88,7 +88,8 @@ def test_launches_of_a_tinyjit(monkeypatch) -> None:
     np.testing.assert_array_equal(out.numpy(), attention(q, k, v).numpy())
 
 def test_short_rows() -> None:
-  """The wgmma kernel computes every problem of the table of short rows, and the compared libraries can compute an equal problem."""
+  """The wgmma kernel computes every problem in the table of short sequences of attn.measure.short. Each problem has a causal mask or no mask, so
+  PyTorch can compute an equal problem."""
   for row in short.SHORT_ROWS:
     assert choose(row.problem, get_chip("sm_90")).kernel == "forward_wgmma" and (row.causal or row.problem.window == (-1, -1))
   assert len({str(row) for row in short.SHORT_ROWS}) == 8

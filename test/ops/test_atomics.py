@@ -1,4 +1,5 @@
-"""Tests of sums, tickets and turns in global memory: their machine code for each chip, and what they compute on the emulator."""
+"""Tests of the operations by which workgroups add to sums in global memory: atomic additions, tickets (numbers from an atomic counter), and turns
+(each workgroup waits until a counter reaches its number). The tests check their machine code for each chip, and what they compute on the emulator."""
 import re, shutil, subprocess
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ GROUPS, WIDTH = 4, 256
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 
 def in_turn(o, x, counters):
-  """Kernel that adds up the rows of x (GROUPS, WIDTH) in the order in which workgroups draw tickets. `counters` has the counter of tickets and the
-  counter of turns."""
+  """Kernel that adds up the rows of x (GROUPS, WIDTH) in the order in which workgroups draw tickets, numbers from an atomic counter. `counters` has
+  this counter and a second one, which says whose turn it is."""
   g, t = UOp.range(GROUPS, 0, AxisType.GLOBAL), UOp.range(WIDTH, 1, AxisType.LOCAL)
   first, lds, done = t.eq(0), UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   drawn = ticket(counters[0], g, first, lds=lds[0])
@@ -91,7 +92,7 @@ def test_constant_distances_are_in_the_instruction(arch):
   assert all(x.startswith("global_atomic_add_f32 ") and "glc" not in x and "sc0" not in x and "RETURN" not in x for x in found)
 
 def backwards(o, x):
-  """Kernel that adds to an element before the INDEX and to the one at it."""
+  """Kernel that adds to two elements by one operation: to the element at an index, and to the element 64 before it."""
   t, r = UOp.range(64, 0, AxisType.WARP), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
   both = build(x[t].load(), x[t + 64].load())
   return r[0].store(atomic_add(o[t + 64], both, steps=(-64, 0))).end(t).sink(arg=KernelInfo("backwards", opts_to_apply=()))
@@ -174,7 +175,7 @@ def test_meaning_of_neighbours(together):
 
 def tickets(width):
   def kernel(o, counter):
-    """Kernel in which each workgroup writes its ticket."""
+    """Kernel in which each workgroup draws a ticket, a number from an atomic counter, and writes it."""
     g, t = UOp.range(8, 0, AxisType.GLOBAL), UOp.range(width, 1, AxisType.LOCAL)
     lds = UOp.placeholder((1,), dtypes.int, 0, AddrSpace.LOCAL)
     drawn = ticket(counter[0], g, t.eq(0), lds=lds[0] if width > 64 else None)
@@ -183,7 +184,8 @@ def tickets(width):
 
 @pytest.mark.parametrize("width", (64, 256))
 def test_meaning_of_tickets(width):
-  """Each workgroup has a ticket of its own, equal in all its lanes."""
+  """`ticket` gives each workgroup a number of its own, the value of an atomic counter before its addition. All lanes of the workgroup get this
+  number."""
   found, counter = run(tickets(width), "gfx942", np.full(8*width, -1, np.int32), np.array([5], np.int32))
   found = found.reshape(8, width)
   assert (found == found[:, :1]).all() and sorted(found[:, 0]) == list(range(5, 13)) and counter[0] == 13

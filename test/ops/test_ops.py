@@ -228,7 +228,7 @@ class Registers:
   first: int
 
 class Wave:
-  """Stand-in for `Lanes` with the methods that the operations here need."""
+  """Stand-in for the emulator's interface to operations (`Lanes`), with the methods that the operations under test need."""
   def __init__(self, arch:str):
     self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
     self.active = np.ones(WAVES*self.wave, np.bool_)

@@ -464,7 +464,8 @@ READ: dict[str, dict[str, Any]] = {
   "slopes": {"causal": True, "extras": {"alibi_slopes": SLOPES}}}
 
 def scaled_up(shared:str, count:int, *, extras:dict[str, np.ndarray]|None=None, Hkv:int=2, **parameters:Any) -> dict[str, Any]:
-  """Adapts a problem of READ to this many devices, so that every device has the same number of rows, batches or heads."""
+  """Adapts a problem of the table READ to `count` devices, so that every device has the same number of rows, batches or heads. Tests read the results
+  of these problems in any order."""
   rows, heads = 80//(2*count)*2*count, count if shared == "heads" else 1
   def scaled(name:str, a:np.ndarray) -> np.ndarray:
     return np.repeat(a, heads, 1)[:, :, :rows, :rows] if name == "bias" else np.repeat(a, heads, 0)

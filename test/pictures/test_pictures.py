@@ -145,14 +145,16 @@ def numbers_equal(b, h, i, j, numbers): return numbers[i] == numbers[j]
 """
 
 def drawn_map(folder:Path, *arguments:str) -> str:
-  """Runs the command that draws a map, and returns the picture."""
+  """Runs `python -m attn.pictures map`, which draws which tiles a kernel skips under a mask, and returns the picture as SVG text."""
   (folder/"own.py").write_text(OWN_MASKS)
   assert command.main(["map", *[x.replace("own.py", str(folder/"own.py")) for x in arguments], "--out", str(folder/"map.svg")]) == 0
   return (folder/"map.svg").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("kernel", tile_map.KERNELS_OF_MAP)
 def test_a_map_shows_what_queries_see(kernel:str, tmp_path:Path) -> None:
-  """The colour of each cell says what the queries and keys of this cell see. The cells fill the map, whose sides are no multiples of tiles."""
+  """In the picture of a mask that `python -m attn.pictures map` draws, the colour of each cell says whether its queries see all, some or none of its
+  keys. The cells fill the picture, although the numbers of queries and keys are no multiples of the tile. The picture names the right share of each
+  colour."""
   sq, sk = 700, 1000
   picture = drawn_map(tmp_path, "own.py:near", "--sq", str(sq), "--sk", str(sk), "--kernel", kernel, "--heads", "8", "--kv-heads", "2", "--d", "64")
   cells, scale, found = cells_of(picture), tile_map.LONGER_SIDE/sk, dict[str, int]()

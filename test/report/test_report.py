@@ -1,4 +1,5 @@
-"""Reports of a card: on the emulator, damaged files, the sensors, the picture, and the table of docs/reports."""
+"""Tests of attn.report, which checks and times attn's kernels on one GPU: reports made on the emulator, damaged report files, the GPU's sensors, the
+picture, and the table of docs/reports."""
 from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
@@ -104,7 +105,8 @@ def test_bad_arguments(device:str, words:tuple[str, ...], said:str, capsys:pytes
   assert said in capsys.readouterr().err
 
 def test_the_full_shapes_fit_into_the_memory_that_the_help_names() -> None:
-  """All shapes stay on the card until they are timed, beside the tensors of the copy."""
+  """The tensors of all problems of a report fit into the about 3 GB that the help text names, with the tensors of the memory copy that the report
+  also times. All of them stay on the GPU until they are timed."""
   assert "about 3 GB" in command.DESCRIPTION.replace("\n", " ")
   def elements(x:ReportedShape) -> int:
     q, k = x.B*x.H*x.Sq*x.D, x.B*x.Hkv*x.Sk*x.D
@@ -190,7 +192,8 @@ def test_names_are_removed(monkeypatch:pytest.MonkeyPatch) -> None:
 # ***** sensors *****
 
 def test_sensors_of_amdgpu(tmp_path:Path) -> None:
-  """A sensor that is missing is None. A card without sensors has no reading."""
+  """`amd_sensors` reads clock and power of an AMD GPU from the files of the driver amdgpu. A missing or damaged file gives None for its value.
+  Without any file there is no reading."""
   read = system.amd_sensors(tmp_path)
   assert read() is None
   (tmp_path/"pp_dpm_sclk").write_text("0: 500Mhz\n1: 2371Mhz *\n")
@@ -218,8 +221,9 @@ def test_median_of_readings() -> None:
 
 @in_turn("arch, dtype", ("gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90"), ("float16", "bfloat16"))
 def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """The sums are those of all products that `flops` counts. The products of random operands are summed over rows and columns, so the sum of all
-  results is that of products of sums over the operands' elements with the same k."""
+  """A matrix loop, the kernel that measures the rate of a matrix instruction alone, computes all products that its `flops` counts. Its operands are
+  random. The sum of all its results must be the sum over k of (sum of A's column k) times (sum of B's row k). On sm_90 the test instead compares
+  `flops` with the wgmma products that the emulator counts."""
   loop = matrix_loop(get_chip(arch), dtype)
   assert loop is not None
   started = count_products(monkeypatch)
@@ -236,7 +240,8 @@ def test_the_matrix_loop_computes_what_it_counts(arch:str, dtype:str, monkeypatc
   assert abs(few.sum() - expected) < 1e-5*np.abs(few).sum(), (few.sum(), expected)
 
 def sums_of_operands(mat:Any, data:np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-  """Returns for each step the sums of A and of B over rows and over columns, by k, and the number of products of a wave in an iteration."""
+  """Adds up the operands of a matrix loop, the kernel that measures the rate of a matrix instruction alone. Returns for each step of an iteration the
+  sum of A over its rows and the sum of B over its columns, for each k. Also returns the number of products that a wave computes in an iteration."""
   if isinstance(mat, Matrix):
     words, lanes = mat.operand, mat.wave
     fragments = data.reshape(-1, lanes, words)

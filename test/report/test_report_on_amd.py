@@ -64,7 +64,8 @@ def right(tmp_path_factory:pytest.TempPathFactory) -> tuple[subprocess.Completed
 def report_of(text:str) -> CardReport: return checked_report(json.loads(text))
 
 def test_what_is_asked_of_the_card(right:tuple[Any, str, dict[str, Any]]) -> None:
-  """Each kernel runs once for its verdict, and then in rounds of ROUND_SECONDS. Nothing else runs, except what computes the card's own rates."""
+  """A report launches each kernel once to check its result, and then in rounds of ROUND_SECONDS seconds. It launches nothing else, except what
+  measures the GPU's own rates: a memory copy, tinygrad's GEMM and loops of matrix instructions."""
   done, text, counted = right
   assert done.returncode == 0, done.stderr
   report, runs = report_of(text), round(ROUND_SECONDS/stand_in_amd.SECONDS)

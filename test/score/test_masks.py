@@ -1,5 +1,5 @@
-"""Tests of masks: the rows of attn/score/masks.py agree with attn.reference.visible for the keys that a query sees and for the queries that see a
-key. Kernels with wrong rows give wrong results."""
+"""Tests of the table of masks in attn/score/masks.py. Each row of the table must agree with attn.reference.visible about the keys that a query sees
+and the queries that see a key. Kernels that use a wrong row must give wrong results."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace

@@ -155,7 +155,8 @@ def test_the_lost_part_of_lse_is_needed(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count, keys", ((2, False), (3, True), *(pytest.param(4, keys, marks=pytest.mark.thorough) for keys in (False, True))))
 def test_rows_that_devices_share(count:int, keys:bool) -> None:
-  """Sequences whose rows are spread over devices are right. If every device has all rows of q, only the keys are spread."""
+  """Results are right for rows whose biases are all large and negative, if the rows of a sequence are sharded over devices. If every device has all
+  rows of q, only the keys are sharded."""
   x, at = Given.of(Sq=18, Sk=54), devices(count)
   with emulated("gfx942"), Context(TRAINING=1):
     t = x.tensors
