@@ -422,8 +422,8 @@ def test_hot_loops_of_the_backward(kernel, passes, exponentials):
   assert sum(loop.matrix.values()) == 2*{("dq", 1): 3, ("dkdv", 1): 4, ("dkdv", 2): 5}[kernel, passes]*loop.scores/256
 
 def test_useful_is_of_both_backward_kernels():
-  """For the two backward kernels together, the figure `useful` (share of the matrix unit's peak rate that goes to useful products) is the cycles of
-  five products at the dense rate, divided by the cycles of the two kernels. The kernels compute seven products, so `useful` is at most 5/7."""
+  """The figure `useful` (share of the matrix unit's peak rate that goes to useful products) of the two backward kernels is the cycles of five
+  products at the dense rate, divided by the cycles of the two kernels. The kernels compute seven products, so `useful` is at most 5/7."""
   reports = costs.reports_of([source.Spec("gfx1201", 32, kernel=kernel) for kernel in ("dq", "dkdv")])
   cycles = [sum(r.loop.cycles[x] for x in ("matrix", "vector", "transcendental"))/r.loop.scores for r in reports]
   matrix = [r.loop.cycles["matrix"]/r.loop.scores for r in reports]

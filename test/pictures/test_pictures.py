@@ -152,9 +152,9 @@ def drawn_map(folder:Path, *arguments:str) -> str:
 
 @pytest.mark.parametrize("kernel", tile_map.KERNELS_OF_MAP)
 def test_a_map_shows_what_queries_see(kernel:str, tmp_path:Path) -> None:
-  """In the picture of a mask that `python -m attn.pictures map` draws, the colour of each cell says whether its queries see all, some or none of its
-  keys. The cells fill the picture, although the numbers of queries and keys are no multiples of the tile. The picture names the right share of each
-  colour."""
+  """The picture of a mask that `python -m attn.pictures map` draws has a cell for each tile. The cell's colour says whether its queries see all, some
+  or none of its keys. The cells fill the picture, although the numbers of queries and keys are no multiples of the tile. The picture names the right
+  share of each colour."""
   sq, sk = 700, 1000
   picture = drawn_map(tmp_path, "own.py:near", "--sq", str(sq), "--sk", str(sk), "--kernel", kernel, "--heads", "8", "--kv-heads", "2", "--d", "64")
   cells, scale, found = cells_of(picture), tile_map.LONGER_SIDE/sk, dict[str, int]()
