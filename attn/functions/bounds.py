@@ -15,12 +15,12 @@ Edges = tuple[Edge, ...]     # a clause made of edges of one direction: it shows
 @dataclass(frozen=True)
 class Bounds:
   """Mask written as intervals and a further condition `rest`. A query sees a key if every clause and `rest` allow it. A clause is a list of edges. An
-  edge is a limit such as j <= i (see `Edge`). A clause allows a pair if at least one of its edges does. From one row to the next, neither the first
-  nor the last visible column decreases.
+  edge is a limit such as j <= i (see `Edge`). A clause allows a pair if at least one of its edges does. From one row to the next, neither the
+  first nor the last visible column decreases.
 
     before: clauses that hide the keys before an edge
     after: clauses that hide the keys after an edge
-    rest: the part of the mask that intervals cannot express, as a condition on the symbols; None if there is no such part"""
+    rest: the part of the mask that intervals cannot express, as a condition on batch, head, query and key; None if there is no such part"""
   before: tuple[Edges, ...]
   after: tuple[Edges, ...]
   rest: UOp|None

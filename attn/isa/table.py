@@ -85,8 +85,8 @@ def brief(reports:Sequence[Report]) -> Table:
 BRIEF = ("regs", "spill", "LDS", "waves", "by LDS", "mat", "VALU/elt", "exp/elt", "LDSB/elt", "overlap", "serial", "useful")
 
 def brief_cells(r:Report) -> list[str]:
-  """Cells of a kernel's line under the headings BRIEF. "waves" is the number of waves per SIMD that registers allow. "by LDS" is the number of waves
-  per SIMD that the LDS allows. docs/isa.md explains the other cells."""
+  """Cells of a kernel's line in a short table. "waves" is the number of waves per SIMD that registers allow. "by LDS" is the number of waves per SIMD
+  that the LDS allows. docs/isa.md explains the other cells."""
   held, x = r.resources, r.loop
   cells = [f"{show(held.vgpr)}+{show(held.agpr)}", show(held.vgpr_spills), show(held.lds), show(held.waves_by_registers),
            f"{held.waves_by_lds:g}" if held.waves_by_lds is not None else "?"]

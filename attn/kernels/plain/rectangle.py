@@ -168,8 +168,8 @@ class Rectangle:
   # ***** registers *****
   def all(self, x:UOp) -> list[UOp]: return [x[i] for i in range(x.max_numel())]
   def each(self, x:UOp) -> list[UOp]:
-    """Returns the elements of `x`, which holds one number for each row that the workgroup owns. Each element is a vector of four neighbouring rows.
-    """
+    """Returns the elements of `x`, which holds one number for each row that the workgroup owns. Each element is a vector of four
+    neighbouring rows."""
     return [x[j] for j in self.quads]
   def zeroed(self, x:UOp) -> UOp: return UOp.group(*[y.store(ops.splat(0.0, QUAD)) for y in self.all(x)])
   def width(self, acc:UOp) -> int:
