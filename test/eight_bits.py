@@ -31,6 +31,6 @@ def scales_of(name:str, x:np.ndarray, dtype:str="float32") -> np.ndarray:
   return np.where(np.isfinite(largest), largest/MOST[name], math.nan).astype(dtype)
 
 def rounded_rows(name:str, x:np.ndarray, scales:np.ndarray) -> np.ndarray:
-  """Rounds rows with these scales to numbers of the format."""
+  """Divides rows by their scales, and rounds the quotients to the nearest numbers of the 8-bit format `name`."""
   with np.errstate(invalid="ignore", divide="ignore"): ratio = np.where(scales[..., None] > 0, x/scales.astype(np.float64)[..., None], 0)
   return nearest(name, ratio.ravel()).reshape(x.shape)

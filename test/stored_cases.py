@@ -33,7 +33,7 @@ def float_of(byte:int, kind:str) -> float:
   return -size if byte & 0x80 else size
 
 def numbers_of(stored:np.ndarray, kind:str) -> np.ndarray:
-  """Converts stored numbers to float64."""
+  """Returns the numbers that stored bytes stand for, as float64, before multiplication by the scales."""
   return stored.astype(np.float64) if kind == "int8" else np.array([float_of(i, kind) for i in range(256)])[stored]
 
 def quantised(x:np.ndarray, kind:str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,5 @@
-"""Tests of `probe`, and of the Python line and the statement that an error of the emulator names."""
+"""Tests of `probe`, which collects or prints values inside a kernel, and of the line of Python and the statement of the source that an error of the
+emulator names."""
 from __future__ import annotations
 import re
 from pathlib import Path

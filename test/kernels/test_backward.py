@@ -599,8 +599,8 @@ def test_planted_fault_of_a_bias(monkeypatch:pytest.MonkeyPatch, plant:Callable[
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_bias_of_long_rows(arch:str) -> None:
-  """The gradient of a bias is right at D=256. At this width some kernels of dbias have no registers for their own rows, and load them from global
-  memory in every iteration."""
+  """The gradient of a bias is right at D=256. At this width some kernels of dbias have no registers left for the rows that a workgroup owns, and load
+  them from global memory in every iteration."""
   check_backward_kernels(arch, only="dbias", H=2, Sq=40, Sk=50, D=256, extras=dict(bias=floats(1, 1, 40, 50)))
 
 @chips_in_turn("case", BIASES, ("of keys",))

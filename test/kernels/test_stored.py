@@ -186,7 +186,7 @@ def test_chips_without_floats_of_8_bits_refuse_them(arch:str) -> None:
 DECODE = dict(B=64, H=32, Hkv=8, Sq=1, Sk=4096, D=128, lse=False)
 
 def text_of(p:Problem, arch:str, llvm:int=22) -> str:
-  """Returns the text of the kernel that dispatch chooses."""
+  """Returns the source of the kernel that dispatch chooses for a chip and an LLVM release."""
   choice = choose(p, replace(get_chip(arch), llvm=llvm))
   names = arguments(p := replace(p, num_splits=choice.work.splits))
   tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(names.values())]

@@ -32,8 +32,8 @@ def test_every_byte_is_read(name:str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_of_rows(name:str) -> None:
-  """Rows of zeros and of numbers whose scale fp32 cannot hold have scale 0. A row that is not finite has scale NaN, and so has a row whose scale is
-  beyond float16. Stored numbers of both are 0."""
+  """Rows of zeros, and rows whose scale is below the normal fp32 numbers, have scale 0. A row with NaN or infinity has scale NaN, and so has a row
+  whose scale is too large for float16. The stored numbers of all these rows are 0."""
   format = FORMATS[name]
   rows = np.array([[0, 0], [1, -2], [math.nan, 1], [1, -math.inf], [1e-38, 0], [3e38, -3e38], [70000*format.most, 1], [1e-7, 1e-9]], np.float32)
   with Context(DEV="EMU::gfx942"):

@@ -72,7 +72,8 @@ def test_a_wrong_result_is_reported(few:None, tmp_path:Path, monkeypatch:pytest.
 
 def test_what_fails_is_told_and_the_rest_is_measured(few:None, tmp_path:Path, monkeypatch:pytest.MonkeyPatch,
                                                      capsys:pytest.CaptureFixture[str]) -> None:
-  """A compiler's error, a fault of the card while it is timed, and a prediction that fails are told in their rows."""
+  """If a compiler fails, if the card fails while a kernel is timed, or if a prediction fails, the report says so in the row of the problem, and
+  measures all other rows."""
   timed, first = measured.kernel_time, measured.judge_forward
   def at_fault(x:measured.ReportedKernel, *rest:Any) -> Any:
     if x.name == "dkdv": raise OSError("device lost")

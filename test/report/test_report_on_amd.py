@@ -1,4 +1,4 @@
-"""The report on an AMD card, with a stand-in for tinygrad's runtime: what is asked of the card, and what the report says about it."""
+"""Tests of the report on an AMD card, with a stand-in for tinygrad's runtime: what is asked of the card, and what the report says about it."""
 from __future__ import annotations
 import getpass, json, os, socket, subprocess, sys
 from pathlib import Path
