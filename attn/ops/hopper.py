@@ -220,7 +220,8 @@ def sent(order:UOp) -> UOp:
   """Waits until everything that this thread has sent is added to the sums. Returns a statement (an operation with a side effect)."""
   return statement("sent", order)
 def may_send(order:UOp) -> UOp:
-  """Puts what this thread will send after everything that the thread has waited for (9.7.13.4, fence.proxy.async). Returns a statement."""
+  """Makes sure that what this thread sends from now on (`send`) comes after everything that the thread has waited for (9.7.13.4, fence.proxy.async).
+  Returns a statement (an operation with a side effect)."""
   return statement("may_send", order)
 def publish(order:UOp) -> UOp:
   """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (PTX ISA 9.7.13.4, fence.proxy.async).
