@@ -128,7 +128,10 @@ def buffer_of(u:UOp) -> UOp:
 def _kernel(names:tuple[str, ...], a:Append) -> KernelFunction:
   program = append(a)
   refuse = no_gradient(f"{names[0]}: appending to a cache has no gradient; train with attn.attention of whole k and v")
-  return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names, gradient=refuse)
+  def kernel(*placeholders:UOp) -> CheckedKernel:
+    *used, _ = placeholders     # the last one is the new lengths
+    return CheckedKernel(ast_of(program, *used), names, gradient=refuse, takes=len(used))
+  return kernel
 
 @dataclass(frozen=True)
 class NewRows:
@@ -138,15 +141,19 @@ class NewRows:
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
   table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
-  def append(self) -> None:
-    """Launches the kernels that write the new rows into the caches. Every tensor that shares a buffer with a cache then contains these rows."""
+  def append(self) -> Tensor:
+    """Launches the kernels that write the new rows into the caches. Every tensor that shares a buffer with a cache then contains these rows. Returns
+    the new lengths. Each launch also gets the lengths, so that the rows are written before the lengths are read: a TinyJit that returns only the
+    lengths captures the kernels, too."""
+    filled = self.filled
     for outputs, rows, fxn in self.launches:
       buffers = [buffer_under(t.uop) if isinstance(t.device, str) else None for t in outputs]
       given = [t if buffer is None else Tensor(buffer) for t, buffer in zip(outputs, buffers)]
-      written = Tensor.custom_kernel(*given, rows.contiguous(), self.start, *(t.contiguous() for t in self.table), fxn=fxn)
+      *written, filled = Tensor.custom_kernel(*given, rows.contiguous(), self.start, *(t.contiguous() for t in self.table), filled, fxn=fxn)
       for t, buffer, after in zip(outputs, buffers, written):
         if buffer is None: t.replace(after)
         else: written_to(buffer, after.uop.src[1])
+    return filled
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
   """Returns where the rows of a cache lie in the buffer that the cache is a view of: the steps between rows, heads and batches. Returns None if the
@@ -301,8 +308,7 @@ def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenR
   If the host knows cache_seqlens (an int, or the value that a Variable is bound to), cache_seqlens + new > capacity raises ValueError. If
   cache_seqlens is a Tensor, only the device knows the lengths: rows that don't fit are dropped, and the returned length is the capacity."""
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, block_table)
-  rows.append()
-  return rows.filled
+  return rows.append()
 
 def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, *,
                             causal:bool|str=True, layout:str="bhsd", **options:Any) -> Any:

@@ -123,11 +123,16 @@ def test_an_overflow_that_only_the_device_knows_of_writes_nothing_beyond():
 def test_a_variable_beyond_the_cache_under_jit_writes_nothing():
   with emulated("gfx942"):
     k_cache, v_cache = empty_kv_cache(B, HKV, 4, D)
-    new, n = draw(B, HKV, 1, D), Variable("n", 0, 100)
+    new, n = draw(B, HKV, 1, D).realize(), Variable("n", 0, 100)
     step = TinyJit(lambda new, n: append_kv(new, new, k_cache, v_cache, n).realize())
-    for i in range(3): step(new, n.bind(i))
-    assert step(new, n.bind(9)).tolist() == [4, 4]
-    assert (array(k_cache)[:, :, 3] == 0).all()
+    for i in range(4):
+      assert step(new, n.bind(i)).tolist() == [min(i + 1, 4)]*B
+      for cache in (k_cache, v_cache):
+        np.testing.assert_array_equal(array(cache)[:, :, :i + 1], np.broadcast_to(array(new), (B, HKV, i + 1, D)))
+        assert not array(cache)[:, :, i + 1:].any()
+    before = array(k_cache)
+    assert step(new, n.bind(9)).tolist() == [4]*B
+    np.testing.assert_array_equal(array(k_cache), before)
 
 # ***** refused calls *****
 
