@@ -52,7 +52,8 @@ def test_the_test_commands_collect(tmp_path:Path) -> None:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "COMPARE=1" in c])
 def test_a_comparison_needs_a_gpu(command:str, tmp_path:Path) -> None:
-  """The settings of the comparison command are valid: the command stops only because this machine has nothing to compare with."""
+  """The settings in README.md's commands for a comparison with other libraries are valid: each command stops only because this machine has nothing to
+  compare with."""
   with pytest.raises(AssertionError, match=r"bench\.py: COMPARE=1 on EMU: it is for DEV=CUDA"): run(command, tmp_path)
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in (TESTS, GPU_TESTS, INSTALL) and "examples/" not in c and "COMPARE=1" not in c])

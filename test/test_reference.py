@@ -1,4 +1,5 @@
-"""Tests of the reference: its gradients agree with central differences of `exact`, and with tinygrad's gradients of `three_pass`."""
+"""Tests of attn.reference, attention in numpy: its gradients agree with central differences of `exact`, and with tinygrad's gradients of
+`three_pass`."""
 from __future__ import annotations
 from dataclasses import replace
 from typing import Any

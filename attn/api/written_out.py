@@ -10,8 +10,8 @@ from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad, on_top
 
 def stored_in_its_dtype(t:Tensor) -> Tensor:
-  """Casts the rows that are stored into a cache of another dtype, if `t` is a view of such a cache. Without a cast, tinygrad renders a store of a
-  vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
+  """If `t` is a view of a cache into which rows of another dtype are stored, casts these rows to the dtype of the cache; otherwise returns t. Without
+  a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
   after = t.uop
   while after.op in GroupOp.Movement: after = after.src[0]
   def uneven(u:UOp) -> bool: return u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype

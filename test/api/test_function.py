@@ -45,7 +45,8 @@ def twice(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
   return (*causal(first, k, v), first)
 def nested(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return causal(function(causal)(q, k, v)[0], k, v)
 def nested_apart(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:
-  """Calls a precompiled function twice. By itself tinygrad cannot compile a precompiled function inside another function."""
+  """Calls attention twice, in a function that is precompiled (tinygrad's `@function(precompile=True)`). A test puts both calls inside another
+  function; by itself tinygrad cannot compile a precompiled function inside another function."""
   layer = function(causal, precompile=True, precompile_backward=True)
   return layer(layer(q, k, v)[0], k, v)
 def part(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]:

@@ -408,7 +408,7 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Returns a step that stores to memory after `order`."""
+  """Returns a statement of a test kernel that stores to memory after the statement `order`."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))

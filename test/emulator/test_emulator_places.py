@@ -219,7 +219,7 @@ def test_a_probe_of_an_address() -> None:
     emulator.probe("x", UOp.placeholder((4,), dtypes.float, 0)[0])
 
 def test_a_probe_costs_nothing_on_hardware() -> None:
-  """A probe does not change the machine code."""
+  """A kernel has the same machine code with and without a `probe`, which shows a value on the emulator."""
   from attn.compilers.clang import assembly
   def code(with_probe:bool) -> list[str]:
     def kernel(o, x):

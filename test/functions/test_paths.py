@@ -63,7 +63,7 @@ def test_pages(chip:str) -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_packed_sequences(kernel:str) -> None:
-  """A function gets as b the index of the packed sequence, and i and j count within this sequence."""
+  """A score_mod or mask_mod gets as b the index of the packed sequence, and i and j count within this sequence."""
   ends_q, ends_k = (0, 20, 50), (0, 40, 70)
   q, k, v = drawn(50, H, D, seed=1), drawn(70, HKV, D, seed=2), drawn(70, HKV, D, seed=3)
   with emulated("gfx942", kernel):
@@ -85,7 +85,8 @@ def gradients(attend:Callable[..., Tensor], inputs:list[Tensor]) -> list[Array]:
 @pytest.mark.parametrize("axis, with_gradients", ((0, False), (1, False), (2, False),
                                                   *[pytest.param(axis, True, marks=pytest.mark.thorough) for axis in range(3)]))
 def test_shards(axis:int, with_gradients:bool) -> None:
-  """Two devices share batches, heads or rows. On each device the functions get the places that q, k and v have in the whole problem."""
+  """Two devices share the batches, heads or rows of a call. On each device, score_mod and mask_mod get the indices that queries and keys have in the
+  whole problem."""
   x, devices = [drawn(B, H, 32, D, seed=1), drawn(B, HKV, 32, D, seed=2), drawn(B, HKV, 32, D, seed=3)], ("EMU:1", "EMU:2")
   with emulated("gfx942"):
     def shard(t:Tensor) -> Tensor: return attn.shard_sequence(t, devices, 2, "contiguous") if axis == 2 else t.shard(devices, axis)
@@ -125,8 +126,8 @@ def test_kernel_function() -> None:
     close(Tensor.empty(B, H, 20, D, dtype="half", device="EMU").custom_kernel(*tensors, fxn=fn)[0], expected(*x))
 
 def test_a_part_of_larger_tensors() -> None:
-  """If first_batch_and_head says that the tensors are a part of larger ones, the caller's functions get batch and head as counted in the larger
-  tensors, in kernels and in the tensor operations of gradients."""
+  """If first_batch_and_head says that q, k and v are a part of larger tensors, score_mod and mask_mod get batch and head as counted in the larger
+  tensors. This holds in kernels and in the tensor operations of gradients."""
   x, table = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)], floats(B + 1, H + 2, seed=7).astype(np.float32)
   def gradient(t:Tensor, o:Tensor) -> Array: return o.float().square().sum().gradient(t)[0].numpy().astype(np.float64)
   with emulated("gfx942"):

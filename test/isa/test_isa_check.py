@@ -237,8 +237,8 @@ def run(*args:object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
-  """Replaces attn's kernels by samples, and the list of kernels to check by three. In the sample for gfx1100 some lanes leave before the end. In the
-  sample for gfx1201 they leave only if the problem has uneven rows."""
+  """Replaces the sources of attn's kernels by small sample kernels, and the list of kernels to check by three. In the sample for gfx1100 some lanes
+  leave before the end. In the sample for gfx1201 they leave only if the problem has uneven rows."""
   specs = [Spec("gfx942", 64), Spec("gfx1100", 64), Spec("gfx1201", 64)]
   def kernel_source(spec:Spec, llvm:int, shape:Shape|None) -> source.Source:
     text, leave = sample(spec.arch, spec.d), "  if (t&1) return;\n  l = __builtin_amdgcn_update_dpp(0.0f, l, 0xb1, 15, 15, true);\n"
@@ -255,8 +255,8 @@ def test_the_command_looks_at_every_kernel(ours:list[Spec]) -> None:
   assert run("--arch", "gfx942") == (0, []) and run("gfx942/64") == (0, []) and run("gfx1100/64") == (1, lines[:2])
 
 def test_uneven_rows() -> None:
-  """The problem of uneven rows has numbers of rows that no tile divides, except tiles of a few rows. Its causal mask ends at the last query and the
-  last key."""
+  """`uneven_shape` gives a problem for checks of machine code: no tile divides its numbers of rows, except tiles of a few rows. Its causal mask ends
+  at the last query and the last key."""
   p = problem_of_spec(spec := Spec("gfx942", 64, mask="causal"), uneven_shape(spec))
   assert (p.Sq, p.Sk, p.H, p.Hkv, p.offset, p.window) == (4000, 4133, 32, 8, 133, (-1, 0)) and p.Sq % 128 and p.Sk % 16
   latent = problem_of_spec(spec := Spec("gfx942", 576, kernel="mla"), uneven_shape(spec))

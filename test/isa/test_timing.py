@@ -192,8 +192,8 @@ def test_trips_of_causal_problems() -> None:
   assert trips_of_blocks(p, Division(64, 32)) == [2, 4, 6, 8] and trips_of_blocks(p, Division(64, 32, keys=True)) == [16, 12, 8, 4]
 
 def test_a_problem_takes_its_trips_and_edges() -> None:
-  """The time of one round of workgroups that fills 304 compute units is 8 iterations and the kernel's instructions before and after the loop, at 2.1
-  GHz."""
+  """The timing model predicts for one round of workgroups that fills 304 compute units: the time of 8 loop iterations and of the kernel's
+  instructions before and after the loop, at 2.1 GHz."""
   timing, card = timing_of(kernel()), next(c for c in CHIPS["gfx942"].cards if c.name == "MI300X")
   p = Problem(1, 304*timing.groups, 304*timing.groups, 128, 256, 64, 64, softmax_scale=0.125)
   found = predict(p, timing, Division(128, 32), card)
@@ -349,7 +349,8 @@ def test_the_command(tmp_path) -> None:
   assert "cards of gfx942 are MI300X" in str(CliRunner().invoke(main, ["time", str(path), "--card", "RX 580"]).exception)
 
 def test_a_kernel_of_ours_with_its_lines() -> None:
-  """The report names a line of Python or of the source for each wait in the causal kernel's hot loop, and the picture shows each wave."""
+  """The timing model names a line of Python or of the source for each wait in the causal kernel's hot loop, and its picture of an iteration shows
+  each wave."""
   found = of_spec(source.Spec.parse("gfx942/64/float16/causal"), Shape(1, 8, 8, 2048))
   loop = found.timing.loops[0]
   assert 0.2 < loop.matrix_use < 1 and loop.unknown_addresses == 0 and not found.timing.unknown

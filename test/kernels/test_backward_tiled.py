@@ -64,7 +64,7 @@ def with_tiles(tile:TiledBackwardTile) -> Iterator[None]:
     finally: kernel_tiles.cache_clear()
 
 def check_all(arch:str="gfx1030", tile:TiledBackwardTile|None=FEW, **parameters:Any) -> dict[str, np.ndarray]:
-  """Checks forward and backward through `attention`, where lse comes from `tiled`."""
+  """Checks forward and backward through `attention`, where lse comes from `tiled`, the forward kernel of plain UOps."""
   with contextlib.ExitStack() as small:
     if tile is not None:
       small.enter_context(with_tiles(tile))

@@ -59,8 +59,8 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """The tiles of large grids are right in float16 and bfloat16 and with both alignments of the mask. On the emulator the problem has only a few
-  heads."""
+  """The mma.sync kernel gives right results with the tiles that dispatch uses for large grids, in float16 and bfloat16 and with both alignments of
+  the causal mask. On the emulator the problem has only a few heads."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
@@ -72,7 +72,7 @@ def test_grouped_heads(chip:str, ratio:int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", WIDTHS)
 def test_large_grids(D:int) -> None:
-  """Results are right for grids that fill the chip, which get the large tiles."""
+  """The mma.sync kernel gives right results on a GPU for grids that fill the chip, which get the large tiles."""
   for dtype, causal in itertools.product(("float16", "bfloat16"), (False, True)):
     check("CUDA", B=2, H=24, Hkv=8, Sq=1000, Sk=1111, D=D, dtype=dtype, causal=causal)
 
@@ -108,7 +108,7 @@ ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, caus
 
 @in_turn("tile, case", TILES, list(ON_TILES))
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
-  """The kernel is right with any combination of a tile's fields: warps, query tiles, keys and their parts, stages, and where Q is kept."""
+  """The mma.sync kernel is right with any combination of a tile's fields: warps, query tiles, keys and their parts, stages, and where Q is kept."""
   change_kernel(monkeypatch, "forward_mma", tile=lambda p, arch: tile)
   monkeypatch.setenv("ATTN_KERNEL", "forward_mma")
   check("sm_90", **ON_TILES[case])
@@ -122,8 +122,8 @@ def test_tiles_fit(arch:str) -> None:
     assert mma_tile(p, a).lds_bytes(p) <= a.lds
 
 def test_two_blocks_to_a_multiprocessor() -> None:
-  """Tiles are small enough for a multiprocessor to hold two blocks, so that one block computes while the other waits. The exception is D = 256 with
-  100 KB of shared memory."""
+  """The mma.sync kernel's tiles are small enough for the shared memory of a multiprocessor to hold two blocks, so that one block computes while the
+  other waits. The exception is D = 256 with 100 KB of shared memory."""
   for arch, D in itertools.product(("sm_80", "sm_86", "sm_89", "sm_90"), (64, 96, 128, 192, 256)):
     p, a = problem(H=256, Sq=1024, D=D), get_chip(arch)
     alone = D == 256 and arch in ("sm_86", "sm_89")
@@ -145,7 +145,7 @@ COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(l
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4)
 def test_no_local_memory(option:str, D:int, tmp_path) -> None:
-  """Tiles of large grids and of decoding compile without spills and stack."""
+  """The mma.sync kernel compiles without spills and stack, with its tiles for large grids and for decoding."""
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   (source := tmp_path/"kernel.cu").write_text(render(forward_of(p, a, mma_tile(p, a))(*tensors), "sm_90"))

@@ -37,8 +37,8 @@ def test_ways_of_backward_give_the_same_gradients() -> None:
   assert all(p.Sk % (at_once.SHAPE_AT_ONCE.groups*64) == 0 for p, _ in at_once.problems_of_ways([]))
 
 def test_first_calls_are_timed() -> None:
-  """The measurement times a first call, here in this process on the emulator. The time includes the time of the compiler, whose method the
-  measurement replaces and then restores."""
+  """attn.measure.latency times a first call, here in this process on the emulator. The time includes the compiler's time. To measure that, the
+  program replaces the compiler's method, and then restores it."""
   with Context(DEV="EMU::gfx942"):
     compiler = Device["EMU"].renderer.compiler
     found = latency.first_call(FirstCall(1, 2, 1, 33, 40, 16, True))
@@ -46,8 +46,8 @@ def test_first_calls_are_timed() -> None:
   assert len({str(row) for row in FIRST_CALLS}) == len(FIRST_CALLS) and any(row.backward for row in FIRST_CALLS)
 
 def test_later_calls_are_timed(capsys) -> None:
-  """The measurement times calls and their gradients on the host without launching a kernel, with tinygrad's own attention beside attn's where
-  tinygrad has the options."""
+  """attn.measure.later_calls times calls and their gradients on the host without launching a kernel. It also times tinygrad's own attention if that
+  has the options."""
   rows = {row.name: row for row in later_calls.LATER_CALLS}
   assert len(rows) == len(later_calls.LATER_CALLS)
   GlobalCounters.reset()
@@ -62,7 +62,7 @@ def test_later_calls_are_timed(capsys) -> None:
   assert not capsys.readouterr().out
 
 def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
-  """Each run of the latency measurement starts two processes that share new, empty caches."""
+  """attn.measure.latency starts two processes in each of its runs. The two processes share caches that are new and empty."""
   seen = []
   def run(command:list[str], env:dict[str, str], **kwargs:object) -> SimpleNamespace:
     row, caches = FirstCall(**json.loads(command[-1])), [env[name] for name in ("XDG_CACHE_HOME", "CACHEDB", "CUDA_CACHE_PATH")]
@@ -77,7 +77,8 @@ def test_first_calls_have_empty_caches(monkeypatch, capsys) -> None:
   with pytest.raises(RuntimeError, match="what was wrong"): latency.main(["32 on 8", "2048"])
 
 def test_launches_of_a_tinyjit(monkeypatch) -> None:
-  """TinyJit launches the kernel the wanted number of times, first eagerly and then captured, and each launch writes the output."""
+  """The timer of attn.measure.short runs attention the wanted number of times in TinyJit, first eagerly and then captured. Every launch writes the
+  same output."""
   calls = []
   monkeypatch.setattr(short, "attention", lambda *args, **options: calls.append(options) or attention(*args, **options))
   rng = np.random.default_rng(0)
@@ -95,7 +96,8 @@ def test_short_rows() -> None:
   assert len({str(row) for row in short.SHORT_ROWS}) == 8
 
 def test_peers_take_turns() -> None:
-  """Each compared library runs once in a round. The order differs between rounds, and the median time of each library counts."""
+  """`in_turn`, which measures kernels of several libraries in rounds, runs each library once in a round. The order differs between rounds, and the
+  median time of each library counts."""
   called = list[str]()
   def timer(name:str, *seconds:float) -> Callable[[], float]:
     left = iter(seconds)
@@ -124,7 +126,8 @@ def cuda_is_there() -> bool:
   except Exception: return False
 
 def test_timed_rounds_fill_their_time() -> None:
-  """A round has as many runs as fill its time. Something slower than a round is run once."""
+  """`timed_rounds`, which measures in rounds of a fixed time, makes as many runs as fill a round. Something that takes longer than a round runs
+  once."""
   asked: list[int] = []
   def seconds(each:float) -> Callable[[int], float]:
     def run(count:int) -> float:

@@ -119,7 +119,8 @@ def but(tool:str, name:str, answer:tuple[str, int]) -> Answer:
   (but("racecheck", "a barrier less", (CLEAN_RACECHECK, 0)), "racecheck does not report the planted fault, a barrier less"),
   (but("memcheck", "a store out of bounds", (CLEAN, 0)), "memcheck does not report the planted fault, a store out of bounds")))
 def test_exit_code(answer:Answer, told:str, monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """The exit code is 0 only if every process ends well, no tool has a finding, and both planted faults are reported."""
+  """The exit code of `python -m attn.measure.sanitize` is 0 only if every process ends well, no tool has a finding, and both planted faults are
+  reported."""
   seen = list[tuple[str, str]]()
   def run(command:list[str], env:dict[str, str], **kwargs:Any) -> SimpleNamespace:
     tool, names = command[2] if command[0] == "the tool" else "", json.loads(command[-1])

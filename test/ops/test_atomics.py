@@ -41,7 +41,7 @@ SUMS = (WIDTH, dtypes.float), (GROUPS*WIDTH, dtypes.float), (2, dtypes.int)
 # ***** machine code *****
 
 def instructions(text, arch, name):
-  """Returns the instructions of a kernel that access memory, wait, or work on caches."""
+  """Returns the instructions of a kernel that access memory or LDS, wait, stop at a barrier, or write back or invalidate a cache."""
   asm = assembly(text, arch)
   lines = [line.split("//")[0].strip() for line in asm[asm.index(f"\n{name}:"):asm.index("s_endpgm")].splitlines()]
   return [x for x in lines if re.match(r"(global|flat|buffer|ds|s_barrier|s_wait|s_sleep)", x)]

@@ -38,8 +38,8 @@ def run(device:str, *words:str) -> int:
 
 @pytest.mark.parametrize("device", ("EMU::gfx1201", "EMU::sm_90", "EMU::gfx1030"))
 def test_on_the_emulator(device:str, few:None, tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """A report made on the emulator is marked as emulated: it says which results are right, calls its times "emulated s", and has no TFLOP/s. Predicted
-  times stand in it only for a chip that the model of time knows."""
+  """A report made on the emulator is marked as emulated: it says which results are right, calls its times "emulated s", and has no TFLOP/s. It has
+  predicted times only for a chip that attn's timing model supports."""
   assert run(device, "--out", str(tmp_path/"r.json")) == 0
   said = capsys.readouterr()
   report = checked_report(json.loads((tmp_path/"r.json").read_text()))

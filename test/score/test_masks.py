@@ -35,8 +35,8 @@ def number(x:UOp|int) -> int:
   return x if isinstance(x, int) else int(x.simplify().arg)
 
 def walks(p:Problem) -> list[tuple[Walk, Array]]:
-  """Returns the two views of a problem: queries (rows) that see keys (columns), and keys (rows) that queries (columns) see. Each comes with the
-  reference's table of visible columns for each row."""
+  """Returns two views of a problem: queries (rows) that see keys (columns), and keys (rows) that queries (columns) see. Each comes with a table of
+  the visible columns of each row, from attn.reference."""
   seen, sequence = visible(p.Sq, p.Sk, p.window, p.offset), Extent(p.Sq, p.Sk, 0, 0, p.offset)
   return [(over_keys(p, sequence), seen), (over_queries(p, sequence), seen.T)]
 
