@@ -125,7 +125,8 @@ def test_deadlock(emulated):
     emulated(summed(twice=True), SUMS, X, COUNTERS)
 
 def test_block_numbers_promise_nothing(emulated):
-  """Workgroups that wait for lower block numbers run if they start in the order of their numbers, or if all are resident, and not otherwise."""
+  """Each workgroup waits until the workgroups with lower block numbers have added to the sums. The kernel ends if workgroups start in the order of
+  their numbers, or if all are resident. In another order with one resident workgroup, the emulator reports a deadlock."""
   kernel = summed(number=lambda g, drawn: g)
   for order, resident in ((0, 1), (0, 2), (1, 0), (2, 0), (3, GROUPS)):
     np.testing.assert_array_equal(emulated(kernel, SUMS, X, COUNTERS, order=order, resident=resident), in_order(X.reshape(GROUPS, WIDTH)))
@@ -179,7 +180,8 @@ def test_a_turn_of_several_waves(emulated, order):
   emulated(summed("settle"), SUMS, X, COUNTERS, order=order, arch="sm_90")     # a barrier is enough on NVIDIA
 
 def test_turns_of_single_waves_need_no_barriers(emulated):
-  """Sums are right without barriers if each wave has a counter of its own."""
+  """Workgroups add to the same sums in turns: each wave waits until a counter reaches its number, and then raises the counter. The sums are right
+  without barriers if the waves of a workgroup use different counters."""
   def kernel(o, x, counters):
     g, t, _, drawn, steps = begin(counters)
     first, counter, value = (t % 64).eq(0), counters[1 + t//64], x[drawn*WIDTH + t].load()

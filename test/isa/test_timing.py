@@ -264,7 +264,8 @@ def test_the_order_of_heads_decides_what_memory_delivers() -> None:
   assert dies[1] - dies[0] == 7*8*256*256
 
 def test_published_gemms_are_those_of_the_cards() -> None:
-  """The table of published GEMMs has every card's figure, the sustained clock that follows from it, and a source."""
+  """The table of AMD's published GEMMs, docs/data/timing_gemms.csv, has a row for every GPU that attn knows a GEMM of: its TFLOP/s, the sustained
+  clock that follows, and a source."""
   rows = {row["card"]: row for row in csv.DictReader((Path(__file__).parents[2]/"docs"/"data"/"timing_gemms.csv").open())}
   cards = {card.name: (chip, card) for chip in CHIPS.values() for card in chip.cards if card.gemm}
   assert rows.keys() == cards.keys() and all(row["source"] for row in rows.values())
@@ -272,8 +273,9 @@ def test_published_gemms_are_those_of_the_cards() -> None:
     assert (rows[name]["TFLOP/s"], rows[name]["GHz sustained"]) == (f"{card.gemm:g}", f"{chip.sustained(card):.2f}"), name
 
 def test_both_clocks() -> None:
-  """The sustained clock of AMD's own GEMMs is the clock that AMD measured in them, within 1%. It never exceeds the rated clock, and a card without a
-  published GEMM has none. GEMM's own rate is 94% of the peak at that clock."""
+  """`Chip.sustained` gives the clock that a GPU sustains in AMD's published GEMM. It is within 1% of the clock that AMD measured, and at most the
+  rated clock; a GPU without a published GEMM has none. AMD's GEMM reaches 94% of the peak at that clock. A predicted time at the sustained clock is
+  longer by the ratio of the two clocks."""
   clocks = {card.name: (chip.sustained(card), card) for chip in CHIPS.values() for card in chip.cards if chip.unit.pipes}
   assert clocks["MI300X"][0] == pytest.approx(1.207, rel=0.01) and clocks["MI325X"][0] == pytest.approx(1.447, rel=0.01)
   assert all((clock > 0) == (card.gemm > 0) and clock <= card.ghz for clock, card in clocks.values())
@@ -360,8 +362,8 @@ def test_a_kernel_of_ours_with_its_lines() -> None:
   assert all(x.tflops < CHIPS["gfx942"].peak(x.card) for x in found.on_cards())
 
 def test_the_kernel_of_decode() -> None:
-  """The prediction for the decode kernel uses key ranges, and one workgroup computes the query heads that share keys. The prediction names memory as
-  the limit on every card. The command line refuses --decode together with --gradient."""
+  """The timing model predicts the decode kernel with key ranges, and with workgroups that each compute all query heads of a key head. It names memory
+  as the limit on every GPU. Its command line refuses --decode together with --gradient."""
   found = of_spec(source.Spec.parse("gfx950/64/float16/full/decode"), Shape(8, 32, 8, 16384), lines=False)
   p, x = found.problem, found.division
   assert p is not None and x is not None and (p.Sq, p.Sk, x.heads) == (1, 16384, 4) and x.splits == p.num_splits > 1

@@ -532,7 +532,7 @@ def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path
   pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) in (("dkdv", 128, "sm_90"), ("all", 128, "sm_90")) else pytest.mark.thorough)
   for kernel, d, arch in (*itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120")), ("all", 128, "sm_90"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
-  """Compiled kernels do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
+  """The wgmma backward kernels, compiled by nvcc, do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)

@@ -87,7 +87,8 @@ def test_one_thread(case:str) -> None: check(tile=ONE_THREAD, **CASES[case])
 @pytest.mark.parametrize("arch", PLAIN_CHIPS)
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
-  """Every type is right with the tiles that dispatch chooses. 16-bit types get D=264, because kernels of matrix units support D only up to 256."""
+  """The forward and backward kernels of plain UOps give right results in every dtype, with the tiles that dispatch chooses. 16-bit types get D=264,
+  because kernels of matrix units support D only up to 256."""
   check_all(arch, None, H=4, Hkv=2, Sq=70, Sk=100, D=40 if dtype == "float32" else 264, Dv=24, dtype=dtype, causal=True, through=("o", "lse"))
 
 @pytest.mark.thorough
@@ -96,8 +97,8 @@ def test_every_type_with_its_own_tiles(arch:str, dtype:str) -> None:
 def test_head_dimensions(arch:str, D:int, Dv:int) -> None: check_all(arch, None, H=1, Sq=20, Sk=40, D=D, Dv=Dv)
 
 def test_float32_is_exact_to_its_own_rounding() -> None:
-  """float32 gradients have an error below 2e-6, even where the contract (docs/contract.md) allows more. Two heads share their keys, and some queries
-  see no key."""
+  """The backward kernels of plain UOps give float32 gradients with an error below 2e-6, even where docs/contract.md allows more. Two heads share
+  their keys, and some queries see no key."""
   parameters = {**SMALL, "H": 2, "Hkv": 1, "Sq": 36, "causal": True}
   p = problem(**parameters)
   want, got = expected_gradients(p, normal(p), loss_of(p), {}), check(tile=KEPT, **parameters)

@@ -1,5 +1,6 @@
-"""Tests of one-byte elements. The size of an element is a field of the matrix instruction and of the rows in memory. attn has no FP8 kernel; these
-tests use the functions that an FP8 kernel would use, with a matrix instruction of gfx942 that no kernel uses."""
+"""Tests of matrix operands with one-byte elements. The size of an element is a field of the matrix instruction and of the rows in memory. No kernel
+of attn multiplies FP8 matrices; these tests use the functions that such a kernel would use, with a matrix instruction of gfx942 that no kernel
+uses."""
 from __future__ import annotations
 import numpy as np
 import pytest

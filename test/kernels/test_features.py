@@ -242,7 +242,7 @@ def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
 
 @on_the_emulator
 def test_indices_beyond_32_bits(arch:str) -> None:
-  """Indices are right for K and V of 2^31 elements and more."""
+  """The forward kernel reads the right rows of K and V if these tensors have more than 2^31 elements."""
   p = problem(B=8300, H=16, Sq=1, Sk=130, D=128, lse=False)
   assert math.prod(p.shapes["k"][0]) > 2**31
   o, x = run_last_workgroup(p, arch)
@@ -251,7 +251,7 @@ def test_indices_beyond_32_bits(arch:str) -> None:
 
 @on_the_emulator
 def test_a_bias_beyond_32_bits(arch:str) -> None:
-  """The first head reads its own section of a bias with 2^32 elements."""
+  """The forward kernel reads for the first head this head's own section of a bias with 2^32 elements."""
   p = replace(problem(B=2**12, H=2**8, Sq=16, Sk=256, D=16, lse=False), bias=(True,)*4)
   one = replace(p, B=1, H=1, Hkv=1, bias=None)
   views, x, bias = [sparse(math.prod(shape)*(4 if name == "bias" else 2)) for name, (shape, _) in arguments(p).items()], normal(one), floats(16, 256)

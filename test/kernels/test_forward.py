@@ -166,8 +166,8 @@ def test_adversarial(arch:str, make) -> None:
 @pytest.mark.parametrize("above", (0.0, 8.0))
 @amd_in_turn("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)))
 def test_rescale_above(arch:str, above:float, make) -> None:
-  """Results are right with both values of the tile's field `rescale_above`. Dispatch chooses one of them; the test runs both. With 0 the number that
-  the softmax subtracts from the scores of a row follows every new maximum."""
+  """The forward kernel is right with both values of the tile's field `rescale_above`, which says how much a row's maximum may grow before the
+  accumulators are rescaled. Dispatch chooses one of the values; the test runs both. With 0 they are rescaled whenever the maximum grows."""
   check_kernels(arch, make, tile=lambda t: replace(t, rescale_above=above), H=2, Sq=70, Sk=300, D=64)
 
 TRIPS = {   # 1 for each of 8 iterations that moves the reference
@@ -189,8 +189,8 @@ def test_which_trips_correct(monkeypatch, make) -> None:
 
 @every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
-  """exp2(score - maximum) must not overflow if the score and the maximum are rounded differently. The inputs are bfloat16 scores of 1.7e10 and a
-  scale that makes products inexact."""
+  """In the forward kernel, exp2(score - maximum) must not overflow if the score and the maximum are rounded differently. The inputs are bfloat16
+  scores of 1.7e10 and a scale that makes products inexact."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)

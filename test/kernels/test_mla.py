@@ -238,7 +238,7 @@ def test_gradient(arch:str, D:int, Dv:int) -> None:
 @pytest.mark.parametrize("arch, page", [pytest.param(arch, page, marks=() if (arch, page) == ("gfx942", 4) else pytest.mark.thorough)
                                         for arch in ("gfx942", "sm_80", "gfx1201", "sm_90") for page in (0, 1, 4, 32)])
 def test_cache(arch:str, page:int) -> None:
-  """One cache serves as keys and values, as a whole tensor or in pages. Rows beyond its length are NaN."""
+  """Latent attention is right over a cache that serves as keys and values, a whole tensor or in pages. Rows beyond its length are NaN."""
   D, Dv, capacity, filled = 264, 257, 64, 33
   q, k = drawn(1, 4, 2, D), drawn(1, 1, filled + 2, D, seed=1)
   held = np.full((1, 1, capacity, D), np.nan, np.float16)

@@ -130,7 +130,8 @@ def test_two_blocks_to_a_multiprocessor() -> None:
     assert (a.lds + 1024)//(mma_tile(p, a).lds_bytes(p) + 1024) >= (1 if alone else 2)
 
 def test_banks() -> None:
-  """The eight rows of a matrix that ldmatrix reads cover all banks. The eight 16-byte units of a line that cp.async writes also cover all banks."""
+  """No bank conflicts occur in shared memory with the layout of the mma.sync kernels (`SwizzledRows`). The eight rows of a matrix that ldmatrix reads
+  cover all banks. The eight 16-byte units of a line that cp.async writes also cover all banks."""
   for width in (16, 64, 80, 128, 192, 256):
     rows = SwizzledRows(16, width//8)
     at = np.array([[int(rows.place(UOp.const(r), UOp.const(u)).simplify().arg) for u in range(rows.units)] for r in range(16)])
@@ -168,7 +169,8 @@ def test_a_barrier_must_follow_the_wait(monkeypatch) -> None:
 
 @pytest.mark.parametrize("transposed", (False, True))
 def test_ldmatrix(transposed:bool) -> None:
-  """ldmatrix gives lane l the columns 2*(l%4) and 2*(l%4) + 1 of row l//4 of each matrix, or of its transpose (PTX ISA 9.7.14.5.15)."""
+  """The emulator's ldmatrix gives lane l the columns 2*(l%4) and 2*(l%4) + 1 of row l//4 of each matrix, or of its transpose (PTX ISA
+  9.7.14.5.15)."""
   class Lanes:
     active, wave = np.ones(32, bool), 32
     def load_bytes(self, pointer, offset, nbytes, gate): return np.ascontiguousarray(memory.reshape(32, 8)).view(np.uint8).T

@@ -110,7 +110,8 @@ PACKED = {"layout": "thd", "causal": True, "extras": {"cu_seqlens_q": int32(0, 0
 def test_options(dtype:str, tile:TiledTile) -> None: check(tile=tile, B=2, H=4, Hkv=2, Sq=20, Sk=50, D=16, dtype=dtype, **MASKED)
 
 def test_options_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Options are right on a chip without workgroups, whose kernels loop over the grid as they do on a CPU. The test runs on the emulator."""
+  """The forward kernel of plain UOps is right with options (packed sequences; window, softcap, ALiBi, bias, sinks and lengths) on a chip without
+  workgroups. Kernels for such a chip loop over the grid, as they do on a CPU. The test runs on the emulator."""
   monkeypatch.setattr(attn.api.checked_call, "arch_of", serial := lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   monkeypatch.setattr(attn.calls.checked_kernel, "arch_of", serial)
   check(tile=ONE_THREAD, H=2, Hkv=1, Sq=11, Sk=13, D=16, dtype="float32", **PACKED)
@@ -164,7 +165,8 @@ def test_planted_fault_of_dropout(fault:str, monkeypatch:pytest.MonkeyPatch) -> 
 @pytest.mark.thorough
 @pytest.mark.parametrize("D", (1, 6, 130))
 def test_rows_that_are_no_multiple_of_four(D:int) -> None:
-  """Rows whose width is no multiple of four are right. In an earlier version, a kernel of one thread summed elements that no code had written."""
+  """The forward kernel of plain UOps is right for rows whose width is no multiple of four. In an earlier version, a kernel of one thread summed
+  elements that no code had written."""
   check(tile=ONE_THREAD, H=1, Sq=9, Sk=20, D=D, Dv=5, dtype="float32")
 
 # ***** planted faults *****

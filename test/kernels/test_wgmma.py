@@ -201,7 +201,7 @@ WITH_DROPOUT = dict(causal=True, dropout_p=0.1, extras={"dropout_seed": np.zeros
 @in_turn("D, options", (64, 128, 192, 256),
          ({}, dict(causal=True), dict(lse=True, window=(64, 64)), dict(lse=True, causal=True, softcap=30.0), WITH_DROPOUT), among=2, besides=(128,))
 def test_no_local_memory(D:int, options:dict, tmp_path) -> None:
-  """Compiled kernels do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
+  """The wgmma forward kernel, compiled by nvcc, does not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
   p = problem(H=256, Sq=4096, D=D, **{"lse": False, **options})
   kinds = DTYPES | {"uint32": dtypes.uint}
   tensors = [UOp.placeholder(shape, kinds[dtype], i) for i, (shape, dtype) in enumerate(p.shapes.values())]

@@ -61,8 +61,8 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
   assert bound(**better) > bound(**worse)
 
 def test_the_best_is_the_best_of_the_worst() -> None:
-  """The best tile is the tile whose worst variant is best. The tile with the best single variant also has a bad variant. The search does not examine
-  the last tile, because even its good variant is no better."""
+  """The search for tiles chooses the tile whose worst variant is best. The tile with the best single variant also has a bad variant. The search does
+  not examine the last tile, because even its good variant is no better."""
   tiles = [UpTo(64, ForwardShape(4, 1, n)) for n in (16, 32, 64, 128)]
   ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
@@ -90,7 +90,8 @@ def test_the_space_is_what_fits() -> None:
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
-  """The search and the emulator (test_banks.py) agree on bank conflicts: the 16x16 instructions of CDNA need two cycles for a read."""
+  """The search for tiles and the emulator (test_banks.py) agree on bank conflicts: a read of operands for CDNA's 16x16 instructions needs two
+  cycles."""
   assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
@@ -272,8 +273,8 @@ def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> N
 
 @pytest.mark.parametrize("keys", (7, 150, 1000))
 def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
-  """attn enlarges a stored tile with few keys to whole operands. Products of 16x16x16 matrices loop over 32 keys at a time; in an earlier version a
-  tile of 16 keys left the second product without an operand."""
+  """attn makes a tile smaller for a problem with few keys, but keeps the keys of whole matrix operands. Products of 16x16x16 matrices loop over 32
+  keys at a time; in an earlier version a tile of 16 keys left the second product without an operand."""
   p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
   tile = amd_tile(p, arch, UpTo(128, ForwardShape(4, 1, 128), matrix=1))
   assert tile.matrix.M == 16 and tile.block_n % 32 == 0
