@@ -189,8 +189,8 @@ def test_which_trips_correct(monkeypatch, make) -> None:
 
 @every_arch
 def test_scores_too_large_for_one_fma(arch:str) -> None:
-  """In the forward kernel, exp2(score - maximum) must not overflow if the score and the maximum are rounded differently. The inputs are bfloat16
-  scores of 1.7e10 and a scale that makes products inexact."""
+  """The forward kernel computes exp2(score - maximum) without overflow even if the score and the maximum are rounded differently. The inputs are
+  bfloat16 scores of 1.7e10 and a scale that makes products inexact."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     return Inputs(np.full_like(x.q, 16512), np.full_like(x.k, 16512), x.v)

@@ -47,8 +47,8 @@ def test_adversarial(chip:str, make) -> None:
 @either
 @pytest.mark.parametrize(("value", "scale"), ((12288, 0.25), (14336, 0.1)))
 def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
-  """exp2(score - maximum) must neither overflow nor vanish if the score and the maximum are rounded differently. The inputs are bfloat16 scores above
-  1e10, beside rows of ordinary scores. With one fma the exponents would be 128 and -96 here."""
+  """The mma.sync kernel computes exp2(score - maximum) so that it neither overflows nor vanishes if the score and the maximum are rounded
+  differently. The inputs are bfloat16 scores above 1e10, beside rows of ordinary scores. With one fma the exponents would be 128 and -96 here."""
   def make(p:Problem) -> Inputs:
     x = normal(p)
     q, k = np.full_like(x.q, value), np.full_like(x.k, 16384)
