@@ -69,7 +69,8 @@ def test_rows_of_no_sequence_have_no_sink(arch:str, kernel:str) -> None: packed(
 def test_rows_beyond_the_longest_sequence_are_zero(arch:str, kernel:str) -> None: packed(arch, kernel, (5, 20, 70, 72), 11, False)
 
 def test_padding_under_jit() -> None:
-  """Padding at the end is 0 after every call: no row keeps a value that an earlier call with these shapes wrote."""
+  """Rows of the output beyond the last packed sequence are 0 after every call under TinyJit: none keeps a value that an earlier call with these
+  shapes wrote."""
   with emulated("gfx942"):
     @TinyJit
     def step(q:Tensor, ends:Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def with_values(*of:float) -> dict[str, np.ndarray]:
   return {"q": q, "k": q, "v": v}
 
 def test_small_numbers_where_float16_is_emulated() -> None:
-  """tinygrad's emulation of float16 reads and writes 3e-5 as 0. Everywhere else, and for larger numbers, 0 is wrong."""
+  """The check of random calls accepts 0 in place of 3e-5 in float16, if tinygrad may emulate float16 on the device: the emulation reads and writes
+  3e-5 as 0. The check refuses 0 on other devices and in place of larger numbers."""
   small = float(np.float16(3e-5))
   f, x = Facts("float16", "float16", 1.0, ("o",), emulates=True), with_values(small, 1.0)
   def held(f:Facts, *of:float) -> bool: return not hold(x, f, {"o": with_values(*of)["v"]})
@@ -83,8 +84,8 @@ def test_small_numbers_where_float16_is_emulated() -> None:
   assert not held(replace(f, dtype="bfloat16", out_dtype="bfloat16"), 0, 1)
 
 def test_v_has_no_gradient_through_lse() -> None:
-  """A loss through lse alone does not depend on v: its gradient is 0. A kernel that multiplies weights of NaN by 0 may give NaN instead. Through o,
-  only NaN is right."""
+  """The check of random calls expects the gradient 0 for v if the loss depends on lse alone, because lse does not depend on v. It also accepts NaN if
+  weights are NaN, because a kernel may multiply them by 0. If the loss also depends on o, it accepts only NaN."""
   f, x = Facts("float16", "float16", 1.0, ("v",)), with_values(1.0, 2.0)
   x |= {"q": np.full_like(x["q"], np.nan), "dlse": np.ones((1, 1, 2), np.float32)}
   nothing, unknown, wrong = (np.full_like(x["v"], n) for n in (0, np.nan, 1))

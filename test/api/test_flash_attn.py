@@ -279,7 +279,8 @@ def table() -> str:
   return "\n".join([*lines, *(f"| {function} | {argument} | {text} |" for (function, argument), (text, _) in TABLE.items())]) + "\n"
 
 def test_the_table_has_every_argument_and_is_in_the_document() -> None:
-  """The table lists every argument, and docs/flash_attention.md contains the table. To rewrite the table: python test/api/test_flash_attn.py."""
+  """The table of the arguments of FlashAttention's functions lists every argument, and docs/flash_attention.md contains the table. To rewrite the
+  table: python test/api/test_flash_attn.py."""
   functions = {name: f for name, f in vars(flash_attn).items() if name.startswith("flash_attn_")}
   for name, f in functions.items():
     assert {argument for function, argument in TABLE if function == name} == set(inspect.signature(f).parameters), name

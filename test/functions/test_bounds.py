@@ -135,7 +135,8 @@ def test_intervals_and_rest_are_the_mask(name:str) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 def test_far_places(name:str) -> None:
-  """The intervals also hold for queries and keys at the smallest and largest places that are allowed."""
+  """The interval of keys that a mask function gives for a query is also right for the smallest and the largest allowed indices, and so is the
+  interval of queries for a key."""
   mask, plain = EDGES[name]
   found = mask_bounds(mask)
   for place in (-FAR + 1, -FAR//7, -12345678, FAR//16, 123456789, FAR - 2):

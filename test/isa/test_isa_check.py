@@ -133,8 +133,8 @@ def test_a_register_that_may_be_negative_is_found(arch:str, text:str) -> None:
 def test_a_register_that_is_not_negative_is_left_alone(arch:str, text:str) -> None: assert of(text, arch) == []
 
 def test_how_many_dimensions_a_workgroup_has() -> None:
-  """The check knows the range of v0, which holds ten bits for each coordinate of a thread. The range follows from the number of dimensions that the
-  text states for a workgroup, or from three dimensions if the text states none."""
+  """The check of machine code knows the range of v0, which holds ten bits for each coordinate of a thread. The range follows from the number of
+  dimensions that the assembly text states for a workgroup, or from three dimensions if the text states none."""
   text = f"k:\nv_lshlrev_b32_e32 v1, 4, v0\n{LOAD}\ns_endpgm\n"
   says = ".amdhsa_kernel k\n  .amdhsa_system_vgpr_workitem_id {}\n.end_amdhsa_kernel\n"
   assert [len(findings(text + more, "gfx942")) for more in ("", says.format(0), says.format(1), says.format(2))] == [1, 0, 0, 1]
@@ -159,7 +159,8 @@ OPERATIONS: dict[str, Callable[..., int]] = {     # results by the ISA documents
   "v_max_i32_e32": lambda x, y: max(x, y, key=signed), "v_med3_i32": lambda x, y, z: sorted((x, y, z), key=signed)[1]}
 
 def test_ranges_hold_what_instructions_give() -> None:
-  """Computed ranges contain the results of instructions. The test draws the operands from small and large ranges."""
+  """The check of machine code computes a range for the result of each instruction, and the range contains the result. The test draws the operands
+  from small and large ranges."""
   rng = random.Random(0)
   known = 0
   for op, meaning in OPERATIONS.items():
@@ -214,7 +215,7 @@ def dbias_text(arch:str) -> str:
   return render(dbias_of(p, chip, choose_bias_tile(p, chip))(*args), arch)
 
 def test_stored_values_are_computed_before_branches(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Values that a branch stores are computed before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`."""
+  """The kernels compute values that a branch stores before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`."""
   def found() -> list[str]: return [x for x in findings(assembly(dbias_text("gfx1100"), "gfx1100")) if x.startswith("across lanes")]
   assert found() == []
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})

@@ -146,8 +146,8 @@ def same_tiles(p:Problem, tile:Any, row:int, of_queries:bool) -> np.ndarray:
 
 @in_turn("nan, arch", REACHES, (*EVERY_ARCH, "sm_90"), among=2)
 def test_nan_stays_where_it_belongs(nan:Reach, arch:str) -> None:
-  """A NaN reaches exactly the rows that it reaches in the reference, where hidden pairs add 0. In one gradient it also reaches other rows of the
-  tile, because 0 times NaN is NaN (docs/attention.md)."""
+  """A NaN reaches exactly the rows of the gradients that it reaches in attn.reference, where hidden pairs of a query and a key add 0. In one gradient
+  it also reaches other rows of the tile, because 0 times NaN is NaN (docs/attention.md)."""
   p = problem(H=1, Sq=200, D=16, causal=True)
   x, loss = normal(p), loss_of(p)
   (loss.do if nan.tensor == "do" else getattr(x, nan.tensor))[..., nan.row, 3] = np.nan

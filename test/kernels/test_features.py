@@ -311,7 +311,7 @@ def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("dtype", "out"), (("bfloat16", "float16"), ("float16", "bfloat16"), ("float16", "float32")))
 def test_output_type_compiles(dtype:str, out:str) -> None:
-  """The kernel declares the type of the output, although the kernel computes no value of this type."""
+  """The source of the forward kernel declares the type of the output, although the kernel computes no value of this type."""
   p = problem(Sq=40, dtype=dtype, out_dtype=out)
   for arch in ARCHS:
     tensors = [UOp.placeholder(shape, TYPES[t], i) for i, (shape, t) in enumerate(arguments(p).values())]

@@ -177,8 +177,8 @@ TRIPS = {   # 1 for each of 8 iterations that moves the reference
 
 @pytest.mark.parametrize("make", TRIPS, ids=lambda f: f.__name__)
 def test_which_trips_correct(monkeypatch, make) -> None:
-  """The kernel corrects P (moves the reference of a row) in exactly the iterations that TRIPS lists for each kind of input. The inputs of this file
-  reach both sides of the branch, and the kernel takes the branch as rarely as possible."""
+  """The forward kernel raises the number that the softmax subtracts from a row's scores in exactly the iterations that TRIPS lists for each kind of
+  input. The inputs of this file reach both sides of the kernel's branch for this, and the kernel takes the branch as rarely as possible."""
   seen, any_lane = [], Numbers.any_lane
   def note(self, condition):
     seen.append(int((found := any_lane(self, condition)).any()))

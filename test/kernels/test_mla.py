@@ -182,9 +182,9 @@ BARRIERS:dict[str, tuple[int, int|None]] = {"gfx942": (8, 6), "gfx1201": (10, 8)
                                             for arch, (n, spare) in BARRIERS.items() for i in range(n) if i != spare])
 @pytest.mark.usefixtures("without_places")
 def test_without_a_barrier(monkeypatch:pytest.MonkeyPatch, arch:str, left_out:int) -> None:
-  """The kernel needs each of its barriers: if one is left out, the emulator finds a race or a read of memory that was never written. The only
-  exception is a barrier that tinygrad inserts itself if it is missing. Each case uses its own problem, because a program stays in tinygrad's
-  cache."""
+  """The kernel for latent attention needs each of its barriers: if one is left out, the emulator finds a race or a read of memory that was never
+  written. The only exception is a barrier that tinygrad inserts itself if it is missing. Each case uses its own problem, because a program stays in
+  tinygrad's cache."""
   count = barriers_but(monkeypatch, left_out)
   with pytest.raises((LdsRace, UninitialisedRead)): check_mla(arch, Sk=129 + left_out, lse=False)
   assert count() == BARRIERS[arch][0]

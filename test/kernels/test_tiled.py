@@ -77,8 +77,8 @@ def test_adversarial(make, dtype:str) -> None:
 def test_head_dimensions(D:int, Dv:int) -> None: check(tile=SMALL if D < 100 else None, H=1, Sq=20, Sk=40, D=D, Dv=Dv, dtype="float32")
 
 def test_long_sums_are_taken_in_parts() -> None:
-  """The kernel sums long dot products in parts. With scores near 1e4, lse is within 4 units in the last place of the largest score. One sequential
-  sum of 512 products would err by 9 units."""
+  """The kernel of plain UOps sums long dot products in parts. With scores near 1e4, lse is within 4 units in the last place of the largest score. One
+  sequential sum of 512 products would err by 9 units."""
   parameters:dict[str, Any] = dict(H=2, Sq=70, Sk=90, D=512, Dv=8, dtype="float32")
   _, lse = check(make=large_rows, tile=replace(SMALL, down=8, across=8, depth=32, ahead=True), **parameters)
   _, law = expected(p := problem(**parameters), large_rows(p), {})
@@ -131,8 +131,8 @@ def test_nan_beyond_the_lengths_has_no_effect() -> None:
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
 def test_one_thread_without_workgroups() -> None:
-  """A kernel of one thread is right with a CPU's grid: it computes the parts in the order of the grid, and loops over the heads of each part. The
-  test runs on the emulator."""
+  """The kernel of plain UOps is right with one thread and a CPU's grid: it computes the parts in the order of the grid, and loops over the heads of
+  each part. The test runs on the emulator."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
   kernel = forward_of(p, serial, ONE_THREAD)
@@ -318,8 +318,8 @@ assert np.isneginf(attn.attention(*map(Tensor, (q, k, v))).numpy()).all()
 """
 
 def test_a_cpu_with_an_infinite_last_row() -> None:
-  """A kernel of one thread computes whole tiles of keys. In place of a key beyond the last one it reads the last row of V again and gives it the
-  weight 0. If this row is infinite, the product of 0 and the row must not become NaN."""
+  """The kernel of plain UOps with one thread computes whole tiles of keys. In place of a key beyond the last one it reads the last row of V again and
+  gives it the weight 0. If this row is infinite, the product of 0 and the row must not become NaN."""
   pytest.importorskip("ziglang")
   on("CPU", 1, INFINITE, CC=str(Path(__file__).resolve().parent.parent.parent/"examples/clang_of_zig.sh"))
 

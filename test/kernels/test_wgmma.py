@@ -97,8 +97,8 @@ def test_feature(chip:str, feature:str) -> None: FEATURES[feature](chip)
 
 @pytest.mark.parametrize("descending", (True, False))
 def test_nearest_keys_first(descending:bool, monkeypatch) -> None:
-  """The kernel begins with the nearest keys. With steep slopes of ALiBi, the number that the softmax subtracts from a row's scores then changes only
-  at the first tile. In ascending order this number changes at every tile."""
+  """The wgmma forward kernel begins with the nearest keys. With steep slopes of ALiBi, the number that the softmax subtracts from a row's scores then
+  changes only at the first tile. In ascending order this number changes at every tile."""
   if not descending: monkeypatch.setattr(workgroup, "nearest_first", lambda walk: False)
   definition, changes = OPERATIONS["correct"].meaning, list[bool]()
   def counted(lanes, reference, *args, **static):
@@ -160,7 +160,8 @@ def test_planted_wrong_numbers(fault:str, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("without_places")
 def test_the_ring_has_no_more_places_than_tiles(monkeypatch) -> None:
-  """If there are only two tiles, the ring buffer has two places, and the kernel does not copy a third tile, which would be all zeros."""
+  """The ring buffer of the wgmma forward kernel, which holds tiles of keys, has two places if there are only two tiles. The kernel then does not copy
+  a third tile, which would be all zeros."""
   tile = WgmmaTile(1, 48)
   change_kernel(monkeypatch, "forward_wgmma", tile=lambda p, arch: tile)
   assert [tile.stages(problem(Sk=n)) for n in (1, 48, 49, 97, 1000)] == [1, 1, 2, 3, 3]

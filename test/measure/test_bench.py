@@ -63,7 +63,8 @@ def test_backward(bench_here:Callable[..., int], settings:dict[str, str], tmp_pa
   assert row["heads checked"] == "100%"
 
 def test_sweep_shows_progress(bench_here:Callable[..., int], tmp_path:Path, capsys:pytest.CaptureFixture[str]) -> None:
-  """SWEEP=1 runs every shape of the sweep with the given settings, writes a row for each to the CSV file, and shows its progress."""
+  """bench.py with SWEEP=1 runs every shape of its list with the given settings, writes a row for each shape to the CSV file, and shows its
+  progress."""
   assert bench_here(**SMALL, SWEEP="1", CSV=str(tmp_path/"table.csv"), VERIFY="0", HKV="1", CAUSAL="0", DTYPE="half", OUT_DTYPE="half",
                     WINDOW="-1,-1", SK="64") == 0
   assert len(rows(tmp_path/"table.csv")) == len(bench.SWEEP) and f"{len(bench.SWEEP)}/{len(bench.SWEEP)}" in capsys.readouterr().err
@@ -103,7 +104,7 @@ def test_bounds(bench_here:Callable[..., int], capsys:pytest.CaptureFixture[str]
   ({"FIGURES": "1", "CSV": "x.csv"}, "CSV='x.csv' with FIGURES=1"),
 ])
 def test_bad_setting(bench_here:Callable[..., int], settings:dict[str, str], line:str, capsys:pytest.CaptureFixture[str]) -> None:
-  """A bad setting is refused before anything runs, with its name, its value and what is supported."""
+  """bench.py refuses a bad setting before anything runs. The message has the setting's name, its value and what is supported."""
   with pytest.raises((bench.BadSetting, ValueError, NotImplementedError)) as e: bench_here(**SMALL | settings)
   assert line in str(e.value) and "\n" not in str(e.value) and not capsys.readouterr().out
 
@@ -151,8 +152,8 @@ def test_verify_judges_lse_too() -> None:
   assert not verdicts.verify(p, (q, k, v), (o, lse + 1), None)[0].ok
 
 def test_every_shape_of_the_comparison_is_one_that_bench_takes() -> None:
-  """bench.py accepts every shape of the comparison. The other libraries of the comparison need PyTorch and a GPU, but their list of shapes does
-  not."""
+  """bench.py accepts every shape of the comparison with other libraries (COMPARE=1 and SWEEP=1). The comparison needs PyTorch and a GPU, but its list
+  of shapes does not."""
   from attn.measure import peers
   problems = [bench.settings({**bench.ON_A_GPU, **x}).problem for x in (*peers.sweep("float16"), *peers.sweep("float32"))]
   assert len({(p, p.dtype, p.window) for p in problems}) == len(problems) == 4*len(peers.SHAPES) + 2*len(peers.SHAPES_FP32)
@@ -163,8 +164,8 @@ def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.Mon
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
 
 def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tmp_path:Path) -> None:
-  """The sweep of the backward kernels produces table and picture from its settings, also for shapes that are too large to be computed a second time.
-  Stand-ins replace the device and PyTorch."""
+  """bench.py with BWD=1, COMPARE=1 and SWEEP=1 writes the table and the picture of its list of shapes, also for shapes that are too large to be
+  computed a second time. Stand-ins replace the device and PyTorch."""
   pytest.importorskip("matplotlib")
   def row(p:Problem, causal:bool) -> dict[str, object]:
     theirs = {"TFLOP/s cuDNN": 2.0} if p.D < 256 else {}

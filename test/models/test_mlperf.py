@@ -158,8 +158,8 @@ def scheduled(attend:Attend, sliding:bool) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("program", [pytest.param(name, marks=() if "oss" in name else pytest.mark.thorough) for name in PROGRAMS])
 def test_no_copies_of_the_inputs(program:str) -> None:
-  """One kernel writes each of q, k and v, and no kernel copies them. The backward pass runs the forward kernel again only if the layer has not kept o
-  and lse."""
+  """One kernel writes each of q, k and v in a layer of the small trainers, and no kernel copies them. The backward pass runs the forward kernel again
+  only if the layer has not kept o and lse."""
   q, k = B*S*HEADS*D, B*S*KV_HEADS*D
   with computed_on("EMU::gfx942"), attn.installed(), Context(TRAINING=1):
     kernels = scheduled(PROGRAMS[program][0], sliding=program != "gpt_oss.py")     # gpt_oss.py itself copies keys and values into bands

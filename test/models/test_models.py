@@ -39,7 +39,8 @@ def own_of_rounded(q:Tensor, k:Tensor, v:Tensor, *args:Any, **kwargs:Any) -> Ten
   pytest.param(program, dtype, device, marks=() if by_default(place, dtype, device) else pytest.mark.thorough)
   for place, program in enumerate(PROGRAMS) for dtype in TYPES for device in DEVICES])
 def test_a_program_of_tinygrad(program:Any, dtype:str, device:str) -> None:
-  """The error against float32 is at most twice as large with attn's attention as with tinygrad's own on tensors rounded in the same way."""
+  """A small program like one of tinygrad's models has at most twice as large an error against float32 with attn's attention as with tinygrad's own
+  attention on tensors rounded in the same way."""
   with computed_on(device), warnings.catch_warnings():
     warnings.simplefilter("error")       # a call that goes to tinygrad's own warns
     exact = results(program, dtype, exact=True)

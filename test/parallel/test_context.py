@@ -115,7 +115,8 @@ def test_planted_faults_of_the_plan_are_seen(monkeypatch:pytest.MonkeyPatch, fau
 @pytest.mark.parametrize("count, order", ((1, "zigzag"), (2, "zigzag"), (3, "zigzag"), (3, "contiguous")))
 @pytest.mark.parametrize("block_m", (3, 5, 8))
 def test_a_kernel_knows_where_queries_are(count:int, order:str, block_m:int) -> None:
-  """A kernel computes the true position of each query if a device has pieces of 5 rows. No block of queries contains rows of two pieces."""
+  """A kernel computes the position of each query in the whole sequence if a device holds one or two pieces of 5 rows of the sequence. No block of
+  queries contains rows of two pieces."""
   length = 5*count*ORDERS[order] - 3
   p = posed(length, length, (-1, 0), 0)
   s = shards(p, count, order)

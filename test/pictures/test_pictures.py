@@ -70,8 +70,8 @@ def test_each_lane_holds_as_many_elements_as_it_has_registers_for(name:str) -> N
 
 @pytest.mark.parametrize("name", AMD)
 def test_c_is_where_the_emulator_has_it(name:str) -> None:
-  """Elements of C lie at the lanes and registers of the emulator. The emulator's layouts come from the ISA documents and are independent of the
-  kernels' tables."""
+  """The pictures of AMD's matrix instructions show the elements of C at the lanes and registers that the emulator uses. The emulator's layouts come
+  from the ISA documents and are independent of the kernels' tables."""
   mat = AMD[name]
   numbers = np.arange(mat.accumulator*mat.wave).reshape(mat.accumulator, mat.wave)
   columns, = INSTRUCTIONS[mat.name].c.to_matrices(numbers, lambda x: x)
@@ -88,7 +88,7 @@ def test_every_key_is_once_in_the_order_of_p(name:str) -> None:
     assert c[key % mat.M, 0][0].lane == h*mat.N, n
 
 def test_mma_fragments() -> None:
-  """Fragments of m16n8k16 follow PTX ISA 9.7.14.5.8: groupID = lane/4, threadID_in_group = lane%4."""
+  """The picture of mma.sync shows the fragments of m16n8k16 as PTX ISA 9.7.14.5.8 defines them: groupID = lane/4, threadID_in_group = lane%4."""
   mat = matrices.MMA["float16"]
   for lane, i in itertools.product(range(32), range(8)):
     row, column = lane//4 + 8*(i//2 % 2), lane%4*2 + i%2 + 8*(i//4)

@@ -191,8 +191,8 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
 
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
 def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
-  """Dispatch reads, for each class of problems, the rows of the oldest LLVM release that is not older than the compiler, or the rows for every
-  release."""
+  """Dispatch reads the rows of the tile tables that are for the oldest LLVM release that is not older than the compiler. If a class of problems has
+  no such rows, dispatch reads its rows for every release."""
   shape = ForwardShape(4, 1, 32)
   table = (UpTo(64, shape), UpTo(64, shape, llvm=21), UpTo(64, shape, llvm=20), UpTo(128, ForwardShape(4, 1, 16)))
   assert [row.llvm if row.up_to == 64 else row.shape.block_n for row in rows_for(table, llvm)] == list(tiles)
