@@ -49,7 +49,7 @@ def in_attn(error:BaseException) -> bool:
   return last.filename.startswith(str(ROOT/"attn")) or last.name == "by_attn"
 
 def run(call:Call) -> Outcome:
-  """Runs a call and checks its results."""
+  """Runs a random call of attention and compares its results with float64."""
   from night_oracle import hold
   begin, found = time.process_time(), dict[str, Any]()
   def outcome(state:str, why:str="") -> Outcome: return Outcome(call.seed, state, why, time.process_time() - begin)

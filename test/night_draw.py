@@ -102,12 +102,12 @@ class Posed:
   # ***** inputs *****
 
   def values(self, name:str, kind:str, shape:tuple[int, ...]|str, dtype:str, same:int|None=None) -> None:
-    """Adds an input of the given kind. Each step of a TinyJit gets other numbers."""
+    """Adds an input of the given kind to the drawn call of attention. Each step of a TinyJit gets other numbers."""
     seed = f"{self.rng.randrange(10**6)}" + (" + turn" if self.turns > 1 else "")
     self.arrays[name] = f"values({kind!r}, {shape}, {dtype!r}, {seed}{f', same={same}' if same is not None else ''})"
 
   def profile(self) -> dict[str, str]:
-    """Draws the kinds of q, k and v. No kind has NaN or inf in v, because they would spread to other rows if the problem has a mask
+    """Draws which kind of numbers q, k and v have. No kind has NaN or inf in v, because they would spread to other rows if the problem has a mask
     (docs/attention.md)."""
     hard = [{"q": "positive", "k": "rising"}, {"q": "positive", "k": "falling"}, {"q": "large"}, {"k": "large"}, {"v": "large"}, {"k": "huge"},
             {"q": "constant", "k": "constant"}, {"k": "zero"}, {"q": "small", "v": "small"}, {"v": "constant"}]
@@ -116,7 +116,8 @@ class Posed:
     return self.one(*odd) if self.chance(.15) and not self.backward else self.one(*hard)
 
   def inputs(self, may_be_same:bool=False, kinds:dict[str, str]|None=None) -> None:
-    """Adds q, k and v. In some draws all batches, or all heads, of k and v are equal, and k and v become views of one batch or head."""
+    """Adds the inputs q, k and v to the drawn call of attention. In some draws all batches, or all heads, of k and v are equal, and k and v become
+    views of one batch or head."""
     if kinds is None: kinds = self.profile()
     shapes = {"q": (self.B, self.H, self.Sq, self.D), "k": (self.B, self.Hkv, self.Sk, self.D), "v": (self.B, self.Hkv, self.Sk, self.Dv)}
     same = self.one(0, 1) if may_be_same and self.chance(.08) else None
@@ -293,7 +294,7 @@ class Posed:
     return f"attn.attention(q, k, {'None' if self.facts.get('v_dim') else 'v'}{options}{more})"
 
   def common(self, lse:bool|None=None, between:str="") -> None:
-    """Adds a call of attn.attention with all drawn options."""
+    """Adds a call of attn.attention with all drawn options to the drawn script."""
     if self.layout != "bhsd": self.options["layout"] = repr(self.layout)
     if self.out_dtype != self.dtype: self.options["out_dtype"] = self.one(repr(self.out_dtype), f"DTYPES[{self.out_dtype!r}]")
     lse = self.chance(.5) if lse is None else lse
@@ -346,7 +347,7 @@ class Posed:
     self.common()
 
   def poison(self) -> None:
-    """Replaces the rows beyond a length or before a start by NaN, which must have no effect."""
+    """Replaces the rows of k and v beyond a length or before a start by NaN, which must have no effect."""
     for name in ("k", "v"):
       if name == "v" and self.facts.get("v_dim"): continue
       self.outside[name] = self.outside[name].replace(f"x[{name!r}]", f"unseen(x[{name!r}], x)")
@@ -651,8 +652,8 @@ class Posed:
     self.after += [f"for name, cache in (('k', k_cache), ('v', v_cache)): np.testing.assert_array_equal(array(cache), {want}, f'{{name}}_cache')"]
 
   def turned(self, positions:int) -> None:
-    """Replaces q and the new rows of k by rows from which the rotary embedding computes them. Angles are quarter turns, so the rotation is exact in
-    every type."""
+    """Replaces q and the new rows of k in the drawn call by rows from which the rotary embedding computes them. Angles are quarter turns, so the
+    rotation is exact in every type."""
     half, interleaved = self.rng.randint(1, max(self.D//2, 1)), self.one(True, False)
     moving = "causal" in self.options or "window" in self.options
     if self.D < 2: return
@@ -664,7 +665,8 @@ class Posed:
     self.options |= {"rotary_cos": "rotary_cos", "rotary_sin": "rotary_sin", "rotary_interleaved": repr(interleaved)}
 
   def pages(self) -> None:
-    """Draws keys in pages. The block table has invalid entries that no kernel may read. In some draws the queries are packed."""
+    """Draws a call of attention over keys and values in pages. The block table has invalid entries that no kernel may read. In some draws the queries
+    are packed."""
     self.layout = self.one("bhsd", "bshd", "nsd", "bhsd")
     self.held_to_work()
     size = self.one(1, 3, 7, 8, 16, 20, 32, 64, 128)
@@ -690,7 +692,7 @@ class Posed:
     self.common()
 
   def sliced(self) -> None:
-    """Draws slices of a cache whose length is a Variable, as in tinygrad's models."""
+    """Draws a call of scaled_dot_product_attention over slices of a cache whose length is a Variable, as in tinygrad's models."""
     self.out_dtype, self.B, self.layout = self.dtype, self.one(1, 1, 2), "bhsd"
     self.Dv = self.D
     self.held_to_work()
@@ -734,7 +736,7 @@ KINDS = {   # weights of each kind, forward and backward
   "shards": (16, 22), "custom": (4, 4), "sliced": (3, 0)}
 
 def drawn(seed:int, on:str="") -> Call:
-  """Draws the call of a seed; `on` overrides the drawn chip or device."""
+  """Draws the random call of attention that belongs to a seed; `on` overrides the drawn chip or device."""
   rng = random.Random(seed)
   direction = "backward" if rng.random() < 1/3 else "forward"
   chosen = rng.choice((*CHIPS, "CPU", "CL"))

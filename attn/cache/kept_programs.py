@@ -31,8 +31,8 @@ def printed_by() -> str:
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """Returns the key under which a kernel's source is kept, or None if it is not kept. With VIZ, or with DEBUG of at least 3, no kernel is kept,
-  because these settings show how a kernel is lowered. CCACHE=0 switches caches off."""
+  """Returns the key under which a kernel's source is kept, or None if it is not kept. With tinygrad's settings VIZ, or DEBUG of at least 3, no kernel
+  is kept, because these settings show how a kernel is lowered. CCACHE=0 switches caches off."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 

@@ -81,7 +81,7 @@ def arguments(call:Call) -> list[Tensor]:
   return [t.shard(TWO, call.axis if t.ndim == 4 and not (call.whole_q and i == 0) else None).realize() for i, t in enumerate(drawn)]
 
 def results(call:Call, layer:Layer, jit:bool) -> list[np.ndarray]:
-  """Returns the outputs of a layer, and the gradients of a loss of two calls of this layer."""
+  """Returns the outputs of a layer of attention, and the gradients of a loss that depends on two calls of the layer."""
   tensors = arguments(call)
   def step(*given:Tensor) -> tuple[Tensor, ...]:
     first, second = layer(*given), layer(given[0]*0.5, *given[1:])

@@ -26,7 +26,7 @@ VALUES: dict[Ops, Callable[..., Any]] = {
   Ops.SHL: np.left_shift, Ops.SHR: np.right_shift, Ops.CDIV: lambda x, y: np.trunc(x/y).astype(np.int64)}
 
 def value(u:UOp, i:Array, j:Array) -> Array:
-  """Computes a traced function with numpy for the places i of queries and j of keys, for head 2."""
+  """Computes a traced mask function with numpy for queries with the indices i and keys with the indices j, for head 2."""
   found: dict[UOp, Array] = {QUERY: i, KEY: j, QUERY_HEAD: np.array(2)}
   for x in u.toposort():
     if x in found: continue

@@ -1,5 +1,5 @@
-"""Tests of functions at their limits: an index outside its tensor, scores that are infinite, NaN or as large as
-float32 allows, rows that see no key."""
+"""Tests of score_mod and mask_mod at their limits: an index outside its tensor, scores that are infinite, NaN or as large as float32 allows, rows
+that see no key."""
 from __future__ import annotations
 import math, re
 from collections.abc import Callable

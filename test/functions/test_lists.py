@@ -136,7 +136,7 @@ def test_lists_of_masks_that_read_tensors(name:str, rows:int, keys:int, over:str
 # ***** attention over them *****
 
 def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray) -> list[np.ndarray]:
-  """Returns o, and the gradients of q, k and v."""
+  """Computes o and the gradients of q, k and v by `attention` with the mask of a case, on the emulator."""
   with emulated(arch):
     q, k, v, of_o = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v, do))
     o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents)

@@ -31,7 +31,7 @@ RULES: dict[Ops, Callable[..., Any]] = {
 NUMPY = {dtypes.int: np.int32, dtypes.bool: np.bool_, dtypes.float: np.float32, dtypes.uchar: np.uint8}
 
 def value(u:UOp, tensors:list[Array], i:Array, j:Array) -> Array:
-  """Computes a traced expression for the places i of queries and j of keys."""
+  """Computes a traced mask function with numpy for queries with the indices i and keys with the indices j."""
   found: dict[UOp, Array] = {QUERY: i, KEY: j}
   for x in u.toposort():
     if x in found or x._shape != () or x.op is Ops.STACK: continue
@@ -42,7 +42,8 @@ def value(u:UOp, tensors:list[Array], i:Array, j:Array) -> Array:
   return found[u]
 
 def limits_on(mask:UOp, tensors:list[Array], i:Array, j:Array) -> tuple[bool, bool]:
-  """Returns whether a mask is known to be always true on a block of pairs, and whether it may be true on it."""
+  """Returns what is derived about a mask on a block of queries i and keys j: whether the mask is true for all pairs of a query and a key, and whether
+  it may be true for any pair."""
   def limits(u:UOp) -> Extremes:
     x = value(u, tensors, i, j)
     low, high = (-np.inf, np.inf) if np.issubdtype(x.dtype, np.floating) and np.isnan(x).any() else (x.min(), x.max())

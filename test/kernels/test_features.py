@@ -224,7 +224,7 @@ def sparse(nbytes:int) -> View:
   return View(a, 0, nbytes)
 
 def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
-  """Runs only the workgroup with index `number` of the kernel; -1 is the last one."""
+  """Runs only one workgroup of the forward kernel, the one with index `number`; -1 is the last one."""
   uops = uops_of(p, arch, choose_tile(p, get_chip(arch)))
   plan, sizes = Plan(uops, "attn_large", arch), {u.arg: u.vmax + 1 for u in uops if u.op is Ops.SPECIAL}
   grid, local = (tuple(sizes.get(f"{kind}idx{i}", 1) for i in range(3)) for kind in "gl")
@@ -232,7 +232,8 @@ def run_alone(p:Problem, arch:str, views:list[View], number:int) -> None:
   with np.errstate(all="ignore"): Frame(plan, number % (p.B*p.H), 1, grid, local, dict(zip(plan.params, views, strict=True)), {}).run()
 
 def run_last_workgroup(p:Problem, arch:str) -> tuple[np.ndarray, Inputs]:
-  """Runs the workgroup of the last head of the last batch. The inputs that it reads are random numbers; all other inputs are zeros."""
+  """Runs the workgroup of the forward kernel for the last head of the last batch. The inputs that it reads are random numbers; all other inputs are
+  zeros."""
   views, x = [sparse(math.prod(shape)*2) for shape, _ in arguments(p).values()], normal(replace(p, B=1, H=1, Hkv=1))
   for view, tensor in zip(views[1:], (x.q, x.k, x.v), strict=True): view.data[-2*tensor.size:] = tensor.astype(np.float16).ravel().view(np.uint8)
   run_alone(p, arch, views, -1)

@@ -41,7 +41,7 @@ NARROW = dict(H=40, Hkv=1, D=48, Dv=40)     # quick to lower; the rows fill more
 Maker = Callable[[Problem], Inputs]
 
 def latent(make:Maker) -> Maker:
-  """Makes V the first columns of K."""
+  """Returns a function that makes inputs as `make` does, but with the first columns of K as V."""
   def made(p:Problem) -> Inputs:
     x = make(p)
     return Inputs(x.q, x.k, x.k[..., :p.Dv])

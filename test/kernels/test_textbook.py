@@ -19,7 +19,7 @@ with patch.dict(os.environ):   # the example sets DEV itself
   import removed_example_defects as defects
 
 def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
-  """Builds the problem, runs the kernel, and compares o with float64: each element must be within its error limit (docs/contract.md)."""
+  """Builds the problem, runs the textbook kernel, and compares o with float64: each element must be within its error limit (docs/contract.md)."""
   p = problem(lse=False, out_dtype="float32", **parameters)
   x, dtype = make(p), {"float16": np.float16, "float32": np.float32}[p.dtype]
   inputs = [a.astype(dtype) for a in (x.q, x.k, x.v)]

@@ -172,8 +172,8 @@ def test_rows_that_are_no_multiple_of_four(D:int) -> None:
 # ***** planted faults *****
 
 def fault(name:str, change) -> None:
-  """Runs the kernel with one method of PlainForward replaced by change(method), and asserts that its output is right: with a planted fault this
-  raises."""
+  """Runs the forward kernel of plain UOps with one method of PlainForward replaced by change(method), and asserts that its output is right: with a
+  planted fault this raises."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(PlainForward, name, change(getattr(PlainForward, name)))
     check(make=rising, tile=SMALL, H=1, Sq=20, Sk=70, D=16, dtype="float32", causal=True)

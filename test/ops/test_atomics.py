@@ -78,7 +78,7 @@ def test_clang_19_is_refused_for_rdna4(release):
   assert "__clang_major__" not in text_of(in_turn, "gfx1100", *SUMS) + text_of(in_turn, "gfx942", *SUMS)
 
 def four(o, x):
-  """Kernel that adds to four elements that lie 64 elements apart."""
+  """Kernel that adds by one operation to four elements that lie 64 elements apart."""
   t = UOp.range(64, 0, AxisType.WARP)
   values = build(*[x[t*4 + i].load() for i in range(4)])
   r = UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)

@@ -1,4 +1,4 @@
-"""Tests of graphs under TinyJit: what their kernels wait for, and what they get."""
+"""Tests of graphs under TinyJit: for which other kernels a kernel waits, and which tensors it gets."""
 from __future__ import annotations
 import inspect
 import numpy as np
