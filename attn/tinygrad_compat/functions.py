@@ -26,11 +26,12 @@ MOST_SHAPES = 1024     # shapes that are kept
 
 @functools.lru_cache(MOST_SHAPES)
 def kept_shape(shape:tuple[int, ...]) -> UOp:
-  """Returns a shape as the source of a RESHAPE."""
+  """Returns a shape as a UOp, in the form that tinygrad's operation RESHAPE takes."""
   return UOp.sink(shape_to_shape_arg(shape)).simplify().src[0]
 
 def in_shape(buffer:UOp, shape:tuple[int, ...]) -> UOp:
-  """Reshapes a flat buffer, as UOp.reshape does. That method simplifies the shape anew in each call, which takes 0.1 ms."""
+  """Reshapes a flat buffer, as UOp.reshape does, but keeps the UOp of each shape. UOp.reshape simplifies the shape anew in each call, which takes 0.1
+  ms."""
   return buffer if len(shape) == 1 else new_uop(Ops.RESHAPE, (buffer, kept_shape(shape)))
 
 def new_buffer(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...]) -> UOp:
@@ -46,12 +47,12 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers that belong to a FUNCTION. They are the buffers that `new_buffer` made, and those that tinygrad's own code finds, whose first
-  content is Invalid."""
+  """Returns the buffers that belong to a FUNCTION, tinygrad's UOp for a call of a `@function`. They are the buffers that `new_buffer` made, and those
+  that tinygrad's own code finds, whose first content is Invalid."""
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
-  """Gives new numbers to the buffers that belong to a FUNCTION, taken from `slots`. One replacement changes all of them at once."""
+  """Gives new numbers, taken from `slots`, to the buffers that belong to the body of a `@function`. One replacement changes all of them at once."""
   own = buffers_of_function(body)
   buffers = {u: u.replace(arg=replace(u.arg, slot=next(slots))) for u in body.toposort(enter_calls=False)
              if u.op is Ops.BUFFER and (u in own or u.arg.slot < 0)}
@@ -73,13 +74,13 @@ def with_shared_outputs(body:UOp) -> UOp:
   return body.replace(src=tuple(map(shared, body.src)))
 
 def with_inlined_functions(body:UOp) -> UOp:
-  """Marks every FUNCTION inside the body of another FUNCTION as inlined. tinygrad compiles only the outermost FUNCTION separately. It would leave an
-  inner one that is marked for this (`precompile`) in the schedule, and fail."""
+  """Marks every `@function` that is called inside the body of another one as inlined. tinygrad compiles only the outermost function separately. It
+  would leave an inner one that is marked for this (`precompile`) in the schedule, and fail."""
   apart = [u for u in body.toposort(enter_calls=False) if u.op is Ops.FUNCTION and u.arg.precompile]
   return body.substitute({u: u.replace(arg=replace(u.arg, precompile=False)) for u in apart})
 
 def numbered(uret:UOp) -> UOp:
-  """Prepares the body of a FUNCTION, in place of tinygrad's own function for this. The buffers inside get the numbers -1, -2 and so on, so that equal
+  """Prepares the body of a `@function`, in place of tinygrad's own step for this. The buffers inside get the numbers -1, -2 and so on, so that equal
   functions are the same UOp. tinygrad gives the numbers 0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a
   new number is the old number of another buffer in the function, or of a tensor's buffer."""
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
@@ -89,9 +90,9 @@ tinygrad_function.invalid_outputs = buffers_of_function     # type: ignore[attr-
 for module in (tinygrad_function, gradient): module.renumber_invalid_outputs = numbered   # type: ignore[attr-defined]
 
 def compact_params(body:UOp, all_args:tuple[UOp, ...]) -> tuple[UOp, tuple[UOp, ...]]:
-  """Renumbers the PARAMs of a gradient's body from 0 on, and returns the body with the arguments that it uses. It replaces tinygrad's own function,
-  which also counts the PARAMs inside the body's kernels. A kernel's PARAMs have nothing to do with these arguments, and tinygrad raises an IndexError
-  if a kernel has more PARAMs than the body has arguments."""
+  """Renumbers the PARAMs (tinygrad's placeholders for arguments) of a gradient's body from 0 on, and returns the body with the arguments that it
+  uses. It replaces tinygrad's own function, which also counts the PARAMs inside the body's kernels. A kernel's PARAMs have nothing to do with these
+  arguments, and tinygrad raises an IndexError if a kernel has more PARAMs than the body has arguments."""
   used = sorted((u for u in body.toposort(enter_calls=False) if u.op is Ops.PARAM), key=lambda u: u.arg.slot)
   return body.substitute({u: u.replace(arg=replace(u.arg, slot=i)) for i, u in enumerate(used)}, walk=True), tuple(all_args[u.arg.slot] for u in used)
 
@@ -100,13 +101,15 @@ gradient._compact_params = compact_params   # type: ignore[assignment]
 _wanted: list[set[int]] = []     # for each call being differentiated: indices of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
-  """Returns, inside a grad_fxn, the names of the call's sources whose gradients are needed. tinygrad knows them, but does not tell the grad_fxn.
-  `names` has a name for each source of the call. Outside a grad_fxn all names are returned, because every source may need a gradient."""
+  """Returns which gradients of a call are needed, by the names of the call's inputs. It answers inside a grad_fxn, the function that computes the
+  gradients of a call: tinygrad knows which are needed, but does not tell the grad_fxn. `names` has a name for each input of the call. Outside a
+  grad_fxn all names are returned, because every input may need a gradient."""
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps tinygrad's function that differentiates a call. While it differentiates a FUNCTION, `inside_function` returns True, because the gradient of
-  a FUNCTION is again the body of a FUNCTION. While it runs a grad_fxn, `wanted_of` returns which gradients are needed."""
+  """Wraps tinygrad's function that differentiates a call. While it differentiates a call of a `@function`, `inside_function` returns True, because
+  the gradient is again the body of a `@function`. While it runs a grad_fxn (a function that computes the gradients of a call), `wanted_of` returns
+  which gradients are needed."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
     of_function = call.op is Ops.FUNCTION and call.arg.grad_fxn is None
@@ -130,8 +133,8 @@ def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bo
 gradient._deepwalk = path_to_targets
 
 def inlined_function(call:UOp) -> UOp|None:
-  """Inlines a FUNCTION that is not compiled separately, with new buffers for each inlined call. Otherwise two such functions in one schedule would
-  write to the same buffers, because equal numbers mean equal buffers."""
+  """Inlines a call of a `@function` that is not compiled separately, with new buffers for each inlined call. Otherwise two such calls in one schedule
+  would write to the same buffers, because equal numbers mean equal buffers."""
   return rangeify.resolve_function(call.replace(src=(with_own_buffers(call.src[0], UOp.unique_num), *call.src[1:])))
 
 rangeify.earliest_rewrites = PatternMatcher([(UPat(Ops.FUNCTION, name="call"), inlined_function)]) + rangeify.earliest_rewrites

@@ -28,8 +28,8 @@ def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
 def compile_at_once(kernel:UOp, device:str) -> None:
-  """Lowers and compiles the kernel of a CALL now, in this process. For a schedule with more than one kernel to compile, tinygrad would start worker
-  processes, which takes longer than compiling a small kernel."""
+  """Lowers and compiles the kernel of a launch (a CALL) now, in this process. For a schedule with more than one kernel to compile, tinygrad would
+  start worker processes, which takes longer than compiling a small kernel."""
   to_program(kernel.src[0], device_of(device).renderer)
 
 # **** places of operations ****

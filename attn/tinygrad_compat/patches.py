@@ -85,8 +85,8 @@ def input_of(u:UOp) -> int|None:
   return int(u.arg.slot) if u.op is Ops.PARAM else None
 
 def resolved(u:UOp, inputs:tuple[UOp, ...]) -> UOp:
-  """Replaces the PARAM in an argument of a call by the TinyJit input that it stands for. The argument may be the PARAM itself, a region of it, or one
-  device's part. An argument without a PARAM is returned unchanged."""
+  """Replaces the placeholder (PARAM) in an argument of a call by the TinyJit input that it stands for. The argument may be the placeholder itself, a
+  region of it, or one device's part. An argument without a placeholder is returned unchanged."""
   if u.op is Ops.PARAM: return inputs[u.arg.slot]
   if u.op is Ops.MSTACK: return u.replace(src=tuple(resolved(x, inputs) for x in u.src))
   return u.replace(src=(resolved(u.src[0], inputs), *u.src[1:])) if input_of(u) is not None else u
@@ -127,8 +127,8 @@ def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractCo
 
 def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
   """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on. `again()` makes the AST a second
-  time. The outputs of such a kernel become sources of its SINK. So an output stays a parameter of the program even if simplification removes all its
-  stores."""
+  time. The outputs of such a kernel become sources of the AST's root. So an output stays a parameter of the program even if simplification removes
+  all its stores."""
   making: list[Callable[[], Any]] = []
   custom_kernel, call = UOp.custom_kernel, UOp.call
   @functools.wraps(custom_kernel)

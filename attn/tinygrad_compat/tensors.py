@@ -20,9 +20,9 @@ def put_into_tensors(instead:dict[UOp, UOp]) -> None:
   _apply_map_to_tensors(instead, name="history")
 
 def differentiated(outputs:UOp, sources:Sequence[UOp], gradients:Sequence[UOp|None], again:Callable[..., Any]) -> dict[int, UOp]:
-  """Differentiates `outputs`, a TUPLE computed from PARAMs whose values are `sources`. `gradients` has the gradients of the outputs; None stands for
-  0. Returns {index of a source: its gradient} for the float sources on which the outputs depend. Each gradient can be computed separately. `again` is
-  the grad_fxn by which tinygrad would differentiate the gradients once more."""
+  """Differentiates `outputs`, a tuple computed from placeholders (PARAMs) whose values are `sources`. `gradients` has the gradients of the outputs;
+  None stands for 0. Returns {index of a source: its gradient} for the float sources on which the outputs depend. Each gradient can be computed
+  separately. `again` is the function by which tinygrad would differentiate the gradients once more."""
   slot, given = len(sources), []
   for g in gradients:
     given.append(new_uop(Ops.NOOP) if g is None else g.param_like(slot))

@@ -80,22 +80,23 @@ def flat_element(index:UOp) -> UOp|None:
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """Returns a CALL that copies one buffer, or a region of one, to another on any device. The buffers `held` are only sources of the CALL, so that
-  they stay in use; `to` and `source` may be regions of them."""
+  """Returns a CALL, tinygrad's UOp for a launch, that copies one buffer, or a region of one, to another on any device. The buffers `held` are only
+  sources of the CALL, so that they stay in use; `to` and `source` may be regions of them."""
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
   return new_uop(Ops.LINEAR, (copy,)).call(*srcs)
 
 def also_after(u:UOp, *calls:UOp) -> UOp:
-  """Orders a buffer after some CALLs and after the CALLs that it already follows, by a single AFTER. With nested AFTERs tinygrad 0.14.0 would wait
-  only for the CALLs of the outermost AFTER. If those CALLs don't read what the inner CALLs have written, nothing would wait for the inner CALLs."""
+  """Makes uses of a buffer wait for the launches `calls`, and for the launches that the buffer already follows. A single AFTER, tinygrad's UOp for
+  this order, does both. With nested AFTERs tinygrad 0.14.0 would wait only for the launches of the outermost AFTER. If those launches don't read what
+  the inner ones have written, nothing would wait for the inner ones."""
   return u.after(*dict.fromkeys((*(u.src[1:] if u.op is Ops.AFTER else ()), *calls)))
 
 def remembered(u:UOp) -> UOp:
-  """Tags an AFTER, the value of a buffer after a kernel, so that the AFTER stays in every expression. When a value that depends on the AFTER is
-  computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions. A later write by another kernel would then be mistaken for the
-  write of this kernel. tinygrad does not replace a UOp that has a tag, even an empty one."""
+  """Tags an AFTER, tinygrad's UOp for the value of a buffer after a kernel, so that the AFTER stays in every expression. When a value that depends on
+  the AFTER is computed, tinygrad 0.14.0 replaces the AFTER by the bare buffer in all expressions. A later write by another kernel would then be
+  mistaken for the write of this kernel. tinygrad does not replace a UOp that has a tag, even an empty one."""
   return u.rtag(())
 
 # **** the parameters of a kernel ****
@@ -103,17 +104,17 @@ MOST_SINKS = 128     # kernels whose outputs are kept: a walk over an AST takes 
 
 @functools.lru_cache(MOST_SINKS)
 def output_params(sink:UOp) -> tuple[UOp, ...]:
-  """Returns the PARAMs that a kernel's AST stores to, in the order of their slots."""
+  """Returns the parameters of a kernel (tinygrad's PARAMs) to which its AST stores, in the order of their slots."""
   found = {target for u in sink.toposort() if u.op is Ops.STORE and (target := u.src[0].buf_uop).op is Ops.PARAM}
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
 def with_outputs(sink:UOp) -> UOp:
-  """Adds a kernel's outputs to the sources of its AST's SINK."""
+  """Adds the outputs of a kernel to the sources of the SINK, the root of the kernel's AST."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
-  """Makes a PROGRAM count as reading and writing some further tensors, those whose PARAMs have the given `slots`. In a graph under TinyJit, kernels
-  wait for each other because of the tensors that they read and write."""
+  """Makes a compiled kernel (a PROGRAM) count as reading and writing some further tensors. `slots` has the numbers of their parameters. In a graph
+  under TinyJit, kernels wait for each other because of the tensors that they read and write."""
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
 
