@@ -33,7 +33,7 @@ class Call:
 class Posed:
   """A random call while it is being drawn. `arrays` holds the code of the inputs by name, in shape (B, H, S, D). `outside` holds the code of the
   tensors that are made from the inputs. `inside` holds the code of the step, beginning with views of these tensors. `restored` holds the code that
-  brings a result back to the oracle's shape."""
+  brings a result to the shape of its expected values."""
   rng: random.Random
   on: str
   backward: bool
@@ -542,8 +542,8 @@ class Posed:
     self.common(lse, back)
 
   def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
-    """Adds a tensor whose rows the devices share. The script shards it before the call or inside the step. If it shards inside the step, the gradient
-    is the gradient of the whole tensor."""
+    """Adds a tensor whose rows several devices share to the drawn script. The script shards it before the call or inside the step. If it shards
+    inside the step, the gradient is the gradient of the whole tensor."""
     if self.jit or (not self.backward and self.chance(.5)):
       self.outside[name] = f"attn.shard_sequence(tensor({text}, {dtype!r}, {self.device!r}), {self.devices}, {axis}, {order!r}).realize()"
       if self.backward:

@@ -27,7 +27,8 @@ from cases import problem
 @dataclass(frozen=True)
 class Mask:
   """A mask under test. `sees` computes in numpy whether a query sees a key; `mod` is the same mask as a mask_mod. `hull` computes whether a key lies
-  in the query's interval, None if the mask is an interval. `built_in` holds the mask as options of a problem."""
+  in an interval that contains all keys that the query sees. It is None if the mask itself is an interval. `built_in` holds the mask as options of a
+  problem."""
   sees: Callable[..., Any]
   mod: Callable[..., Any]|None = None
   hull: Callable[..., Any]|None = None

@@ -1,6 +1,6 @@
-"""Tests of functions that nobody has chosen: random score_mods and mask_mods, run forward and backward on six units, and compared with float64.
-The value of a function comes from numpy, applied to the traced UOp. Its slopes are those of attn/functions/derivative.py, which other tests compare
-with differences."""
+"""Tests of random score_mods and mask_mods, which run forward and backward on five chips with a matrix unit and on one without, and are compared with
+float64. The expected values of a function come from its traced UOp, computed in numpy. The expected derivatives come from
+attn/functions/derivative.py, which other tests compare with differences."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping

@@ -1,5 +1,6 @@
-"""Makes a small attention loop in HIP for each matrix unit, for the tests of the compiler and of the report. The loop has the structure of a real
-kernel (K and V through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch), but does not compute attention."""
+"""Makes a small attention loop in HIP for each matrix unit, for the tests of the compiler and of the report on machine code. The loop has the
+structure of a real kernel (K and V through LDS, S^T = K Q^T, softmax over registers, O^T = V^T P^T, a rare rescale behind a branch), but does not
+compute attention."""
 from dataclasses import dataclass
 from attn.chips import CHIPS, MODELLED
 from attn.chips.matrix import Matrix

@@ -1,5 +1,6 @@
-"""Tests of the model that steps through machine code. They use instruction sequences whose cycles follow from the sources of the model: measurements
-on a MI308X (pyhip's documents), the cycles of AMD's calculator, LLVM's latencies. The expected numbers were computed by hand before the model ran."""
+"""Tests of the timing model, which steps through machine code and counts cycles. They use instruction sequences whose cycles follow from the sources
+of the model: measurements on a MI308X (pyhip's documents), the cycles of AMD's calculator, LLVM's latencies. The expected numbers were computed by
+hand before the model ran."""
 from __future__ import annotations
 import csv, json, math, re
 from dataclasses import replace

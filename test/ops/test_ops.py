@@ -1,8 +1,8 @@
 """Tests that the rendered texts of an operation agree with its numpy function, which the emulator runs. The texts for HIP and CUDA are compiled for
 this machine, with stand-ins for the GPU's builtins and instructions. The tests also cover the interpreters of compound operations.
 
-Each lane has its own operands. A text without an exchange, or with an exchange with the wrong lane, therefore gives wrong results.
-"""
+Each lane has its own operands. A text that takes a value from the wrong lane, or from its own lane in place of another one, therefore gives wrong
+results."""
 from __future__ import annotations
 import ctypes, functools, itertools, re, subprocess, sys
 from collections.abc import Callable, Iterator
@@ -104,8 +104,9 @@ def of_scales(n:int) -> dict[str, Callable[[], UOp]]:
   }
 
 def corrected(rows:RowLanes, tiles:int, shapes:dict[str, tuple[int, int]], matrix:Any=None, **options:Any) -> UOp:
-  """Makes a test case: the softmax's correction (the operation `correct`) of `tiles` tiles of scores. `shapes` gives, for each operand, the number of
-  vectors in a tile and the number of elements in a vector."""
+  """Makes a test case for the operation `correct` on `tiles` tiles of scores. This operation computes P again if the reference of a row, the number
+  that the softmax subtracts from its scores, must be raised. `shapes` gives, for each operand, the number of vectors in a tile and the number of
+  elements in a vector."""
   def place(slot:int, name:str) -> UOp:
     count, n = shapes[name]
     return UOp.placeholder((count*tiles,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
@@ -119,9 +120,10 @@ def sum_of(arch:str, dtype:str) -> tuple[str, Any]:
   return sums.kinds[0], sums.matrix
 
 def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, lse:bool=True, scaled:bool=False) -> UOp:
-  """Makes a test case: the softmax's correction (the operation `correct`) as AMD's kernels use it, where all scores of a lane belong to one row.
-  `tiles` is the number of tiles of queries. The reference of a row is raised if a sum of P is above 2^`above`, or, with above=0, if a score is larger
-  than it. With `lse`, the correction also computes the sum of the unrounded P. With `scaled`, packed P includes scales of V's rows."""
+  """Makes a test case for the operation `correct` as AMD's kernels use it, where all scores of a lane belong to one row. This operation computes P
+  again if the reference of a row, the number that the softmax subtracts from its scores, must be raised: if a sum of P is above 2^`above`, or, with
+  above=0, if a score is larger than the reference. `tiles` is the number of tiles of queries. With `lse`, the operation also computes the sum of the
+  unrounded P. With `scaled`, packed P includes scales of V's rows."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, *[SCALED]*scaled, *[LANE]*lse)
@@ -131,8 +133,8 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
 
 def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:float=8.0, tiles:int=2, **part:int) -> UOp:
-  """Makes a test case: the softmax's correction in the form of NVIDIA's kernels, in which a lane has elements of two rows, and two tiles of scores
-  become one tile of P."""
+  """Makes a test case for the operation `correct` in the form of NVIDIA's kernels, in which a lane has elements of two rows, and two tiles of scores
+  become one tile of P. This operation computes P again if the number that the softmax subtracts from a row's scores must be raised."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
   if SCALED in sums: shapes |= {"scales": (4, 2)}

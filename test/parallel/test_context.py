@@ -1,5 +1,5 @@
-"""Tests of sequences whose rows are spread over devices. They compare what each launch sees with the mask by true positions, compare results with
-float64, and check what is copied and what is refused."""
+"""Tests of sequences whose rows are spread over devices. They compare the keys that queries see in each launch with the mask of the whole sequence,
+compare results with float64, and check what is copied and what is refused."""
 from __future__ import annotations
 import collections, itertools, math, random, re, zlib
 from collections.abc import Callable, Iterable, Iterator
