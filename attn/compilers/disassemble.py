@@ -79,7 +79,7 @@ def symbols(lib:bytes, section:str) -> list[tuple[str, int, bytes]]:
   return [(name, value, all_of_it[value - base:(value + size if size else ends[value]) - base]) for name, value, size in mine]
 
 def metadata_text(lib:bytes, chip:Chip) -> str:
-  """Returns the metadata of all kernels as text, in the form of clang's assembly text. Leaves out metadata that are no numbers."""
+  """Returns the metadata of all kernels in a code object as text, in the form of clang's assembly text. Leaves out metadata that are no numbers."""
   descriptors = {name: contents for name, _, contents in symbols(lib, ".rodata")}
   lines = [f"amdhsa.target: amdgcn-amd-amdhsa--{chip.name}", "amdhsa.kernels:"]
   for kernel in elf_metadata(lib):

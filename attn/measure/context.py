@@ -115,7 +115,7 @@ class TimedPiece:
   copied: bool
 
 def pieces_alone(row:SharedProblem, devices:tuple[str, ...]) -> list[TimedPiece]:
-  """Times each kernel and each copy of a call, in order, with nothing running beside it. Each time is the fastest of three runs."""
+  """Times each kernel and each copy of a call of attention, in order, with nothing running beside it. Each time is the fastest of three runs."""
   schedule, found = compiled(*computes(row, devices)(*inputs_of(row, devices))), []
   for call in schedule.src:
     times = []

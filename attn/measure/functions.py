@@ -109,8 +109,8 @@ def in_thd(x:Tensor) -> Tensor:
   return x[0].permute(1, 0, 2).contiguous().realize()
 
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
-  """Times attention with the functions of `row`, by attn and by PyTorch's flex_attention. Returns the results by column: milliseconds, seconds of the
-  first calls, and the largest difference between the outputs."""
+  """Times attention with the score_mod and mask_mod of `row`, by attn and by PyTorch's flex_attention. Returns the results by column: milliseconds,
+  seconds of the first calls, and the largest difference between the outputs."""
   import torch
   from torch.nn.attention.flex_attention import create_block_mask, flex_attention
   torch.cuda.init()

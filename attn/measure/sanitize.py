@@ -52,7 +52,8 @@ class SmallCall:
   new: int = 0
 
   def outputs(self) -> list[Tensor]:
-    """Returns the outputs of the call and its gradients, as tensors that are not computed yet. Makes the inputs on the default device."""
+    """Returns the outputs of the call of attention and its gradients, as tensors that are not computed yet. Makes the inputs on the default
+    device."""
     rng = np.random.default_rng(0)
     def made(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor(rng.standard_normal(shape, np.float32)).cast(FLOATS[dtype]).contiguous()
     def given(x:Any) -> Any:
@@ -136,7 +137,7 @@ def kernels_in(schedule:UOp) -> list[str]:
   return [name for name in names if name.startswith("attn_")]
 
 def run_call(call:SmallCall) -> list[str]:
-  """Runs a call on the default device. Returns the names of attn's kernels that ran."""
+  """Runs a call of attention on the default device. Returns the names of attn's kernels that ran."""
   with with_kernel(call.kernel):
     schedule = compiled(*call.outputs())
     device_seconds(schedule)

@@ -260,13 +260,13 @@ def all_tables() -> TableRows:
   return {family: table_rows_in(file_of(family).read_text()) for family in (get_chip(a).family for a in SEARCHED)}
 
 def tiles_in(lines:Iterable[str]) -> list[str]:
-  """Returns the tiles in some lines of a table, without their figures and LLVM releases."""
+  """Returns the tiles in some lines of a table of tiles, without their figures and LLVM releases."""
   return [re.sub(r", llvm=\d+", "", line.partition("#")[0]).strip() for line in lines]
 
 def merged_rows(old:TableRows, found:Iterable[Class], llvm:int) -> TableRows:
-  """Puts the result of a search into the tables, and returns the lines of the new tables. `llvm` is the release of LLVM with which the search ran.
-  The new lines replace the old ones of this release. Rows for an older release are kept only if their tiles differ from the tiles of the next newer
-  release."""
+  """Puts the result of a search for tiles into the tables of tiles, and returns the lines of the new tables. `llvm` is the release of LLVM with which
+  the search ran. The new lines replace the old ones of this release. Rows for an older release are kept only if their tiles differ from the tiles of
+  the next newer release."""
   rows = {family: dict(lines) for family, lines in old.items()}
   up_to = llvm if llvm < LLVM else EVERY
   for x in found:
@@ -283,7 +283,8 @@ def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """Compares two tables, and returns a line for each tile that only one of them has. Figures are not compared."""
+  """Compares two tables of tiles, and returns a line for each tile that only one of them has. The figures behind the tiles, such as predicted speeds,
+  are not compared."""
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]
   lines = []

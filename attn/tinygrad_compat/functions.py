@@ -59,10 +59,10 @@ def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
   return body.substitute(buffers, walk=True)
 
 def with_shared_outputs(body:UOp) -> UOp:
-  """Changes what the body of a FUNCTION returns, so that tinygrad does not compute an output twice. If the body copies an output to a buffer because
-  a kernel reads it there, the body now returns this copy. An output on several devices whose buffers are filled one device after another is copied to
-  a new buffer, and the body returns the new buffer. Otherwise tinygrad would put the caller's buffer in place of the output on all devices, but not
-  in the statements that fill the buffer of a single device."""
+  """Changes what the body of a `@function` returns, so that tinygrad does not compute an output twice. If the body copies an output to a buffer
+  because a kernel reads it there, the body now returns this copy. An output on several devices whose buffers are filled one device after another is
+  copied to a new buffer, and the body returns the new buffer. Otherwise tinygrad would put the caller's buffer in place of the output on all devices,
+  but not in the statements that fill the buffer of a single device."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
