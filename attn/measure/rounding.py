@@ -1,5 +1,6 @@
-"""Measures in float64 how attention changes if keys and values are rounded to a dtype or a format of 8 bits: `DEV=EMU::gfx942 python -m
-attn.measure.rounding --write docs/data/rounding.csv`.
+"""Measures in float64 how attention changes if keys and values are rounded to a dtype or a format of 8 bits.
+
+  DEV=EMU::gfx942 python -m attn.measure.rounding --write docs/data/rounding.csv
 
 Queries, keys and values are normally distributed, the queries with a standard deviation of 2. "outliers" are keys with 4 columns that are 16 times as
 large as the others, as models have. The error of the scores is the standard deviation of their differences from the exact scores. The mean difference

@@ -44,7 +44,8 @@ def test_debug_takes_machine_code(lib:bytes, shown:int, monkeypatch) -> None:
 FP16, BF16 = "#include <cuda_fp16.h>", "#include <cuda_bf16.h>"
 @pytest.mark.parametrize(("headers", "left"), (((), ["half", "nv_bfloat16"]), ((FP16,), ["nv_bfloat16"]), ((BF16,), []), ((FP16, BF16), [])))
 def test_a_type_is_declared_once(headers:tuple[str, ...], left:list[str]) -> None:
-  """A 16-bit type is declared once: the source does not declare a type that a header declares. The header of bfloat16 includes the header of half."""
+  """CUDA source declares a 16-bit type once: it does not declare a type that an included header declares. The header of bfloat16 includes the header
+  of half."""
   buffers = [(None, (SimpleNamespace(dtype=dtype), None)) for dtype in (dtypes.half, dtypes.bfloat16)]
   found = printer_of("sm_90").declarations(list(headers), buffers, "")
   assert [line.split()[1] for line in found] == left
@@ -77,7 +78,7 @@ def lowerings(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_cached_program(arch:str, cache, monkeypatch) -> None:
-  """The next process loads the same program from the cache and lowers nothing. A damaged file counts as a missing file."""
+  """A later process loads the same program of a kernel from the cache and lowers nothing. A damaged file counts as a missing file."""
   ast, renderer = kernel(arch)
   assert not kept_programs.has_program(ast, renderer)
   first, seen = codegen.do_to_program(ast, renderer), lowerings(monkeypatch)

@@ -368,7 +368,8 @@ def test_every_function_of_tinygrad_compiles_without_a_call(arch, op, dtype):
   assert "s_swappc" not in text and "__oc" not in text
 
 def test_indices_are_not_widened():
-  """The machine code computes indices in 32 bits and not in 64 bits, although group and lane ids are size_t in tinygrad's source."""
+  """clang computes the indices of a kernel from attn's renderer in 32 bits and not in 64 bits, although group and lane ids are size_t in tinygrad's
+  source."""
   source = elementwise(Ops.SQRT, dtypes.float, AMDClangRenderer(Target("AMD", "CLANG", "gfx942")))
   assert "__ockl_get_group_id" in source
   assert not re.search(r"v_(lshl_add|lshlrev)_[bu]64|v_mad_u64", assembly(source, "gfx942"))

@@ -265,13 +265,13 @@ SPACES = [(arch, tile) for arch in UNITS for tile in latent_space(latent_problem
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, tile", SPACES, ids=lambda x: str(x) + getattr(x, "options", ""))
 def test_every_tile_that_is_timed(arch:str, tile:MlaTile|MlaMmaTile) -> None:
-  """Every tile that tuning tries gives right results. Short rows replace the full rows, which are slow to emulate."""
+  """Latent attention is right with every tile that tuning by time (TUNE=1) tries. Short rows replace the full rows, which are slow to emulate."""
   check_kernels(arch, latent(normal), tile=lambda _: tile, **NARROW, Sq=2, Sk=139, v_in_k=True, causal=True)
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_path:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """Tuning stores the fastest tile, and dispatch uses it for all problems of its class, with caches and without. Dispatch ignores a stored tile that
-  the chip does not have, with a warning."""
+  """Tuning by time (TUNE=1) stores the fastest tile for latent attention, and dispatch uses it for all problems of its class, with caches and
+  without. Dispatch ignores a stored tile that the chip does not have, with a warning."""
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
   monkeypatch.setattr(tuned, "stamp", lambda: {"attn": "0"})
   row, chip, seen = decode.DecodeStep(2, 128, 1, 4000, 576, v_dim=512), get_chip(arch), list[Any]()

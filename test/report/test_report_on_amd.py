@@ -1,4 +1,4 @@
-"""Tests of the report on an AMD card, with a stand-in for tinygrad's runtime: what is asked of the card, and what the report says about it."""
+"""Tests of attn.report on an AMD GPU, with a stand-in for tinygrad's runtime: what the report launches on the GPU, and what it says about the GPU."""
 from __future__ import annotations
 import getpass, json, os, socket, subprocess, sys
 from pathlib import Path

@@ -141,8 +141,8 @@ def test_where_no_tile_compiles_the_search_says_why(monkeypatch:pytest.MonkeyPat
   assert search.why_none("gfx1201", 64) == "none of those looked at fits"
 
 def test_the_table_is_what_the_search_finds() -> None:
-  """The search finds the tiles in the table, here for the smallest head dimensions. A search for all head dimensions needs minutes: `python -m
-  attn.tune --check`."""
+  """The search for tiles finds the tiles of attn's tables, here for the smallest head dimensions. A search for all head dimensions needs minutes:
+  `python -m attn.tune --check`."""
   pytest.importorskip("ziglang")
   result = CliRunner().invoke(tune.main, ["--arch", "gfx1100", "--d", "256", "--jobs", "1", "--check"])
   assert result.exit_code == 0 and "attn/chips has these tiles" in result.output and "bounds, not measured" in result.output, result.output
@@ -327,7 +327,7 @@ def test_tuning_of_tiled_keeps_the_fastest(monkeypatch:pytest.MonkeyPatch) -> No
     assert not tiled_winner(s.problem, real)                                     # the table's own tile won
 
 def test_tuning_the_backward_of_tiled_keeps_the_fastest_of_each_kernel(monkeypatch:pytest.MonkeyPatch, capsys:pytest.CaptureFixture[str]) -> None:
-  """Tuning skips a tile that the device refuses, with a message. It keeps the fastest tile of each backward kernel."""
+  """Tuning by time (TUNE=1) keeps the fastest tile of each backward kernel of plain UOps. It skips a tile that the device refuses, with a message."""
   real, seen, of_backward = replace(get_chip("gfx1030"), tuned=True), list[TiledBackwardTile](), TiledBackwardTile(2, 2, 4, 4, 4, 4)
   for table in ("DQ_TILED", "DKDV_TILED"): monkeypatch.setattr(tiled_tiles, table, (UpTo(4, of_backward),))
   with Context(DEV="EMU::gfx1030"):
@@ -365,8 +365,8 @@ def test_tuning_the_backward_where_tiles_were_measured(monkeypatch:pytest.Monkey
   ({"down": 1, "across": 1}, "65536 bytes of local memory"), ({"waves": 4}, "waves: a tile has no such field"),
   ({"keys": 1}, "keys=1: must be one of False, True"), ({"keys": False, "ahead": True}, "ahead=True: must be one of False")])
 def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str, cache:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """attn ignores a stored tile that the kernel does not support, with one warning. If `fields` contains `keys`, the tile is a tile of a backward
-  kernel."""
+  """attn ignores a tile in the file of fastest tiles if the kernel of plain UOps does not support it, with one warning. If `fields` contains `keys`,
+  the tile is a tile of a backward kernel."""
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
   kind, kernel = (TiledBackwardTile, "backward_dq_tiled") if "keys" in fields else (TiledTile, "tiled")
@@ -415,8 +415,8 @@ def test_bounds_of_the_backwards_tiles(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("d, keys", ((64, False), (128, True), (256, True)))
 def test_the_backwards_space(d:int, keys:bool) -> None:
-  """The space of the backward search contains the tiles in the tables, except for some options. It contains no more tiles than a search can
-  examine."""
+  """The search for backward tiles examines fewer than 500 tiles. Among them is a tile with as many waves, keys and passes as the tile that attn's
+  tables give."""
   for arch in ("gfx942", "gfx1201"):
     found = backward_search.backward_candidates(get_chip(arch), d, keys)
     own = amd_backward_tile(problem_of_spec(Spec(arch, d)), get_chip(arch), keys)
