@@ -11,6 +11,7 @@ from attn.api.launch import kernels
 from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
 from attn.choose import backward_tiles, dispatch
+from attn.choose.backward_tiles import FasterInOrder
 from attn.choose.dispatch import KERNELS, Choice, Work, choose_tile
 from attn.choose.gradient_kernels import GRADIENT_KERNELS
 from attn.emulator.machine import Frame
@@ -147,7 +148,7 @@ def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_w
   """Makes dispatch choose one kernel on wgmma (or on another unit, by the ending of its kernels' names) for all gradients also for few queries and
   few blocks of keys, and also if dq has to have the same bits in every run."""
   monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
-  for name in ("IN_ORDER_WGMMA", "IN_ORDER_MFMA"): monkeypatch.setattr(backward_tiles, name, ((-1, -1), (-1, 0)))
+  for name in ("IN_ORDER_WGMMA", "IN_ORDER_MFMA"): monkeypatch.setattr(backward_tiles, name, FasterInOrder(((-1, -1), (-1, 0))))
   row = GRADIENT_KERNELS[suffix]
   assert row.at_once is not None
   tile = row.at_once.tile

@@ -4,7 +4,7 @@ The tables for AMD were chosen by the number of registers that clang 22 needs, t
 None of these tables was measured."""
 from __future__ import annotations
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
@@ -69,11 +69,19 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
 OPTIONS_AT_ONCE = ("sinks", "kv_lengths", "alibi")
 AMD_OPTIONS_AT_ONCE = (*OPTIONS_AT_ONCE, "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
-# Windows of problems for which one kernel computes all gradients also with deterministic=True: it then adds to dq in a fixed order. On an H100 that
-# was 1.06 times as fast as two kernels without a mask, and 0.96 times with causal=True; it was not run under TinyJit on a GPU. No prediction for MFMA
-# includes what a turn costs.
-IN_ORDER_WGMMA: tuple[tuple[int, int], ...] = ()
-IN_ORDER_MFMA: tuple[tuple[int, int], ...] = ()
+
+@dataclass(frozen=True)
+class FasterInOrder:
+  """Problems for which one kernel computes all gradients also with deterministic=True, because adding to dq in a fixed order was measured to be
+  faster than two kernels: their windows, and the least numbers of keys and of blocks of keys (of all batches and heads)."""
+  windows: tuple[tuple[int, int], ...] = ()
+  keys: int = 0
+  blocks: int = 0
+
+# On an H100 (docs/nvidia.md) two kernels take 1.05 to 1.10 times as long from 2048 blocks and 2048 keys on, and 0.98 times as long with 1024 keys or
+# with 512 blocks; 0.97 to 1.03 times with causal=True. No prediction for MFMA includes what a turn costs.
+IN_ORDER_WGMMA = FasterInOrder(((-1, -1),), keys=2048, blocks=2048)
+IN_ORDER_MFMA = FasterInOrder()
 LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
@@ -84,7 +92,7 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   if p.window not in ((-1, -1), (-1, 0)): return f"window={p.window}: its registers would spill; only causal=True is supported"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
   if p.Sk % tile.block_m: return f"Sk={p.Sk}: its registers would spill where Sk is no multiple of {tile.block_m}"
-  return not_in_order(p, IN_ORDER_WGMMA) or too_small_at_once(p, arch, tile) or tile
+  return not_in_order(p, tile, IN_ORDER_WGMMA) or too_small_at_once(p, arch, tile) or tile
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   """Returns the tile of the kernel on MFMA that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
@@ -96,20 +104,26 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   if p.dropout_p and p.alibi is not None: return "dropout_p with alibi_slopes: scalar registers would spill in its loops"
   if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
   tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
-  return not_in_order(p, IN_ORDER_MFMA) or too_small_at_once(p, arch, tile) or tile
+  return not_in_order(p, tile, IN_ORDER_MFMA) or too_small_at_once(p, arch, tile) or tile
 
-def not_in_order(p:Problem, faster:tuple[tuple[int, int], ...]) -> str|None:
+def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
   """Returns the reason why two kernels compute the gradients of `p` if it asks for the same bits in every run: a kernel for all gradients would have
-  to add to dq in a fixed order (attn/kernels/parts/backward/turns.py). `faster` lists the windows for which that is faster, if no heads share keys.
-  Returns None if there is no such reason."""
-  if not p.deterministic or (p.window in faster and p.Hkv == p.H): return None
-  return "deterministic=True: adding to dq in a fixed order is not chosen for this mask and these heads"
+  to add to dq in a fixed order (attn/kernels/parts/backward/turns.py). `faster` says for which problems without shared heads that is faster. Returns
+  None if there is no such reason."""
+  if not p.deterministic: return None
+  order = "deterministic=True: adding to dq in a fixed order"
+  if p.window not in faster.windows or p.Hkv != p.H: return f"{order} is not faster for this mask and these heads"
+  if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:
+    return f"{order} is faster from {faster.keys} keys and {faster.blocks} blocks of keys on, here {p.Sk} and {blocks}"
+  return None
+
+def blocks_of_keys(p:Problem, tile:AtOnceTile) -> int: return p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
 
 def too_small_at_once(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
   """Returns the reason why a problem has too few rows for one kernel that computes all gradients to be faster than two kernels. Also returns a reason
   if the kernel's tile does not fit into LDS. Returns None if the kernel may be used."""
-  blocks = p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
-  if blocks < arch.cus: return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
+  if (blocks := blocks_of_keys(p, tile)) < arch.cus:
+    return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
   if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"
   if (need := tile.lds_bytes(p)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
   return None

@@ -239,6 +239,8 @@ def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, su
 REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "deterministic": ({}, dict(deterministic=True), "deterministic=True: "), "D": (dict(D=64), {}, "D=64, Dv=64: "),
   "window": ({}, dict(window=(9, 9), causal=False), r"window=\(9, 9\): "), "softcap": ({}, dict(softcap=3.0), "softcap: "),
+  "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
+  "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
   "keys": (dict(Sk=140), {}, "Sk=140: "), "blocks": (dict(B=2), {}, "8 blocks of 128 keys: "),
   "queries": (dict(Sq=64), {}, "64 queries share keys: "),
 }
@@ -250,6 +252,15 @@ def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
   found = attn.explain(q, k, k, arch="sm_90", backward=True, **{"causal": True, "deterministic": False, **options})
   assert found.kernels == ("backward_dq_wgmma", "backward_dkdv_wgmma")
   assert re.match(reason, found.why_not("backward_all_wgmma") or ""), found
+
+def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
+  """One kernel computes all gradients by default on sm_90, without a mask and from 2048 keys and 2048 blocks of keys on. With heads that share keys,
+  or with causal=True, two kernels do."""
+  def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
+    q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
+    return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
+  assert kernels(16, False) == ("backward_delta_wgmma", "backward_all_wgmma", "backward_finish_wgmma")
+  assert kernels(16, True) == kernels(4, False) == ("backward_dq_wgmma", "backward_dkdv_wgmma")
 
 REFUSED_ON_AMD = {
   "deterministic": ("gfx942", {}, dict(deterministic=True), "deterministic=True: "), "D": ("gfx942", dict(D=64), {}, "D=64, Dv=64: "),
