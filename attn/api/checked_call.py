@@ -113,9 +113,11 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   """Checks q, k and v, and finds where they lie: on one device, sharded over several devices, in a cache, or in pages."""
   layout = options.layout
   check_pair(("k", "v"), k, v)
-  given = {name: t for name, t in (("q", q), ("k", k), ("v", v)) if name != "v" or not part_of_k(v, options.v_dim)}
-  quantized = {name: check_quantized(name, t) for name, t in given.items() if isinstance(t, QuantizedRows)}
-  tensors = {name: quantized[name].stored if name in quantized else values.tensor(name, t) for name, t in given.items()}
+  quantized, tensors = dict[str, Quantized](), dict[str, Tensor]()
+  for name, t in (("q", q), ("k", k), ("v", v)):
+    if name == "v" and part_of_k(v, options.v_dim): continue
+    if isinstance(t, QuantizedRows): quantized[name] = check_quantized(name, t)
+    tensors[name] = quantized[name].stored if name in quantized else values.tensor(name, t)
   of_k, rows_of_v = tensors["k"], tensors.get("v", tensors["k"])
   types = [values.dtype_text(t.dtype) if name in quantized else dtype_of(name, t) for name, t in (("q", q), ("k", of_k), ("v", rows_of_v))]
   if options.block_table is not None: return with_places_of_scales(placed_in_pages(tensors, types, options, lengths_name), quantized)

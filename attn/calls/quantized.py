@@ -102,6 +102,14 @@ def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
 
 # ***** whole tensors *****
 
+def device_of_rows(name:str, x:Tensor) -> str|tuple[str, ...]:
+  """Returns the device or devices of a tensor. Raises ValueError if the tensor has no rows of float16, bfloat16 or float32 on a device."""
+  values.dtype_name(name, values.tensor(name, x).dtype, FLOATS)
+  if not x.ndim or 0 in x.shape:
+    raise ValueError(f"{name} has shape {values.shown_shape(x.shape)}: must have at least one axis, the elements of a row, and no axis of size 0")
+  if x.device is None: raise ValueError(f"{name} is a constant without a device: call .contiguous() on a device first")
+  return x.device
+
 def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtypes.float) -> QuantizedRows:
   """Converts keys or values to 8 bits, by tensor operations. Each row (the elements along the last axis) gets a scale of its own.
 
@@ -114,10 +122,7 @@ def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtype
   The scale of a row is its largest absolute value divided by that of the format (127, 448, or 240 for e4m3fnuz). A stored number is the element
   divided by the scale, rounded to the nearest number of the format, ties to even. A row of zeros has the scale 0. A row with NaN or infinity has the
   scale NaN, and so has a row whose scale float16 cannot hold. float16 holds scales below 6.1e-5 inexactly."""
-  values.dtype_name("x", values.tensor("x", x).dtype, FLOATS)
-  if not x.ndim: raise ValueError("x has shape (): must have at least one axis, the elements of a row")
-  if x.device is None: raise ValueError("x is a constant without a device: call .contiguous() on a device first")
-  format, x = check_format("dtype", dtype, x.device), x.cast(dtypes.float)
+  format, x = check_format("dtype", dtype, device_of_rows("x", x)), x.cast(dtypes.float)
   scales = format.scale_of(sizes_of(x).max(-1, keepdim=True), of_scales := check_scale_dtype("scale_dtype", scale_dtype))
   return QuantizedRows(format.stored(x, scales), scales.squeeze(-1).cast(of_scales))
 
@@ -135,11 +140,10 @@ def rotate(x:Tensor) -> Tensor:
     q, k_new = attn.rotate(q), attn.rotate(k_new)      # before each call of attention_with_kv_cache with a cache of int8
 
   Rows whose length is not a power of two are rotated in parts. Rotate either all queries and keys or none. fp8 gains nothing (docs/serving.md)."""
-  values.dtype_name("x", values.tensor("x", x).dtype, FLOATS)
-  if x.device is None: raise ValueError("x is a constant without a device: call .contiguous() on a device first")
+  device = device_of_rows("x", x)
   part = (width := static_shape("x", x.shape)[-1]) & -width
   i = Tensor.arange(part, dtype=dtypes.int)
   common = i.reshape(-1, 1) & i
   for shift in (16, 8, 4, 2, 1): common = common ^ (common >> shift)     # its last bit says whether the number of common bits is odd
-  sign = (1 - 2*(common & 1)).cast(x.dtype).clone(x.device if isinstance(x.device, str) else x.device[0]).to(x.device)
+  sign = (1 - 2*(common & 1)).cast(x.dtype).clone(device if isinstance(device, str) else device[0]).to(device)
   return (x.reshape(*x.shape[:-1], -1, part).matmul(sign, dtype=dtypes.float)*part**-.5).reshape(*x.shape).cast(x.dtype)

@@ -37,9 +37,9 @@ from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.reference import rounded, visible
 from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
-from attn.values import LOG2E
+from attn.values import FLOATS, INTS, LOG2E
 from backward_cases import check_backward_kernels, expected_gradients, loss_of, run_backward
-from cases import ARCHS, DTYPES, EVERY_ARCH, GPU, Inputs, amd_in_turn, chip, chips_in_turn, count_products, floats, in_turn, ints, normal, problem
+from cases import ARCHS, EVERY_ARCH, GPU, Inputs, amd_in_turn, chip, chips_in_turn, count_products, floats, in_turn, ints, normal, problem
 
 SMALL: dict[str, Any] = dict(H=1, Sq=40, Sk=65, D=16)
 
@@ -521,7 +521,7 @@ def test_planted_fault_of_the_ring(monkeypatch:pytest.MonkeyPatch, fault:str) ->
 def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path) -> str:
   """Compiles a kernel with nvcc, and returns the output of ptxas."""
   target = "90a" if arch == "sm_90" else arch.removeprefix("sm_")
-  placeholders = [UOp.placeholder(shape, DTYPES[kind], i) for i, (shape, kind) in enumerate(names.values())]
+  placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(names.values())]
   source = to/"kernel.cu"
   source.write_text(render(program(*placeholders), arch))
   command = ["nvcc", f"-gencode=arch=compute_{target},code=sm_{target}", "-cubin", "-Xptxas", "-v", "-o", str(to/"kernel.cubin"), str(source)]
@@ -530,16 +530,18 @@ def compiled_by_nvcc(arch:str, names:Shapes, program:Callable[..., UOp], to:Path
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("kernel, d, arch", [
   pytest.param(kernel, d, arch, marks=() if (kernel, d, arch) in (("dkdv", 128, "sm_90"), ("all", 128, "sm_90")) else pytest.mark.thorough)
-  for kernel, d, arch in (*itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120")), ("all", 128, "sm_90"))])
+  for kernel, d, arch in (*itertools.product(("dq", "dkdv", "dbias"), (64, 128), ("sm_80", "sm_86", "sm_90", "sm_120")), ("all", 128, "sm_90"),
+                          ("all in order", 128, "sm_90"))])
 def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
   """The wgmma backward kernels, compiled by nvcc, do not spill, and nothing makes ptxas wait for each wgmma before the next instruction."""
   for dtype, causal in (("float16", False), ("bfloat16", True)):
     extras, on = {"bias": np.zeros((1, 32, 1, 4096), np.float32)} if kernel == "dbias" else {}, get_chip(arch)
     p = problem(B=2, H=32, Sq=4096, D=d, dtype=dtype, causal=causal, extras=extras)
-    def all_gradients() -> Any:
-      tile = at_once(replace(p, deterministic=False), on)
-      return all_arguments(p), all_of(p, on, tile)
-    names, program = {"all": all_gradients, "dq": lambda: (dq_arguments(p), dq_of(p, on, tiles_of(p, on)[0])),
+    def all_gradients(deterministic:bool) -> Any:
+      tile, of = at_once(replace(p, deterministic=False), on), replace(p, deterministic=deterministic)
+      return all_arguments(of), all_of(of, on, tile)
+    names, program = {"all": lambda: all_gradients(False), "all in order": lambda: all_gradients(True),
+                      "dq": lambda: (dq_arguments(p), dq_of(p, on, tiles_of(p, on)[0])),
                       "dkdv": lambda: (dkdv_arguments(p), dkdv_of(p, on, tiles_of(p, on)[1])),
                       "dbias": lambda: (dbias_arguments(p), dbias_of(p, on, choose_bias_tile(p, on)))}[kernel]()
     text = compiled_by_nvcc(arch, names, program, tmp_path)
