@@ -41,6 +41,12 @@ def test_at_once_on_cdna(case:str) -> None:
   arch, parameters = CASES[case]
   check_backward_kernels(arch, **{**LONG, "D": 64, "deterministic": False, **parameters}, only="all")
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ("kv_lengths", "softcap", "dropout"))
+def test_at_once_on_cdna_with_128_columns(case:str) -> None:
+  arch, parameters = CASES[case]
+  check_backward_kernels(arch, **{**LONG, "D": 128, "deterministic": False, **parameters}, only="all")
+
 @pytest.mark.parametrize("D, shape", ((128, BackwardShape(4, 64, fenced=8)), (64, BackwardShape(2, 32, fenced=2, prefetch=2))))
 def test_tiles_at_once(D:int, shape:BackwardShape) -> None:
   """The kernel that computes dq, dk and dv at once gives right gradients for two unusual shapes: a wave computes two matrix tiles of dQ in an
