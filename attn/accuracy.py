@@ -311,7 +311,7 @@ class _Pairs:
   rounding: tuple[Array, Array|None]
   weights: Array
   def kept(self, a:Array) -> Array:
-    """Applies dropout to `a`, which has a value for each pair."""
+    """Applies dropout to an array that has a value for each pair of a query and a key."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:

@@ -115,8 +115,8 @@ def of_its_own(o:UOp, x:UOp) -> UOp:
 BEYOND = {"end": (of_a_number, 8, -signal.SIGSEGV), "begin": (of_a_number, -1, -signal.SIGSEGV), "array": (of_its_own, 8, -signal.SIGILL)}
 
 def reads(call:Any) -> Outcome:
-  """Runs a test kernel that reads element 7 of an array of eight, or, with seed 1, an element outside the array. The table BEYOND names the kernels;
-  `call.on` chooses one."""
+  """Runs a test kernel that reads element 7 of an array of eight, or an element outside the array if `call.seed` is 1. The table BEYOND names the
+  kernels; `call.on` chooses one."""
   with on("CPU", guard="begin" if call.on == "begin" else "end"):
     x = Tensor(np.full(8, BEYOND[call.on][1] if call.seed else 7, np.float32), device="CPU").realize()
     return Outcome(call.seed, str(Tensor.empty(8, device="CPU").custom_kernel(x, fxn=BEYOND[call.on][0])[0].numpy()[0]))

@@ -42,7 +42,7 @@ class Neighbours:
   @property
   def plain(self) -> Array: return self.full_end - self.full_begin
   def all_masked(self) -> Neighbours:
-    """Returns a copy for a kernel that computes masks in every tile: no tile counts as computed without a mask."""
+    """Returns a copy for a kernel that computes masks in every tile: there, every tile that is computed counts as masked."""
     return replace(self, full_end=self.full_begin)
   def kinds(self) -> Array:
     """Returns for each tile whether it is skipped, computed with a mask or computed without (SKIPPED, WITH_MASK, NO_MASK). Shape of the array:
@@ -62,7 +62,7 @@ class Listed:
   @property
   def plain(self) -> Array: return self.lists[..., 1] - self.lists[..., 0]
   def all_masked(self) -> Listed:
-    """Returns a copy for a kernel that computes masks in every tile: no tile counts as computed without a mask."""
+    """Returns a copy for a kernel that computes masks in every tile: there, every tile that is computed counts as masked."""
     return replace(self, lists=np.concatenate([self.lists[..., 1:2], self.lists[..., 1:]], -1))
   def kinds(self) -> Array:
     """Returns for each tile whether it is skipped, computed with a mask or computed without (SKIPPED, WITH_MASK, NO_MASK). Shape of the array:

@@ -133,7 +133,7 @@ class WgmmaBackwardShape:
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """Row of the table of a backward kernel's tiles, with conditions that only gradients need."""
+  """Row of the table of a backward kernel's tiles: the tile for head dimensions up to a bound. The fields say which problems may take the row."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for a term whose derivative is not 1
   few_queries: int|None = None   # most queries that the table row is for: of one head, or if the kernel owns keys, of all heads that share the keys

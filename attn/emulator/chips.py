@@ -131,9 +131,10 @@ def _wmma4(dtype:str) -> MatrixInstruction:
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where g = lane/4 (PTX: groupID) and t = lane%4. An index is divided into factors,
-  as a number is into digits: a lane's element of A has the index (c, r, p), most significant first. It is in row 8r+g, and its k has the factors (c,
-  t, p). A lane's elements of B are in column g. The element (r, p) of C is in row 8r+g and column 2t+p."""
+  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where g = lane/4 (PTX: groupID) and t = lane%4. The elements of a
+  lane are counted by c, r and p, of which p counts fastest: p within a register, r over the rows g and g+8, c over groups of columns. The element
+  (c, r, p) of A lies in row 8r+g, and in the column that c, t and p count, p fastest. The element (c, p) of B lies in column g, and in the row that
+  c, t and p count. The element (r, p) of C lies in row 8r+g and column 2t+p."""
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

@@ -1,4 +1,4 @@
-"""Interpreter that computes the definition of an operation: `Numbers` works on numpy arrays with one column per thread."""
+"""Interpreter `Numbers`, which runs the Python function that defines an operation on numpy arrays. The arrays have one column for each thread."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any

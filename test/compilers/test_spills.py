@@ -136,7 +136,7 @@ def edge_of_a_class(rng:random.Random) -> int:
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
   """Draws a number of queries at which dispatch is likely to change to another tile or kernel. Tiles of LARGEST_TILE queries then give a number of
-  workgroups between FILLS and the number of compute units of the chip."""
+  workgroups between FILLS (workgroups that count as filling a chip) and the number of compute units of the chip."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def test_a_ring_needs_all_its_members(emulated, members):
 
 @pytest.mark.parametrize("order", (0, 1))
 def test_a_turn_of_several_waves(emulated, order):
-  """Workgroups that add to the same sums take turns, each of several waves. The emulator reports an error if a step is missing: the barrier after the
+  """Workgroups of several waves that add to the same sums take turns. The emulator reports an error if a step is missing: the barrier after the
   wait for the turn, each wave's wait for its own additions (on AMD), or the barrier before the turn is passed on."""
   line = "(?s:.)*test_meeting.py:"
   with says(checks.AtomicRace, r"adds to data0, where wave 1 of workgroup .* has added in an earlier turn",

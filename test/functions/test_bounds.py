@@ -47,8 +47,8 @@ def shown(interval:Callable[[int], Interval], rows:Array, columns:Array) -> Arra
   return np.stack([(columns >= (-FAR if first is None else first)) & (columns <= (FAR if last is None else last)) for first, last in found])
 
 def hold(mask:UOp, want:Array) -> Bounds:
-  """Splits a mask into intervals and a rest, and checks that both together give the mask `want`: with an interval of keys for each query, and with an
-  interval of queries for each key."""
+  """Writes a mask as an interval and a condition for what is left, and checks that both together give the mask `want`. Does this with an
+  interval of keys for each query, and again with an interval of queries for each key."""
   found = mask_bounds(mask)
   rest = np.broadcast_to(True if found.rest is None else value(found.rest, I, J), want.shape)
   np.testing.assert_array_equal(shown(found.keys_of, I[:, 0], J[0]) & rest, want)

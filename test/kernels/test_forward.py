@@ -231,5 +231,5 @@ def test_narrow_matrices(arch:str, dtype:str) -> None:
     check_kernels(arch, make, tile=lambda t: replace(t, matrix=narrow, waves=4), H=1, Sq=70, Sk=300, D=96, dtype=dtype, causal=make is normal)
 
 def test_65536_heads() -> None:
-  """The launch distributes more heads than the second dimension of a grid allows over the grid, and drops none."""
+  """Computes attention of 65,536 heads, which is more than the second dimension of a grid may have. No head is left out."""
   check("gfx1201", B=1, H=65536, Sq=1, Sk=1, D=16)

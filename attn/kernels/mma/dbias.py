@@ -84,7 +84,7 @@ class MmaBias:
     return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])
 
   def fragments(self, i:int) -> range:
-    """Indices of the accumulators that hold the sums of the i-th tile of queries."""
+    """Indices of the accumulators that hold the gradient of the bias for the i-th tile of queries."""
     n = self.of.tile.block_n//self.of.tile.matrix.N
     return range(i*n, (i + 1)*n)
 

@@ -83,8 +83,8 @@ class MmaForward:
     return (ONES, *[SCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
-    """Names of the sums of P (see `kinds`) by which O is divided and from which the LSE is computed. If V is stored in 8 bits, P includes the scales
-    of V's rows. The sum of rounded P then only shows whether P is too large, and is left out here."""
+    """Names of the sums of P (see `kinds`) by which O is divided and from which the LSE is computed. If V is stored in 8 bits, O is divided by a sum
+    of P without V's scales. The first sum of `kinds`, in which P is multiplied by these scales, is then left out."""
     return self.kinds[1:] if self.p.stored else self.kinds
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)

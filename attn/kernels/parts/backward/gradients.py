@@ -42,8 +42,8 @@ class Normaliser:
 
   @staticmethod
   def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Normaliser:
-    """Makes the normaliser from an lse, and with wide scores also from `rest`, the part of the lse that was lost by rounding. A query that sees no
-    key gets P = 0."""
+    """Makes the normaliser from an lse. If scores may be so large that the rounding of the lse matters, `rest` is the part of it that was lost by
+    rounding. A query that sees no key gets P = 0."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
     if rest is not None: return Normaliser(low(ops.mul(rest, -LOG2E)), reference(log_sum))
