@@ -86,8 +86,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
   "empty_kv_cache": (attn.empty_kv_cache, lambda: {"batch": 1, "heads": 2, "capacity": 3, "width": 4}),
   "scaled_dot_product_attention": (attn.scaled_dot_product_attention, lambda: dict(zip(("query", "key", "value"), four().values()))),
   "flash_attention_fn": (attn.flash_attention_fn, dict),
-  "quantize_kv": (attn.quantize_kv, lambda: {"x": draw(1, 2, 3, 16)}), "rotate": (attn.rotate, lambda: {"x": draw(1, 2, 3, 16)}),
-  "dequantize_kv": (attn.dequantize_kv, lambda: {"rows": attn.quantize_kv(draw(1, 2, 3, 16))}),
   "dropout_mask": (attn.dropout_mask, lambda: {"seed": int32(1, 2).cast(dtypes.uint), "p": 0.1, "B": 1, "H": 2, "Sq": 3, "Sk": 5}),
   "flash_attn_func": (flash_attn.flash_attn_func, rows),
   "flash_attn_kvpacked_func": (flash_attn.flash_attn_kvpacked_func, lambda: {"q": draw(1, 3, 2, 16), "kv": draw(1, 5, 2, 2, 16)}),
@@ -105,6 +103,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = 
                                                 "cache_seqlens": 1}),
   "flash_attn_with_kvcache": (flash_attn.flash_attn_with_kvcache, lambda: {"q": draw(1, 1, 2, 16), "k_cache": draw(1, 8, 2, 16),
                                                                          "v_cache": draw(1, 8, 2, 16, seed=1)}),
+  "quantize_kv": (attn.quantize_kv, lambda: {"x": draw(1, 2, 3, 16)}), "rotate": (attn.rotate, lambda: {"x": draw(1, 2, 3, 16)}),
+  "dequantize_kv": (attn.dequantize_kv, lambda: {"rows": attn.quantize_kv(draw(1, 2, 3, 16))}),
 }
 # Other words by which a message may name an argument: for tensors, a dimension or another tensor that it does not fit.
 ALSO = {
