@@ -160,6 +160,22 @@ def chip(arch:str) -> Chip:
   if arch != "CUDA": return get_chip(arch)
   with Context(DEV=arch): return device_arch()
 
+def outputs_of_launches(p:Problem, launches:list[Any], inputs:dict[str, Tensor], extras:dict[str, np.ndarray],
+                        device:str) -> tuple[np.ndarray, np.ndarray|None]:
+  """Launches the forward kernel, and `combine` where p has splits, on q, k and v by name (`inputs`) and on the optional tensors `extras`. Returns o
+  (B, H, Sq, Dv) and lse; with layout "thd" o is (1, H, total_q, Dv)."""
+  done = dict(inputs)
+  for n, a in extras.items():
+    done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
+  for t in done.values(): t.realize()
+  for names, fxn in zip((arguments(p), combine_arguments(p)), launches):
+    given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
+    done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
+  Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
+  B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
+  o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
+  return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
+
 def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], tile:Tile|MmaTile|None=None) -> tuple[np.ndarray, np.ndarray|None]:
   """Runs the forward kernel, and `combine` where p has splits, and returns o (B, H, Sq, Dv) and lse; with layout "thd" o is (1, H, total_q, Dv). The
   kernels run on the emulator, or on the GPU where `arch` is "CUDA"."""
@@ -167,16 +183,7 @@ def run_kernels(p:Problem, x:Inputs, arch:str, extras:dict[str, np.ndarray], til
   launches = kernels(p, Choice("split_kv", Work(tile, p.num_splits), chip(arch), ()))
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     done = {n: tensor(arrange(a, p.layout), p.dtype, device) for n, a in (("q", x.q), ("k", x.k), ("v", x.v))}
-    for n, a in extras.items():
-      done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
-    for t in done.values(): t.realize()
-    for names, fxn in zip((arguments(p), combine_arguments(p)), launches):
-      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
-      done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
-    Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
-    B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
-    o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
-    return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
+    return outputs_of_launches(p, launches, done, extras, device)
 
 def check_kernel(kernel:Callable[..., UOp], p:Problem, x:Inputs, arch:str) -> None:
   """Runs a forward kernel without options on the emulator and compares o and lse with float64: each element must be within its error limit

@@ -8,13 +8,11 @@ import numpy as np
 from attn.accuracy import judge, law_of
 from attn.api.launch import kernels
 from attn.choose.dispatch import Choice, Work, choose_tile
-from attn.kernels.combine import combine_arguments
-from attn.kernels.parts.grid.tensors import arguments
 from attn.problem import STORED, Pages, Problem, Strided, problem_of
-from attn.reference import Options, arrange, restore, rounded
+from attn.reference import Options, arrange, rounded
 from attn.tinygrad_compat import Context, Tensor
 
-from cases import DTYPES, SCORE_OPTIONS, array, chip, dropped, numbers_of_rows, tensor
+from cases import SCORE_OPTIONS, chip, dropped, numbers_of_rows, outputs_of_launches, tensor
 
 @dataclass(frozen=True)
 class Stored:
@@ -90,16 +88,7 @@ def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile
     done = {"q": tensor(arrange(x.q, p.layout), p.dtype, device)}
     for n in ("k", "v"): done[n] = Tensor(np.ascontiguousarray(place(getattr(x, n))).reshape(-1), device=device)
     for n in ("k_scales", "v_scales"): done[n] = tensor(place(getattr(x, n)).reshape(-1), p.scale_dtype, device)
-    for n, a in extras.items():
-      done[n] = Tensor(a, device=device) if a.dtype in (np.int32, np.uint32) else tensor(a, p.bias_dtype if n == "bias" else "float32", device)
-    for t in done.values(): t.realize()
-    for names, fxn in zip((arguments(p), combine_arguments(p)), kernels(p, choice)):
-      given = [done[n] if n in done else Tensor.empty(*shape, dtype=DTYPES[dtype], device=device) for n, (shape, dtype) in names.items()]
-      done |= zip(names, Tensor.custom_kernel(*given, fxn=fxn))
-    Tensor.realize(done["o"], *[done[n] for n in ("lse",) if n in done])
-    B, length = (1, p.total_q) if p.varlen else (p.B, p.Sq)
-    o = restore(array(done["o"]), p.layout, (B, p.H, length, p.Dv))
-    return o, done["lse"].numpy().reshape(B, p.H, length) if p.return_lse else None
+    return outputs_of_launches(p, kernels(p, choice), done, extras, device)
 
 def dequantised(x:Stored, kind:str) -> tuple[np.ndarray, np.ndarray]:
   """Returns k and v in float64."""

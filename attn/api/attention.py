@@ -130,8 +130,8 @@ def choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> Choice:
 
 def backward_choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> BackwardChoice:
   """Chooses how the gradients of a call of `attention` with these arguments are computed, and runs nothing. Returns the backward kernels, or else the
-  reason why tinygrad's automatic differentiation computes the gradients. Raises NotImplementedError if the score_mod has no derivative.
-  """
+  reason why tinygrad's automatic differentiation computes the gradients. Raises NotImplementedError if a score term
+  (such as a score_mod) has no derivative, and names the term."""
   call = prepare(q, k, v, options_of("attention", options))
   check_differentiable(call.problem)
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
