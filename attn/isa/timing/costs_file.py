@@ -26,7 +26,8 @@ def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(
 def _lines(specs:Sequence[Spec]) -> list[str]: return [line_of(report) for report in reports_of(specs)]
 
 def costs() -> Costs:
-  """Describes the file docs/costs.txt, with the figures that the compiler in use gives."""
+  """Makes the description of docs/costs.txt: its header, its columns, and the function that computes the lines of given kernels with the compiler in
+  use. Each line has a kernel's registers, bounds and predicted times."""
   header = (f"# The costs of our kernels under {short_version(toolchain())}: bounds and predictions from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF, *TIMES), _lines)

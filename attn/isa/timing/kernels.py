@@ -18,7 +18,7 @@ ASKED = source.Shape(4, 16, 16, 8192)     # shape of the predicted problem by de
 
 @dataclass(frozen=True)
 class Predicted:
-  """Timing of a kernel, and the problem whose time is predicted from this timing."""
+  """Predicted time of a kernel's hot loop, and the problem whose time follows from this prediction."""
   timing: Timing
   problem: Problem|None
   division: Division|None          # None: not known, so no problem can be predicted
@@ -31,8 +31,9 @@ class Predicted:
     ranges = f" in {x.splits} key ranges, without merging them"*(x.splits > 1)
     return f"B={p.B} H={p.H} Hkv={p.Hkv} {length} D={p.D} {p.dtype}" + " causal"*(p.window[1] == 0) + ranges
   def on_cards(self, card:str|None=None, ghz:float|None=None) -> list[Prediction]:
-    """Predicts the problem's time on one card, or without `card` on each card of the chip whose clock is known: at the clock `ghz`, or by default at
-    the rated clock and, where it is known, at the sustained clock. Raises ValueError for a card with another chip."""
+    """Predicts the problem's time on `card`, or by default on each card whose rated clock is known. `ghz` is the clock. If it is not given, there is
+    one prediction at the card's rated clock, and a second one at the clock that the card sustains under matrix work, if this clock is known. Raises
+    ValueError for a card with another chip. Returns an empty list if the problem is not known."""
     known = {c.name: c for c in self.timing.chip.cards}
     if card is not None and card not in known: raise ValueError(f"--card {card}: the cards of {self.timing.chip.name} are {', '.join(known)}")
     if self.problem is None or self.division is None: return []
@@ -45,15 +46,17 @@ def _problem(shape:source.Shape, d:int, dv:int, dtype:str, causal:bool) -> Probl
                  softmax_scale=d**-0.5)
 
 def of_spec(spec:source.Spec, shape:source.Shape=ASKED, lines:bool=True) -> Predicted:
-  """Times a kernel of attn, and prepares the prediction for a problem of size `shape`. The kernel is the one that dispatch chooses for this
-  size."""
+  """Compiles the kernel of attn for a problem of size `shape`, and predicts the time of its hot loop from the machine code. The result can also
+  predict the time of the whole problem (`on_cards`). Without `lines` the prediction does not name the line of Python that emitted an instruction.
+  Raises ValueError for a kernel or chip that the model does not cover."""
   if spec.kernel == source.LATENT: raise ValueError(f"{spec}: the model does not cover latent attention; `report` gives bounds for it")
   if spec.arch not in MODELLED: raise ValueError(f"{spec}: the model is of AMD's chips, {', '.join(MODELLED)}")
   kernel = source.kernel_source(spec, shape=shape, lines=lines)
   return of_source(spec, kernel, assembly(kernel.text, spec.arch, LINE_TABLES), shape)
 
 def of_source(spec:source.Spec, kernel:source.Source, text:str, shape:source.Shape=ASKED) -> Predicted:
-  """Times one of our kernels from its machine code `text`, and prepares the prediction for a problem of size `shape`."""
+  """Predicts the time of the hot loop of a kernel of attn. `spec` names the kernel, `kernel` is its HIP source, and `text` is the assembly that clang
+  made of this source. The result can also predict the time of a problem of size `shape` (`on_cards`)."""
   problem, keys = replace(source.problem_of_spec(spec, shape), num_splits=kernel.splits), spec.kernel in ("dkdv", source.ALL)
   timing = timing_of(text, spec.arch, kernel.d, kernel.dv, title=str(spec), products=kernel.products,
                      grid=blocks_of_grid(problem, kernel.block_m, keys, kernel.heads))
@@ -64,8 +67,10 @@ def of_source(spec:source.Spec, kernel:source.Source, text:str, shape:source.Sha
 def of_text(text:str, shape:source.Shape=ASKED, arch:str|None=None, d:int|None=None, dtype:str="float16", causal:bool=False, dv:int|None=None,
             kernel_name:str|None=None, queries:int|None=None, lds:int|None=None, threads:int|None=None, title:str|None=None,
             products:LoopProducts=((1, 1),), behind:int|None=None) -> Predicted:
-  """Times an iteration of a kernel from its assembly text. Also prepares the prediction for a problem of size `shape`, if the head dimension and the
-  number of queries of a wave are given."""
+  """Predicts the time of the hot loops of any kernel from its assembly text. If the head dimension `d` and the number of queries of a wave are given,
+  the result can also predict the time of a problem of size `shape` (`on_cards`). `products` has, for each hot loop, the number of matrix products
+  that sum over d, and over dv. `behind` is the number of waves of a workgroup that begin the loop one barrier behind the others; by default it is
+  found in the text."""
   timing = timing_of(text, arch, d, dv, kernel_name, lds, threads, title, products, behind)
   if d is None or queries is None: return Predicted(timing, None, None)
   own = queries*timing.waves

@@ -1,4 +1,5 @@
-"""Finds how many bytes each level of memory delivers: from which workgroups run together, and which rows of K and V they share.
+"""Predicts how many bytes each cache, and the memory, deliver to a kernel. The prediction follows from which workgroups run at the same time, and
+from which rows of K and V these workgroups share.
 
 The hardware starts workgroups in the order of their numbers, and gives them to the chip's dies in turn. The workgroups that run on a die at the same
 time are a round. Workgroups of a round that loop over the same rows (of a key head, or of the query heads that share it) loop over them together. So
@@ -17,9 +18,9 @@ class GroupWork:
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
-  """Lists the workgroups of a problem in the order in which they start. `trips` has the iterations of each block of one head, and `sharing` heads in
-  a row loop over the same rows. The order goes over groups of `together` heads, then over the blocks, the longest first, and then over the heads of
-  the group. Each of `splits` key ranges has workgroups of its own."""
+  """Lists the workgroups of a problem in the order in which they start. `trips` has the number of loop iterations of each block of a head. `sharing`
+  consecutive heads read the same rows of K and V. The order goes over groups of `together` heads. In a group it goes over the blocks, the longest
+  first, and for each block over the heads of the group. Each of `splits` key ranges has workgroups of its own."""
   blocks = sorted(trips, reverse=True)
   return [GroupWork((group*together + head)//sharing*splits + split, math.ceil(t/splits)) for group in range(heads//together) for t in blocks
           for head in range(together) for split in range(splits)]

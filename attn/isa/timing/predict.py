@@ -82,9 +82,9 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Returns the share of the chip's peak rate for which the L2 caches can deliver the data, on the card with the lowest L2 rate per compute unit.
-  `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or a row of Q and one of dO. If the share is 1 or more, L2
-  does not slow the kernel."""
+  """Returns the rate of matrix work for which the L2 caches can deliver the data, divided by the chip's peak rate of matrix work. If the quotient is
+  1 or more, L2 does not slow the kernel. `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or a row of Q and one
+  of dO. The L2 rate is that of the card with the lowest rate per compute unit."""
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]
   flops = sum(loop.flops for loop in timing.loops)*timing.waves
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
@@ -123,7 +123,7 @@ def predict(p:Problem, timing:Timing, x:Division, card:Card, ghz:float|None=None
                     {level: rate for level, rate in rates.items() if rate}, flops)
 
 def at_both_clocks(p:Problem, timing:Timing, x:Division, card:Card) -> tuple[Prediction, Prediction|None]:
-  """Predicts the time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. The second prediction is
-  None if no GEMM was published for the card."""
+  """Predicts the time of a problem on a card at the rated clock, and at the clock that the card sustains under matrix work. The sustained clock is
+  derived from the fastest published GEMM on this card. The second prediction is None if no such GEMM is known."""
   clock = timing.chip.sustained(card)
   return predict(p, timing, x, card), predict(p, timing, x, card, clock) if clock else None

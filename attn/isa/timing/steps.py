@@ -107,8 +107,8 @@ def dependences(trip:Sequence[Instruction], chip:Chip) -> list[list[Dependence]]
 
 def awaited(trip:Sequence[Instruction], chip:Chip) -> list[list[int]]:
   """Returns, for each instruction of a loop iteration, the memory accesses that it waits for, as distances in instructions. The iteration is in the
-  steady state, after the first iterations. s_waitcnt waits for the accesses that its numbers name. A memory access waits for earlier accesses if its
-  counter would overflow otherwise."""
+  steady state, after the first iterations. The numbers in s_waitcnt say how many accesses may still be incomplete: the instruction waits for all
+  earlier ones. A memory access waits for earlier accesses if its counter would overflow otherwise."""
   counters, found = chip.counters, list[list[int]]()
   under_way: dict[str, list[int]] = {}
   for now in range(3*len(trip)):

@@ -47,18 +47,19 @@ def stalls_table(loop:LoopTiming, most:int, lines:Mapping[int, PythonLine]) -> T
   return table
 
 def python_place(line:int|None, lines:Mapping[int, PythonLine]) -> str:
-  """Returns the line of Python that emitted a line of the source, as text. If that line of Python is not known, returns the line of the source."""
+  """Returns, as text, the line of Python that emitted line `line` of the kernel's HIP source. If this line of Python is not known, returns the line
+  of the HIP source."""
   if line is None: return ""
   return f"{lines[line][0]}:{lines[line][1]}" if line in lines else f"line {line} of the source"
 
 def machine_table(chip:Chip) -> Table:
-  """Makes a table of the rates and latencies of a chip's family, each with its source."""
+  """Makes a table of the rates and latencies of a chip's family. The last column says where each number comes from."""
   table = Table("figure", "value", "source", title=f"{chip.family}: cycles, or bytes a cycle")
   for name, (value, origin) in figures_of(chip.latencies).items(): table.add_row(name, str(value), ORIGINS.get(origin, ASSUMED))
   return table
 
 def timing_json(timing:Timing, found:Sequence[Prediction], lines:Mapping[int, PythonLine]) -> dict[str, Any]:
-  """Returns the whole prediction as values for JSON, but not the single issues of instructions."""
+  """Returns the whole prediction as values for JSON, without the list of the cycles in which single instructions issue."""
   return {"name": timing.name, "arch": timing.chip.name, "cycles": timing.cycles, "matrix_use": timing.matrix_use, "groups": timing.groups,
           "waves": timing.waves, "behind": timing.behind, "edges": timing.edges, "unknown": list(timing.unknown),
           "loops": [{"label": x.label, "cycles": x.cycles, "matrix_use": x.matrix_use, "conflicts": x.conflicts,

@@ -1,5 +1,5 @@
-"""Times a kernel's hot loop: computes a prediction in cycles from assembly text. The waves of a compute unit are stepped through several iterations
-of the loop, and the time of one iteration is measured."""
+"""Predicts the time of a kernel's hot loop in cycles, from its assembly text. A simulation steps the waves of a compute unit through several
+iterations of the loop. The prediction is the simulated time of one iteration."""
 from __future__ import annotations
 import math, re
 from bisect import bisect_right
@@ -15,12 +15,12 @@ from attn.isa.timing.addresses import WaveState, bank_cycles_of
 from attn.isa.timing.steps import Pipe, TripStep, trip_steps, unknown
 from attn.isa.timing.waves import Run, Wave, step_waves
 
-WARM, MEASURED = 2, 4      # iterations before measuring, and measured iterations
+WARM, MEASURED = 2, 4      # simulated iterations before the timed ones, and timed iterations
 MOST_ISSUES = 60000        # rough limit of instructions to step: a long loop is stepped through fewer iterations
 
 @dataclass(frozen=True)
 class Stall:
-  """Time that waves wait at one instruction, as a mean over the iterations of a wave."""
+  """Simulated time that waves wait at one instruction, as a mean over the iterations of a wave."""
   step: TripStep
   cycles: float      # cycles from the earliest cycle that the instruction before allowed until the issue
   idle: float        # part of these cycles in which the SIMD's matrix unit was idle
@@ -28,7 +28,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class LoopTiming:
-  """Timing of one iteration of a loop."""
+  """Predicted time of one iteration of a loop."""
   label: str
   cycles: float                    # cycles in which all waves make one iteration
   matrix_use: float                # share of these cycles in which the matrix unit is in use
@@ -42,7 +42,7 @@ class LoopTiming:
 
 @dataclass(frozen=True)
 class Timing:
-  """Timing of a kernel: its hot loops, and the workgroups that run on a compute unit at the same time."""
+  """Predicted time of a kernel's hot loops, and the workgroups that run on a compute unit at the same time."""
   name: str
   chip: Chip
   resources: Resources
@@ -68,8 +68,8 @@ class Timing:
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """Finds a path from block `first` to block `last` that goes through no block of `avoid`. The path includes `first` but not `last`. At each branch
-  the path falls through if it can. Returns an empty list if there is no path."""
+  """Finds a path from basic block `first` to basic block `last` that goes through no basic block of `avoid`. The path includes `first` but not
+  `last`. At each branch the path falls through if it can. Returns an empty list if there is no path."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -89,8 +89,9 @@ def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[in
   return way
 
 def _path_of_wave(blocks:Sequence[Block], loop:Loop, usual:Sequence[int], state:WaveState) -> list[int]:
-  """Finds the path that a wave takes in an iteration. It is the usual path. If the wave is known to have an active lane, the path also includes the
-  blocks that only a wave without an active lane jumps over."""
+  """Finds the basic blocks that a wave runs through in one iteration. These are the basic blocks of the path `usual`. If `state` knows that the wave
+  has an active lane, they also include the basic blocks that s_cbranch_execz skips for a wave without active lanes. Updates `state` with the
+  instructions on the path."""
   path = list[int]()
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)
@@ -171,9 +172,9 @@ def _use(found:Run) -> float:
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 
 def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
-  """Finds the loop that half of a workgroup's waves run while the other half runs `loop`. Returns `loop` itself if there is no such loop. Such a loop
-  has the same matrix work and the same number of barriers as `loop`. No path inside one iteration of a loop around both leads from one to the
-  other."""
+  """Finds the loop that half of a workgroup's waves run while the other half runs `loop`. This other loop has the same matrix work and the same
+  number of barriers. A wave that runs one of the two loops does not run the other one in the same iteration of a loop around them. Returns `loop`
+  itself if there is no such loop."""
   def traits(x:Loop) -> tuple[int, int]:
     return sum(blocks[b].flops for b in x.body), sum(i.kind == "barrier" for b in x.body for i in blocks[b].instructions)
   def leads(a:Loop, b:Loop) -> bool:
@@ -182,19 +183,22 @@ def _beside(blocks:Sequence[Block], loops:Sequence[Loop], loop:Loop) -> Loop:
   others = (x for x in loops if x is not loop and traits(x) == traits(loop) and traits(x)[1] and not leads(x, loop) and not leads(loop, x))
   return next(others, loop)
 
-def _reachable(blocks:Sequence[Block], first:int, without:set[int]) -> set[int]:
-  """Finds the blocks that can be reached from block `first` without going through the blocks `without`."""
+def _reachable(blocks:Sequence[Block], first:int, avoid:set[int]) -> set[int]:
+  """Finds the basic blocks that can be reached from basic block `first` without going through a basic block of `avoid`."""
   found, stack = set[int](), [first]
   while stack:
     if (b := stack.pop()) not in found:
       found.add(b)
-      stack += [s for s in blocks[b].successors if s not in without]
+      stack += [s for s in blocks[b].successors if s not in avoid]
   return found
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """Times one iteration of a loop. `shape` is (workgroups on a compute unit, waves of a workgroup, SIMDs, waves that begin one barrier behind). The
-  first half of the waves runs the first loop of `pair`, the second half runs the second loop. In most kernels both loops are the same."""
+  """Predicts the time of one iteration of a loop. The first half of the waves runs the first loop of `pair`, the second half runs the second loop. In
+  most kernels both loops are the same.
+
+    products  number of matrix products in an iteration that sum over the head dimension d, and number of those that sum over dv
+    shape     workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that begin the loop one barrier behind the others"""
   groups, waves, simds, behind = shape
   per_exp = float(flops_of_score(products, d, dv))*chip.wave if d else 0.0
   two = bool(kernel.metadata.get("amdhsa_system_vgpr_workitem_id", 0))
@@ -252,11 +256,12 @@ def _edges(blocks:Sequence[Block], loops:Sequence[Loop], chip:Chip, waves:int, s
 
 def timing_of(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, lds:int|None=None, threads:int|None=None,
               title:str|None=None, products:LoopProducts=PRODUCTS, behind:int|None=None, rank:int=0, grid:int|None=None) -> Timing:
-  """Times the hot loop of a kernel in an assembly text.
+  """Predicts the time of the hot loops of a kernel from its assembly text.
 
-    d, dv     head dimensions as the kernel computes them
-    products  for each hot loop, the number of matrix products that sum over D, and over Dv
+    d, dv     head dimensions as the kernel computes them: rounded up to whole matrix tiles
+    products  for each hot loop, the number of matrix products that sum over d, and the number that sum over dv
     behind    number of waves of a workgroup that begin the loop one barrier behind the others; by default found in the text
+    rank      which loop is timed: 0 is the loop with the most matrix work, 1 the next one, and so on
     grid      number of workgroups. If it is small, a compute unit of the chip's largest card runs fewer workgroups than it has room for
   Raises ValueError if the text has no loop with matrix instructions, and if the number of threads of a workgroup is not known."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
