@@ -41,8 +41,9 @@ def extra(name:str, x:np.ndarray, bias_dtype:str="float32") -> Tensor:
 
 def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     place:Callable[[str, Tensor], Tensor]=lambda _, t: t, **parameters:Any) -> tuple[np.ndarray, np.ndarray]:
-  """Runs `attention` on the problem and compares o and lse with float64: each element must be within its error limit (docs/contract.md). Returns o as
-  (B, H, Sq, Dv) and lse as (B, H, Sq). `place` receives each tensor with its name, and may move the tensor to other devices."""
+  """Runs `attention` and compares o and lse with float64: each element must be within its error limit (docs/contract.md). `parameters` are the
+  arguments of `problem`, and `extras` holds optional tensors such as a bias by name. `place` receives each tensor with its name, and may move the
+  tensor to other devices. Returns o as (B, H, Sq, Dv) and lse as (B, H, Sq)."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}

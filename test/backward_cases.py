@@ -47,8 +47,8 @@ def options_of(p:Problem, extras:dict[str, np.ndarray], sequence:tuple[int, int,
   return Options(top_left=p.top_left, **numbers_of_rows(p), **found)
 
 def expected_gradients(p:Problem, x:Inputs, loss:Loss, extras:dict[str, np.ndarray]) -> dict[str, Law]:
-  """Returns the expected dq, dk and dv, and dbias if the problem has a bias: for each the exact values and the limit of each element's error. Rows
-  that belong to no sequence have gradient 0."""
+  """Returns the expected dq, dk and dv, and dbias if p has a bias: for each the exact values and the limit of each element's error. Rows that belong
+  to no sequence have gradient 0."""
   return {f"d{n}": law for n, law in cases.expected_gradients(p, x, extras, loss.do, loss.dlse).items()}
 
 # shapes of CDNA's kernel that computes dq, dk and dv at once, by head dimension, wherever dispatch chooses it
@@ -56,10 +56,10 @@ AT_ONCE_ON_AMD = {64: BackwardShape(4, 64, fenced=2), 128: BackwardShape(4, 32, 
 
 def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.ndarray],
                  tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0) -> dict[str, np.ndarray]:
-  """Runs the backward kernels, and returns dq, dk and dv in the shapes of q, k and v. The kernels get o and lse from a forward pass in numpy. `only`
-  selects one kernel: "dq", or "dkdv" or "dbias", which then get delta from numpy. "all" stands for the three kernels that compute all gradients at
-  once. With `parts`, the kernels write that many partial gradients, and this function adds them. The kernels run on the emulator, or on the GPU if
-  `arch` is "CUDA"."""
+  """Runs the backward kernels, and returns dq, dk and dv in the shapes of q, k and v. The kernels get o and lse from a forward pass in numpy. `tiles`
+  maps each tile that dispatch chooses to the tile that is used. `only` selects one kernel: "dq", "dkdv" or "dbias"; the last two get delta from
+  numpy. With `only` = "all", one kernel computes dq, dk and dv at once, between a kernel for delta and one that finishes dq. With `parts`, the
+  kernels write that many partial gradients, and this function adds them. The kernels run on the emulator, or on the GPU if `arch` is "CUDA"."""
   on, device, (o, lse) = chip(arch), "CUDA" if arch == "CUDA" else "EMU", forward_results(p, x, extras)
   dq_tile, dkdv_tile = map(tiles, tiles_of(p, on))
   launches = {"dq": (dq_arguments(p, loss.dlse is not None, parts), dq_of(p, on, dq_tile, loss.dlse is not None, parts)),
@@ -96,9 +96,9 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
                            size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
-  """Builds the problem with any of its options, runs the backward kernels, and compares dq, dk and dv with float64: each element must be within its
-  error limit (docs/contract.md). Gradients are exactly 0 for a query that sees no key, for a key that no query sees, and for a row of no sequence.
-  `size` scales dO, and `tiles` changes the chosen tiles. `run_backward` explains `only` and `parts`."""
+  """Runs the backward kernels on a problem made from `parameters` (the arguments of `problem`), and compares dq, dk and dv with float64: each element
+  must be within its error limit (docs/contract.md). Gradients must be exactly 0 for a query that sees no key, for a key that no query sees, and for a
+  row of no sequence. `size` scales dO. `run_backward` explains `tiles`, `only` and `parts`."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   x, loss = make(p), loss_of(p, dlse, size)

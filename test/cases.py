@@ -114,7 +114,8 @@ def problem(B:int=1, H:int=2, Hkv:int|None=None, Sq:int=64, Sk:int|None=None, D:
                     extras={n: (x.shape, bias_dtype if n == "bias" else str(x.dtype)) for n, x in (extras or {}).items()})
 
 def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the kernel under test and returns o (B, H, Sq, Dv) and lse. It runs on the emulator, or on the GPU where `arch` is "CUDA"."""
+  """Runs the kernel that `flash_attention_fn` returns for these `options`, by `custom_kernel`. Returns o (B, H, Sq, Dv) and lse, or None for lse if p
+  does not return it. The kernel runs on the emulator, or on the GPU if `arch` is "CUDA"."""
   device = "CUDA" if arch == "CUDA" else "EMU"
   with Context(DEV=device if device == "CUDA" else f"EMU::{arch}"):
     q, k, v = (tensor(arrange(a, p.layout), p.dtype, device).realize() for a in (x.q, x.k, x.v))
@@ -131,7 +132,8 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 # ***** kernels without the API, with every option *****
 
 def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
-  """Makes dispatch use a copy of a kernel's record in which these fields are changed."""
+  """Changes fields of the kernel `name` in the table by which dispatch chooses a forward kernel, for example the function that says which problems
+  the kernel refuses."""
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
@@ -145,8 +147,8 @@ def count_products(monkeypatch:pytest.MonkeyPatch) -> list[int]:
   return started
 
 def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_wgmma") -> None:
-  """Makes dispatch choose one kernel on wgmma (or on another unit, by the ending of its kernels' names) for all gradients also for few queries and
-  few blocks of keys, and also if dq has to have the same bits in every run."""
+  """Makes dispatch choose one kernel for all gradients, also for few queries, for few blocks of keys, and with deterministic=True. `suffix` is the
+  ending of the names of the kernels for which this holds, such as "_wgmma", or "" for the kernels of AMD's matrix units."""
   monkeypatch.setattr(backward_tiles, "LEAST_QUERIES", 64)
   for name in ("IN_ORDER_WGMMA", "IN_ORDER_MFMA"): monkeypatch.setattr(backward_tiles, name, FasterInOrder(((-1, -1), (-1, 0))))
   row = GRADIENT_KERNELS[suffix]

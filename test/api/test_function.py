@@ -107,8 +107,9 @@ def test_same_as_outside(name:str, way:str, jit:bool, arch:str) -> None:
 
 @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_rows_on_devices_under_installed(axis:int|None) -> None:
-  """Inside a tinygrad `function` and under `attn.installed()`, attn's kernels compute Tensor.scaled_dot_product_attention if k and v, or q, k and v,
-  are sharded along rows. The output is right. A call with dropout needs whole rows: it goes to tinygrad's own implementation, with a warning."""
+  """Inside a tinygrad `@function` and under `attn.installed()`, attn's kernels compute Tensor.scaled_dot_product_attention if the sequence of k and
+  v, or of q, k and v, is divided over two devices. The results are right. A call with dropout on such tensors goes to tinygrad's own implementation,
+  with a warning."""
   q, k, v = (draw(1, 2, 16, 32, seed=i).shard(TWO, a).realize() for i, a in enumerate((axis, 2, 2)))
   def layer(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, is_causal=True),)
   def dropping(q:Tensor, k:Tensor, v:Tensor) -> tuple[Tensor, ...]: return (q.scaled_dot_product_attention(k, v, dropout_p=0.5),)
@@ -138,8 +139,8 @@ def test_gradient_through_a_function_of_an_output_that_was_computed() -> None:
       np.testing.assert_allclose(x, y, rtol=2**-10, atol=2**-11*np.abs(y).max())
 
 def test_equal_steps_are_scheduled_once() -> None:
-  """tinygrad schedules two equal training steps once, because the second step finds the first one's schedule in the cache. For this, the buffers in a
-  function and in its gradient must have the same numbers in each step."""
+  """tinygrad schedules the first of two equal training steps, and finds the schedule of the second step in its cache. This requires that the buffers
+  that attn makes inside a `@function` and in its gradient have the same slot numbers (`BUFFER.arg.slot`) in every step."""
   layer = function(causal, precompile=True, precompile_backward=True)
   def step() -> None:
     q, k, v = arguments(CALLS["causal"])

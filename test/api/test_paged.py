@@ -48,7 +48,8 @@ class Paged:
   def tensors(self, device:str="EMU") -> list[Tensor]: return [tensor(x, "float16", device).realize() for x in self.pages]
 
 def close(got:np.ndarray, q:np.ndarray, x:Paged, window:tuple[int, int]=(-1, 0), **options:Any) -> None:
-  """Compares o (B, H, Sq, D) with float64, sequence by sequence: each element must be within its error limit (docs/contract.md)."""
+  """Checks `got` (B, H, Sq, D), the output of attention of `q` to the pages `x`. Each element must agree with a float64 computation up to its error
+  limit (docs/contract.md). The expected values are computed sequence by sequence. `options` are options of the softmax, such as softcap."""
   for b, n in enumerate(x.lengths):
     one = [a.astype(np.float32) for a in (q[b:b+1], x.k[b:b+1, :, :n], x.v[b:b+1, :, :n])]
     args, more = (q.shape[-1]**-.5, window, n - q.shape[2]), {"options": Options(**options)} if options else {}
@@ -106,8 +107,8 @@ def test_a_prefix_that_two_sequences_share(arch:str) -> None:
 @pytest.mark.parametrize("count, arch, kernel", [(2, "sm_90", ""), pytest.param(4, "gfx942", "", marks=pytest.mark.thorough),
                                                  pytest.param(2, "gfx942", "three_pass", marks=pytest.mark.thorough)])
 def test_heads_on_several_devices(count:int, arch:str, kernel:str) -> None:
-  """Attention over pages is right if devices share the heads: each device holds its own heads of every page, and the whole block table. Pages that
-  are sharded in another way are refused."""
+  """Attention over pages is right if the heads are divided over devices: each device holds its own heads of every page, and the whole block table.
+  Pages that are divided in another way are refused."""
   devices, rng = tuple(f"EMU:{i}" for i in range(count)), np.random.default_rng(3)
   old, new = ([rng.standard_normal((2, h, n, D)).astype(np.float16) for h in (8, 4, 4)] for n in (8, 1))
   pages = [np.concatenate([np.zeros((4, 8, 4, D), np.float16), x.transpose(0, 2, 1, 3)]) for x in old[1:]]      # the rows lie in pages 4 and 5
@@ -225,7 +226,8 @@ def test_rows_that_do_not_fit_are_dropped(starts:tuple[int, ...], there:tuple[in
     for cache in (k, v): assert np.flatnonzero(array(cache).reshape(32, -1).any(-1)).tolist() == list(there)
 
 def test_append_in_plain_uops() -> None:
-  """Append uses a kernel of tinygrad's own UOps on a device that cannot print attn's operations, such as CPU."""
+  """Appending to a cache needs none of attn's own operations, so that it also works on a device whose renderer does not know them, such as CPU. With
+  `checked`, the kernel has one such operation, by which the emulator finds two rows that go to one place."""
   a = Append(2, HKV, 1, 16, D, "bhsd", Strided(4*8*HKV*D, 0, 8*HKV*D, D, HKV*D), Pages(8, 4, 2), threads=False, checked=False)
   shapes = ((a.places.size,), dtypes.half), ((2, HKV, 1, D), dtypes.half), ((2,), dtypes.int), ((2, 2), dtypes.int)
   for checked in (False, True):

@@ -26,7 +26,8 @@ def int32(x:Any, device:str="EMU") -> Tensor: return Tensor(np.array(x, np.int32
 def format_of(dtype:str, arch:str) -> str: return "int8" if dtype == "int8" else FORMAT_OF[arch]
 
 def rows(*shape:int, seed:int=0) -> np.ndarray:
-  """Draws rows of float16 whose sizes differ, with a row of zeros, one with NaN and one with infinity."""
+  """Draws float16 numbers of the given shape. The magnitudes of rows (the last axis) differ by factors of up to 2^16. The first row is 0, the second
+  contains a NaN, and the third contains -inf."""
   rng = np.random.default_rng(seed)
   x = (rng.standard_normal(shape)*2.0**rng.integers(-8, 9, (*shape[:-1], 1))).astype(np.float16)
   some = x.reshape(-1, shape[-1])
@@ -118,7 +119,7 @@ def test_a_cache_on_two_devices(axis:int) -> None:
 
 @pytest.mark.thorough
 def test_rows_appended_on_a_cpu() -> None:
-  """A CPU, which has no threads, appends rows as a chip does."""
+  """On a CPU, whose kernels have no threads, `append_kv` stores the same 8-bit rows as on a GPU."""
   pytest.importorskip("ziglang")
   root = Path(__file__).parent.parent.parent
   script = "import numpy as np, attn, test_quantized as t\n" \

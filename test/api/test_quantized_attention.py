@@ -32,13 +32,13 @@ def stale(dtype:str="int8", shape:tuple[int, ...]=(B, HKV, CAPACITY, D), device:
   return [made(), made()]
 
 def rows_in(cache:QuantizedRows, format:str="int8") -> tuple[np.ndarray, np.ndarray]:
-  """Returns the rows of a cache in float64, and their scales."""
+  """Returns the rows of an 8-bit cache in float64, already multiplied by their scales, and the scales."""
   scales = array(whole(cache.scales)).astype(np.float64)
   with np.errstate(invalid="ignore"): return numbers_of(format)[whole(cache.values).numpy().view(np.uint8)]*scales[..., None], scales
 
 def close(got:np.ndarray, q:np.ndarray, k:tuple[np.ndarray, np.ndarray], v:tuple[np.ndarray, np.ndarray], n:int, dtype:str="float16") -> None:
-  """Checks o of causal attention to the first n keys: each element must be within its error limit (docs/contract.md). k and v are pairs: rows in
-  float64, and their scales (B, Hkv, capacity)."""
+  """Checks `got`, the output of causal attention of `q` to the first `n` keys. Each element must agree with float64 up to its error limit
+  (docs/contract.md). k and v are pairs: the rows in float64, already multiplied by their scales, and the scales (B, Hkv, capacity)."""
   law = law_of(q.astype(np.float32), k[0][:, :, :n], v[0][:, :, :n], q.shape[-1]**-.5, (-1, 0), n - q.shape[2], dtype=dtype, out_dtype=dtype,
                v_scales=v[1][:, :, :n])[0]
   assert (verdict := judge(got, law)).ok, verdict
@@ -134,8 +134,8 @@ def test_pages(arch:str, page:int, dtype:str) -> None:
 
 @pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
 def test_on_two_devices(axis:int, arch:str) -> None:
-  """Attention is right over caches of 8 bits that two devices share along batch or heads. If they share the heads, a paged cache gives the same
-  output."""
+  """Attention is right over caches of 8 bits whose batches or heads are divided over two devices. If the heads are divided, a paged cache gives the
+  same output."""
   with emulated(arch):
     x, (k, v) = drawn(20), stale(device="EMU:0")
     k, v = (QuantizedRows(*(t.shard(DEVICES, axis).realize() for t in cache)) for cache in (k, v))
@@ -164,8 +164,8 @@ def test_scales_that_rows_share(arch:str, shape:tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("form", ("more batches than q", "cache_batch_idx", "a scale for each head"))
 def test_flash_attn_with_kvcache(form:str) -> None:
-  """FlashAttention's function `flash_attn_with_kvcache` gives right results for caches of 8 bits: with cache_batch_idx, which selects batches of the
-  caches, without it, and with one scale for each head."""
+  """FlashAttention's function `flash_attn_with_kvcache` gives right results for caches of 8 bits in three cases. Either the cache has more batches
+  than q, or cache_batch_idx selects batches of the cache, or each head has a single scale."""
   with emulated("gfx942"):
     x, (k, v) = drawn(30), stale(shape=(B + 1, CAPACITY, HKV, D))
     q = given(x, 20, 23, "bshd")[0]

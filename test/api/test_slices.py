@@ -33,8 +33,8 @@ class Gpt2:
     return q.scaled_dot_product_attention(keys, values, causal_mask(T, start) if T > 1 else None).realize()
 
 class Llm:
-  """A model step with the cache of tinygrad/llm/model.py: one tensor (2, B, H, S, D) in half, with queries in float32. A Variable gives the length of
-  a prompt's chunks, which run in a precompiled function."""
+  """A model step that uses its cache as tinygrad/llm/model.py does: one tensor (2, B, H, S, D) in half holds K and V, and queries are float32. A
+  prompt comes in chunks whose length is a Variable. The step on such a chunk runs inside tinygrad's `@function(precompile=True)`."""
   def __init__(self, dtype:str, device:str) -> None:
     self.cache = Tensor.zeros(2, 1, HKV, CAPACITY, D, dtype=dtypes.half, device=device).contiguous().realize()
   def attend(self, q:Tensor, k:Tensor, v:Tensor, start:UOp) -> Tensor:
@@ -99,7 +99,8 @@ def test_the_causal_mask_is_known_and_nothing_else() -> None:
       assert not is_causal_mask(mask, rows, keys), (rows, keys)
 
 def test_where_rows_lie() -> None:
-  """Kernels read a slice of a cache in place if its strides are constant. A tensor without constant strides does not count as part of a cache."""
+  """`cache_of` finds the offset and the strides of slices of a cache, so that kernels read the slices in place. It returns None for rows that are
+  computed, reversed or padded, and for repeated heads if the copies of a head are not neighbours."""
   with emulated("gfx942"):
     base, n = Tensor.zeros(3, 2, 16, 2, 8, dtype="half", device="EMU").contiguous().realize(), Variable("n", 1, 15).bind(3)
     def places(x:Tensor, y:Tensor) -> Any:
@@ -186,8 +187,8 @@ def test_a_mask_of_one_column() -> None:
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_one_kernel_for_lengths_that_are_ints(together:bool) -> None:
-  """One kernel reads slices of a cache in place from the second length on, and a further length costs no compilation and no copy. The cache is one
-  tensor for K and V, or two."""
+  """attn copies the first slice of a cache that it sees. For slices of any other length, one kernel then reads the cache in place: a further length
+  costs no compilation and no copy. The cache is one tensor for K and V, or two."""
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     lengths_seen.clear()
@@ -226,8 +227,8 @@ def test_a_long_cache(rows:int, arch:str) -> None:
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1100", "sm_80"))
 @pytest.mark.parametrize("queries", [1, 5])
 def test_a_latent_cache(queries:int, arch:str) -> None:
-  """One kernel computes attention in the form that a latent block of tinygrad.llm writes out, and reads the cache in place. Sizes are DeepSeek's: a
-  row of the cache has 512 + 64 columns, and the first 512 are the values."""
+  """One kernel computes attention that a model writes out in tensor operations as tinygrad.llm does for latent attention (MLA), and reads the cache
+  in place. Sizes are DeepSeek's: a row of the cache has 512 + 64 columns, and the first 512 are the values."""
   D, Dv, n = 576, 512, 70
   with emulated(arch), attn.installed() as decisions:
     decisions.clear()

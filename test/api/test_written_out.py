@@ -28,7 +28,8 @@ def hiding(seen:Tensor) -> Tensor: return seen.where(0.0, -math.inf)
 def sinks() -> Tensor: return draw(4, dtype="float32", seed=5)
 
 def over_sinks(scores:Tensor, sink:Tensor, m:Tensor) -> Tensor:
-  """Computes the weights of attention with sinks in the way of tinygrad's examples/mlperf/models/gpt_oss.py."""
+  """Computes softmax weights with a sink (one more logit of each row, which only adds to the sum). `m` is the number that is subtracted before the
+  exponential. The operations are those of tinygrad's examples/mlperf/models/gpt_oss.py."""
   e = (scores - m).exp()
   return e/(e.sum(-1, keepdim=True) + (sink - m).exp())
 
@@ -37,7 +38,8 @@ def with_sinks(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
   return over_sinks(scores, sink, scores.max(-1, keepdim=True).maximum(sink)).cast(v.dtype) @ v
 
 def with_groups(q:Tensor, k:Tensor, v:Tensor) -> Tensor:
-  """Attention with sinks, in which two query heads share a key/value head, which stands along an axis of its own."""
+  """Computes attention with sinks, where two query heads use each key/value head. q is reshaped to (batch, key/value heads, 2, rows, D), and k and v
+  get an axis of length 1 in the place of the 2."""
   q, k, v = q.reshape(2, 2, 2, ROWS, D), k[:, :2].unsqueeze(2), v[:, :2].unsqueeze(2)
   scores, sink = (q @ k.transpose(-1, -2)).float()*0.3 + hiding(shown()).unsqueeze(0), sinks().reshape(2, 2, 1, 1)
   return (over_sinks(scores, sink, scores.max(-1, keepdim=True)) @ v.float()).cast(q.dtype).reshape(2, 4, ROWS, D)
@@ -122,8 +124,8 @@ def test_other_products_are_left_alone(form:str) -> None:
       assert not decisions
 
 def test_written_out_sinks_are_recognised() -> None:
-  """Attention with sinks that `with_sinks_at` writes out in tensor operations runs as a kernel under `attn.installed()`, if its options have their
-  defaults."""
+  """Attention with sinks that `with_sinks_at` writes out in tensor operations runs as a kernel under `attn.installed()`, if `shift` and `square` are
+  off."""
   with emulated("gfx942"), attn.installed() as decisions:
     decisions.clear()
     with_sinks_at(*(draw(2, 4, n, D) for n in (ROWS, KEYS, KEYS)), sinks().reshape(4, 1, 1))
@@ -176,8 +178,9 @@ def test_a_key_hidden_by_where_may_be_nan(arch:str) -> None:
     assert [d.kernel is not None for d in decisions] == [True]*4
 
 def test_sinks_beside_a_length_that_is_a_variable() -> None:
-  """Attention with sinks that a model writes out over a slice of a cache is recognised, and gives the same result whether the slice's length is a
-  Variable or an int. With a Variable as length, a mask by `where`, or sinks for each batch, makes the call go to tinygrad's own attention."""
+  """attn recognises attention with sinks that a model writes out over a slice of a cache. The result is the same whether the slice's length is a
+  Variable or an int. With a Variable, two kinds of calls go to tinygrad's own attention: those whose mask is applied by `where`, and those whose
+  sinks differ between batches."""
   cache, n = [(2, 12, 4, D, seed) for seed in (1, 2)], Variable("n", 1, 12)
   def attended(q:Tensor, k:Tensor, v:Tensor, rows:int|UOp, sink:Tensor, mask:Tensor|None=None) -> Tensor:
     k, v = (x[:, :rows].transpose(1, 2) for x in (k, v))
@@ -199,16 +202,16 @@ def test_sinks_beside_a_length_that_is_a_variable() -> None:
         assert [d.kernel for d in decisions] == [None]
 
 def test_a_kernels_output_keeps_its_tag_as_keys() -> None:
-  """`stored_in_its_dtype` returns the output of an attn kernel unchanged, also transposed, where a model uses it as keys. A copy would lose the UOp's
-  tag, which says that no later write may take this UOp's place."""
+  """`stored_in_its_dtype`, which casts rows on their way into a cache, returns the output of an attn kernel unchanged, also transposed. A rebuilt UOp
+  would lose its tag. Without this tag tinygrad could take the result of a later write to the same buffer for the kernel's output."""
   with emulated("gfx942"), attn.installed():
     q = draw(1, 2, ROWS, D)
     k = attn.attention(q, q, q)
     assert stored_in_its_dtype(k) is k and stored_in_its_dtype(k.transpose(-1, -2)).uop is k.transpose(-1, -2).uop
 
 def test_tinygrads_own_attention_is_decided_once() -> None:
-  """A call that goes to tinygrad's own attention is recorded as one decision. tinygrad's own attention is itself written out in operations of Tensor.
-  attn must not recognise these operations as a second call."""
+  """The list of decisions that `attn.installed()` returns gets one entry for a call that attn passes on to tinygrad's own attention. tinygrad's own
+  attention consists of tensor operations that attn would otherwise recognise as attention, and attn must not list them as a second call."""
   dot, softmax = Tensor.dot, Tensor.softmax
   with emulated("gfx942"):
     q = draw(1, 2, 4, 600)

@@ -68,7 +68,7 @@ def kernel(arch:str, **options:Any) -> tuple[UOp, Any]:
   return single_kernel(p, get_chip(arch))[0](*[UOp.placeholder(s, TYPES[d], i) for i, (s, d) in enumerate(arguments(p).values())]), renderer
 
 def lowerings(monkeypatch) -> list[str]:
-  """Returns a list to which the names of kernels are added that tinygrad lowers during the test."""
+  """Returns a list. During the test, the name of each kernel that tinygrad lowers is added to the list."""
   seen, own = [], codegen.full_rewrite_to_sink
   def lower(ast:UOp, *args:Any, **kwargs:Any) -> UOp:
     seen.append(ast.arg.name)
@@ -96,7 +96,8 @@ def test_cached_program(arch:str, cache, monkeypatch) -> None:
   assert len(seen) == 1
 
 def test_what_a_cached_program_depends_on(cache, monkeypatch) -> None:
-  """A cached program is not used if the text of an operation, the code that lowers, a setting, the problem or the chip is different."""
+  """A kernel's source from the cache is not used if anything differs that the source depends on: the problem, the chip, one of tinygrad's settings,
+  the files of attn that render operations (`PRINTING`), or the files of tinygrad that lower kernels (`LOWERING`)."""
   ast, renderer = kernel("sm_90")
   codegen.do_to_program(ast, renderer)
   assert kept_programs.has_program(ast, renderer)
@@ -138,8 +139,8 @@ def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
   assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
 
 def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
-  """A cached kernel is compiled when it is called. tinygrad would start processes to compile several kernels at once, which takes longer than reading
-  the cache."""
+  """If the cache has a kernel's source, `attention` itself compiles the kernel when it is called. Otherwise tinygrad would start worker processes to
+  compile the kernels of a step at once, and starting them takes longer than reading the cache."""
   compiled: list[str] = []
   monkeypatch.setattr(checked_kernel, "compile_at_once", lambda call, device: compiled.append(call.src[0].arg.name))
   q = Tensor(np.zeros((1, 1, 32, 16), np.float16), device="EMU").realize()
@@ -151,18 +152,18 @@ def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
 # ***** order of statements *****
 
 @dataclass(frozen=True)
-class Three(InOrder):
-  """Values of a small test kernel: two register arrays, and the list of its statements."""
+class SmallState(InOrder):
+  """State of a small test kernel: two register arrays, and the stores to them so far."""
   a: UOp
   b: UOp
   statements: Statements
 
 def test_steps_come_in_order() -> None:
-  """`InOrder.store` puts the steps of a kernel in order; a step is a group of stores to register arrays. A step that uses the result of an earlier
-  step comes after that step, and everything later waits only for the second step. A step that uses only older values does not wait for the earlier
-  step, and everything later waits for both. Inside a loop, every step also waits for the start of the loop."""
+  """`InOrder.store` puts the stores of a kernel in order. If a second store uses the result of the first, the second one waits for the first, and
+  later stores need to wait only for the second. If the second store uses only older values, it does not wait for the first, and later stores wait for
+  both. Inside a loop, every store also waits for the start of the loop."""
   a, b, register = (UOp.placeholder((2,), dtypes.float, slot, AddrSpace.REG) for slot in range(3))
-  s = Three(a, b, Statements(register))
+  s = SmallState(a, b, Statements(register))
   one = s.store([s.a[0].store(1.0)])
   first, = awaited_by(one.b)
   two = one.store([one.b[0].store(2.0)])

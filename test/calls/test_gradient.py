@@ -29,9 +29,10 @@ SMALL: dict[str, Any] = dict(H=2, Sq=20, Sk=40, D=16)
 def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None,
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs `attention` on the problem. The loss is a weighted sum of o, of lse, or of o and lse. Compares the gradient of every input with float64:
-  each element must be within its error limit (docs/contract.md). Returns the gradients in the shapes of the inputs. Gradients of q, k and v have the
-  shape (B, H, S, D)."""
+  """Runs `attention`, and compares the gradient of every input with float64: each element must be within its error limit (docs/contract.md).
+  `parameters` are the arguments of `problem`, and `extras` holds optional tensors by name. The loss is a weighted sum of the outputs that `through`
+  names: "o", "lse", or both. `training` is the value of tinygrad's TRAINING. `place` may move each tensor to other devices. Returns the gradients in
+  the shapes of the inputs, those of q, k and v as (B, H, S, D)."""
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
@@ -224,8 +225,8 @@ def test_tiles_of_gradients_at_once(capsys:pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("arch, suffix, deterministic", (("sm_90", "_wgmma", False), ("sm_90", "_wgmma", True), ("gfx942", "", False),
                                                          ("gfx942", "", True)))
 def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, suffix:str, deterministic:bool) -> None:
-  """Three calls under TinyJit give the same dq, although the kernel that computes all gradients at once adds to sums in memory: each replay begins
-  these sums, and the counters of turns, with 0."""
+  """Three calls under TinyJit give the same dq, although the kernel that computes all gradients at once adds to sums in memory. So each replay must
+  set these sums to 0 again. With deterministic=True it must also set the counters to 0 that say which workgroup adds next."""
   compute_all_gradients_at_once(monkeypatch, suffix)
   with emulated(arch):
     q, k, v = (Tensor.randn(1, 2, rows, 128, device="EMU").half().realize() for rows in (80, 256, 256))
@@ -254,8 +255,9 @@ def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
   assert re.match(reason, found.why_not("backward_all_wgmma") or ""), found
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
-  """One kernel computes all gradients by default on sm_90, without a mask and from 2048 keys and 2048 blocks of keys on. With heads that share keys,
-  or with causal=True, two kernels do."""
+  """With deterministic=True, which is the default, one kernel computes all gradients on sm_90 only where it was measured to be faster than two
+  kernels although workgroups must add to dq in a fixed order: without a mask, without shared key/value heads, and from 2048 keys and 2048 blocks of
+  keys on. Two kernels compute the gradients with causal=True or with shared heads."""
   def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
     q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
@@ -293,8 +295,9 @@ def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("for_few")
 def test_memory_at_once() -> None:
-  """If one kernel computes all gradients, the fp32 sums of dq take 4 bytes for each element. Rows are rounded up to whole tiles of 64 queries. If
-  workgroups add in turn, there are 8 counters for each of these tiles, and one counter of tickets. The number of keys does not matter."""
+  """If one kernel computes all gradients, the fp32 sums of dq take 4 bytes for each element. Rows are rounded up to whole tiles of 64 queries. With
+  deterministic=True there are also integers that give workgroups a fixed order: 8 for each of these tiles, and one that numbers the workgroups as
+  they start. The number of keys does not matter."""
   for Sk, deterministic in ((1024, False), (8192, False), (8192, True)):
     p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=deterministic)
     found = choose_backward(p, get_chip("sm_90"), "forward_wgmma")
@@ -384,8 +387,8 @@ def test_a_loss_may_be_read_before_its_gradients_are_taken(what:str, training:in
     np.testing.assert_array_equal(o.numpy(), before)
 
 def test_lse_alone_after_it_was_read() -> None:
-  """The gradient through lse is right after lse was read and o was deleted, because forward runs a second time. If devices share the rows, this
-  gradient is an error."""
+  """The gradient through lse is right after lse was read and o was deleted, because attn then computes o again. If the sequence is divided over
+  devices, attn raises an error instead."""
   def gradient_of(read:bool) -> np.ndarray:
     q, k, v = three()
     lse = attn.attention(q, k, v, return_lse=True)[1]
@@ -429,7 +432,8 @@ TWO = ("EMU", "EMU:1")
   ("batch", "batch", 2, "bhsd"), ("heads", "heads", 2, "bshd"), ("heads", None, 1, "bhsd"), (None, "rows", 2, "bhsd"),
   *[pytest.param(x, x, 2, "bhsd", marks=pytest.mark.thorough) for x in ("heads", None)]])
 def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
-  """If query heads on two devices share a key head, the key head gets the sum of the gradients from the two devices."""
+  """If the query heads of one key/value head are on two devices, the gradient of this key/value head is the sum of the gradients from both
+  devices."""
   axes = {"q": of_q, "k": of_k, "v": of_k, "o": of_q, "lse": of_q}
   def place(name:str, t:Tensor) -> Tensor:
     if name == "sinks": return t.shard(TWO, 0 if of_q == "heads" else None)
@@ -438,12 +442,13 @@ def test_shards(of_q:str|None, of_k:str|None, heads:int, layout:str) -> None:
 
 @pytest.mark.parametrize("shape, shared, axis", [((1, 4, 1, 16), "batch", None), ((1, 4, 12, 16), "heads", 1)])
 def test_shards_with_a_bias(shape:tuple[int, ...], shared:str, axis:int|None) -> None:
-  """A bias that several devices share gets the sum of the gradients from all devices."""
+  """The gradient of a bias that several devices use is the sum of the gradients from all devices."""
   def place(name:str, t:Tensor) -> Tensor: return t.shard(TWO, axis if name == "bias" else ("batch", "heads").index(shared))
   check_gradients(B=2, H=4, Hkv=4, Sq=12, Sk=16, place=place, extras=dict(bias=floats(*shape)))
 
 def test_attention_shards_a_tensor_on_one_device() -> None:
-  """`attention` shards a tensor that lies on one device, and each device computes the gradient of its shard."""
+  """If q, k and v are sharded over devices, `attention` also shards a bias or sinks that lie on one device. Each device then computes the gradient of
+  its shard."""
   def place(name:str, t:Tensor) -> Tensor: return t if name in ("bias", "sinks") else t.shard(TWO, 1)
   check_gradients(H=4, Sq=6, Sk=8, place=place, extras=dict(bias=floats(1, 4, 6, 8), sinks=floats(4)))
 

@@ -42,8 +42,8 @@ def made_by(call:Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", [*CALLS, *CACHED])
 def test_a_later_call_makes_no_ast(name:str) -> None:
-  """The first call of a problem makes the ASTs of its kernels, and a later call makes none, with other tensors, with functions that are written
-  anew, or with another value of a Variable."""
+  """The first call with certain shapes and options makes the ASTs of its kernels. A later call makes no AST, even with other tensors, with another
+  value of a Variable, or with a new score_mod or mask_mod that computes the same."""
   call = (CALLS | CACHED)[name]
   with emulated("gfx942"):
     first, later = (made_by(lambda: call(*[half(2, 2, 40, 16) for _ in range(3)])) for _ in range(2))

@@ -81,9 +81,10 @@ def seen(p:Problem, sees:Callable[..., Any], tensors:list[Array], rows:int) -> A
 
 def expected(p:Problem, mask:Mask, d:Array, tile:BlockTile, width:int, over:str, listed:bool, always:bool) -> Array:
   """Returns for each tile of scores whether a kernel skips it, computes it without the mask, or computes it with the mask: an array (B, H, blocks,
-  tiles). `listed`: the kernel has a list of the tiles that a block sees. If it has none and the mask has a `hull` (an interval that contains all
-  visible keys of a query), the kernel computes every tile inside this interval with the mask. Without lists, a block also counts rows beyond the last
-  query, as kernels do. `always`: the mask is computed in every tile that is visited."""
+  tiles). With `over` = "keys", a workgroup owns a block of queries and loops over tiles of `width` keys; otherwise it owns keys and loops over
+  queries. `d` (B, rows) holds the document of each token, for a mask that reads it. `listed`: the kernel has a list of the tiles that a block sees.
+  Without a list it visits all tiles within the mask's `hull`, and a block also counts places after its last row. `always`: the mask is computed in
+  every tile that is visited."""
   heads = heads_of(p, tile) if over == "keys" else 1
   own = p.Sq*heads if over == "keys" else p.Sk
   blocks, exact = -(-own//tile.block_m), listed or mask.hull is None

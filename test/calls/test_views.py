@@ -26,7 +26,7 @@ APPLIED: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 @dataclass(frozen=True)
 class View:
-  """A view with the elements `of`. The movement operations `steps` make it from the array `memory`."""
+  """A view of an array. The movement operations `steps` make the view from `memory`; `of` holds the elements that the view must then have."""
   memory: np.ndarray
   steps: tuple[tuple[str, Any], ...]
   of: np.ndarray
@@ -271,13 +271,13 @@ def test_many_views(name:str) -> None:
 # ***** slices that begin between two 16-byte units *****
 
 def slice_at(x:np.ndarray, first:int, dtype:str="float16") -> Tensor:
-  """Makes a tensor that begins `first` elements after the begin of its buffer."""
+  """Makes a tensor whose first element is element `first` of a larger buffer."""
   return tensor(np.concatenate([np.full(first, np.nan, np.float32), x.ravel()]), dtype).realize()[first:].reshape(x.shape)
 
 @pytest.mark.parametrize("arch, first", (("gfx942", 1), ("gfx1100", 2), ("sm_80", 1), ("sm_90", 4), ("gfx1030", 3)))
 def test_slices_that_begin_anywhere(arch:str, first:int) -> None:
-  """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. tinygrad's copies use vectors
-  here, as they do by default."""
+  """Inputs and dO may begin at any element of a buffer, in `attention` and in `custom_kernel`, forward and backward. attn must not read them in place
+  with vector loads that need aligned addresses. tinygrad's optimisations are on (NOOPT=0), so that its own copies use vectors too."""
   p = problem(H=2, Sq=70, Sk=66, D=24, extras={"bias": floats(1, 1, 1, 66)})
   x, bias, do = normal(p), floats(1, 1, 1, 66), rounded(floats(1, 2, 70, 24, seed=3), "float16")
   with emulated(arch), Context(NOOPT=0):
