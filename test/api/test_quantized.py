@@ -119,7 +119,7 @@ def test_a_cache_on_two_devices(axis:int) -> None:
 
 @pytest.mark.thorough
 def test_rows_appended_on_a_cpu() -> None:
-  """On a CPU, whose kernels have no threads, `append_kv` stores the same 8-bit rows as on a GPU."""
+  """`append_kv` stores the same 8-bit rows on a CPU, whose kernels have no threads, as on a GPU."""
   pytest.importorskip("ziglang")
   root = Path(__file__).parent.parent.parent
   script = "import numpy as np, attn, test_quantized as t\n" \

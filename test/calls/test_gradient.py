@@ -255,9 +255,9 @@ def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
   assert re.match(reason, found.why_not("backward_all_wgmma") or ""), found
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
-  """With deterministic=True, which is the default, one kernel computes all gradients on sm_90 only where it was measured to be faster than two
-  kernels although workgroups must add to dq in a fixed order: without a mask, without shared key/value heads, and from 2048 keys and 2048 blocks of
-  keys on. Two kernels compute the gradients with causal=True or with shared heads."""
+  """One kernel computes all gradients on sm_90 with deterministic=True (the default) where it was measured to be faster than two kernels, although
+  workgroups must then add to dq in a fixed order: without a mask, without shared key/value heads, and from 2048 keys and 2048 blocks of keys on. With
+  causal=True or with shared heads, two kernels compute the gradients."""
   def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
     q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
