@@ -262,9 +262,9 @@ def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slic
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
 
 def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.ndarray|None, dlse:np.ndarray|None) -> dict[str, Law]:
-  """Returns the expected gradients of q, k and v, and of bias, sinks and slopes if the problem has them: for each the exact values and the limit of
-  each element's error. `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences.
-  Packed sequences are computed one at a time; rows of no sequence get gradient 0."""
+  """Returns the expected gradients of q, k and v, and of bias, sinks and slopes if p has them: for each the exact values and the limit of each
+  element's error. `do` and `dlse` are the gradients of o and lse: (B, H, Sq, Dv) and (B, H, Sq), or (1, H, total_q, ...) for packed sequences. Packed
+  sequences are computed one at a time; rows of no sequence get gradient 0."""
   def laws(q:np.ndarray, k:np.ndarray, v:np.ndarray, rows:slice, offset:int, **more:Any) -> dict[str, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**{n: extras[n] for n in SCORE_OPTIONS if n in extras}, **dropped(p, extras), **more})
     at = (None if do is None else rounded(do[:, :, rows], p.dtype), None if dlse is None else dlse[:, :, rows], p.softmax_scale, p.window, offset, o)
@@ -282,8 +282,9 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Builds the problem with any of its options, runs the kernels, and compares o and lse with float64: each element must be within its error limit
-  (docs/contract.md). Returns o and lse. `tile` changes the chosen tile."""
+  """Runs the forward kernels on a problem made from `parameters` (the arguments of `problem`), and compares o and lse with float64: each element must
+  be within its error limit (docs/contract.md). Returns o and lse. `tile` is a function that maps the tile that dispatch chooses to the tile that is
+  used."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, chip(arch))
@@ -294,7 +295,8 @@ def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Cal
   return o, lse
 
 def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -> None:
-  """Builds the problem, runs the kernel, and compares o and lse with float64: each element must be within its error limit (docs/contract.md)."""
+  """Runs the kernel of `flash_attention_fn` on a problem made from `parameters` (the arguments of `problem`), and compares o and lse with float64:
+  each element must be within its error limit (docs/contract.md)."""
   p = problem(**parameters)
   options = {name: parameters[name] for name in ("causal", "window") if name in parameters}
   x = make(p)

@@ -1,8 +1,9 @@
 """Settings of the test run.
 Kernels are lowered in the test process, because tinygrad's worker pool costs more time than it saves here; tests of the pool start it themselves.
 BLAS uses one thread, because a pytest worker has one core. Python's cycle collector is off: lowering and emulation leave no cycles, and the
-collector would walk over every living UOp; pytest would do the same when all tests are done. The default device is CPU, whatever drivers exist: an
-OpenCL driver, for example, may bring its own LLVM, which conflicts with another LLVM in the same process."""
+collector would walk over every living UOp. pytest itself collects when all tests are done; `gc.freeze` then leaves it nothing to walk over. The
+default device is CPU, whatever drivers exist: an OpenCL driver, for example, may bring its own LLVM, which conflicts with another LLVM in the same
+process."""
 import gc, os
 from collections.abc import Iterator
 import pytest
@@ -19,8 +20,9 @@ def pytest_sessionfinish() -> None: gc.freeze()
 
 @pytest.fixture(scope="session", autouse=True)
 def offsets_of_our_kernels() -> Iterator[None]:
-  """Fails a test that emulates a kernel of attn if, according to the lowered program, a term of an offset in the kernel may be negative
-  (attn/emulator/offsets.py). The emulator does not check this while a kernel runs."""
+  """Fails a test that emulates a kernel of attn if a term of an offset of AMD's buffer instructions may be negative. A GPU may then load zeros
+  (attn/emulator/offsets.py says why), but the emulator loads the right numbers. The terms are checked in the lowered program, when the emulator reads
+  it."""
   own = plan.Plan.__init__
   def made(self:plan.Plan, *args:object, **named:object) -> None:
     own(self, *args, **named)     # type: ignore[arg-type]

@@ -1,5 +1,6 @@
-"""Measures how far the outputs of kernels are from exact, for each kind of input and each matrix unit. The error of an element is measured in units
-of its own rounding error, and has a limit (docs/contract.md).
+"""Measures how far the outputs of kernels are from exact, for each kind of input and each unit: a chip, or `tiled`, the kernels of plain UOps for
+chips
+without a matrix unit. The error of an element is divided by its own rounding error, and has a limit (docs/contract.md).
 
     python test/contract.py --write docs/contract.csv [--draws 100] [--jobs 2] [--units gfx942 tiled] [--missing] [--seconds 400]
     python test/contract.py --write docs/contract.csv --device CUDA --units sm_80 sm_90
@@ -8,8 +9,9 @@ The first command uses the emulator, the second a Hopper GPU; on that GPU the un
 run writes one line for each output of a case as soon as the case is done, and the table of docs/contract.md from all lines. Lines of units not in
 --units are kept. --missing continues a run that --seconds or anything else ended early. The run fails if an error is above its limit.
 
-One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. The bias is
-one row of keys for each draw. The sinks are shared by the draws that run together. `tiled` has no bias."""
+One draw is one batch of a problem. Everything goes through `attn.attention`: o and lse, then the gradients for a dO that differs by draw. Each draw
+has a bias of its own with one number for each key, except for `tiled`, which computes no gradient of a bias. Draws that run together have the same
+sinks."""
 from __future__ import annotations
 import argparse, csv, math, os, sys, time
 from collections.abc import Iterable, Iterator
@@ -94,9 +96,10 @@ def judged(case:Case, n:int, seed:int, device:str=EMULATOR) -> dict[str, Verdict
 @dataclass(frozen=True)
 class Line:
   """A line of docs/contract.csv: the errors of one output over a number of draws. The contract limits the error of each element to 6 sigma + slack.
-  Sigma is the standard deviation of the rounding errors that the dtypes force; slack is for all other errors. `limit` is the largest error divided by
-  this limit, and must be at most 1. `sigmas` is the largest error/sigma, and `rms` the root mean square of error/sigma. Both count only elements with
-  slack < sigma/4, and are 0 if there are too few of them. `resolved` is the percentage of such elements. `device` computed the output."""
+  Sigma is the standard deviation of the rounding errors that no kernel with these dtypes can avoid; slack is for all other errors. `limit` is the
+  largest ratio of an error to its limit, and must be at most 1. `sigmas` is the largest error/sigma, and `rms` the root mean square of error/sigma.
+  Both count only elements with slack < sigma/4, and are 0 if there are too few of them. `resolved` is the percentage of such elements. `device`
+  computed the output."""
   output: str
   draws: int
   limit: float

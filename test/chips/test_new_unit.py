@@ -1,5 +1,6 @@
-"""Tests of a matrix unit that no chip in the table has: WMMA of twice the depth, with the layout and arguments of gfx1250. A family in attn's table
-and a second one in the emulator's describe it completely. It has no dot products and no table of tiles."""
+"""Tests of a matrix unit that no chip of attn has. It is RDNA4's WMMA, but multiplies 32 columns at once instead of 16, and has the layout and the
+arguments of gfx1250. Two descriptions are enough to add it: one in attn's table of chips, and one in the emulator's table. The description has no dot
+products and no table of tiles, so dispatch must choose tiles without it."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest
@@ -27,8 +28,8 @@ DEEP = Family("deep", wave=32, vgprs=256, busy_waves=2, bf16_pack=True, descript
 
 @pytest.fixture(autouse=True)
 def with_unit(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Adds a chip with a matrix unit that no chip of the tables has to attn's table and to the emulator's. Half h of a wave's lanes holds the elements
-  k = 16d + 8h + e of A and B, for d = 0, 1 and e = 0..7, and the rows 8h + r of C."""
+  """Adds a chip with a new matrix unit to attn's table of chips and to the emulator's table. Half h of a wave's lanes holds the elements k = 16d + 8h
+  + e of A and B, for d = 0, 1 and e = 0..7, and the rows 8h + r of C."""
   ab, c = Layout("de hi -> i dhe", d=2, e=8, h=2, i=16), Layout("r hn -> hr n", r=8, h=2, n=16)
   monkeypatch.setitem(CHIPS, ARCH, Chip(ARCH, DEEP, LDS, (Card("of this test", 256),), registers=1024, granule=16))
   monkeypatch.setitem(EMULATED, ARCH, EmulatedChip("deep", 32, LDS))

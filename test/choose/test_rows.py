@@ -42,8 +42,8 @@ def test_whole_rows_of_whole_workgroups(sizes:dict[str, Any], said:str) -> None:
   assert misfit(p, chip, row, backward_tile(p, chip, row, False)) is None
 
 def test_every_condition_of_a_row_is_tested() -> None:
-  """This file tests every condition that a row of a tile table may have. Excepted are `matrix`, which is no condition, and the compiler's release,
-  which test_tune.py tests."""
+  """This file tests every condition that a row of a tile table may have, except the compiler's release, which test_tune.py tests. The field `matrix`
+  of a row is no condition."""
   tested = {name for condition, _, _ in CONDITIONS for name in condition} | {"whole", "matrix", "llvm"}
   assert {f.name for f in fields(UpTo)} == tested
 

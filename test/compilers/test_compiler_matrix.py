@@ -109,7 +109,7 @@ def other_text(name:str, arch:str) -> str:
 
 @functools.cache
 def gradient_texts(name:str, arch:str, tiles:tuple[AnyBackwardTile, AnyBackwardTile]) -> list[str]:
-  """Returns the sources of the backward kernels for a problem."""
+  """Returns the sources of the backward kernels for the problem GRADIENTS[name]. `tiles` are the tiles of the kernels of dq and of dk and dv."""
   p, chip = replace(problem(**GRADIENTS[name]), return_lse=True), get_chip(arch)
   dq, dkdv = tiles
   assert isinstance(dq, BackwardTile)
@@ -131,8 +131,9 @@ def known(compilers:dict[int, Toolchain], arch:str) -> dict[int, Toolchain]:
 Jobs = dict[tuple[Any, ...], Future[str]]
 
 def check_compiled(jobs:Jobs, arch:str, checks:tuple[str, ...]=("waterfall", "across lanes")) -> None:
-  """Checks that clang has compiled every kernel (`jobs`), that no machine code loads lane by lane, and that operations across lanes run with all
-  lanes of a wave active."""
+  """Checks that clang has compiled every kernel in `jobs`, and that `checks` (of attn.isa.check) find nothing in the machine code. "waterfall" finds
+  loops that access memory for one lane after another. "across lanes" finds operations across lanes that run while some lanes of the wave are not
+  active."""
   assert {key: str(error) for key, job in jobs.items() if (error := job.exception()) is not None} == {}
   found = {key: [x for x in findings(job.result(), arch) if x.startswith(checks)] for key, job in jobs.items()}
   assert {key: lines for key, lines in found.items() if lines} == {}
@@ -194,7 +195,8 @@ def waves(report:Report, tile:AnyTile) -> int:
   return waves_of(report, tile, get_chip(report.arch))
 
 def small_grid(spec:Spec, llvm:int) -> Tile:
-  """Returns the tile that dispatch chooses for a problem with two heads, whose grid is too small to fill the chip with the tile for large grids."""
+  """Returns the tile that dispatch chooses for the problem of a kernel name `spec`, but with only two heads. The tile that is chosen for many heads
+  would leave some of the chip's compute units idle."""
   tile = choose_tile(replace(problem_of_spec(spec), H=2, Hkv=2, num_splits=1), replace(get_chip(spec.arch), llvm=llvm))
   assert isinstance(tile, Tile)
   return tile

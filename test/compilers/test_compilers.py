@@ -1,6 +1,6 @@
 """Tests of the choice of a compiler for attn's kernels. Every case runs in its own process, with stand-ins for the installed packages and libraries
 (comgr_stand_in.py replaces ROCm's library). Other tests check what the cache keeps for each compiler version, the renderers of the AMD device, and
-what runs without the extras."""
+what runs without the packages that `pip install .[...]` adds as options."""
 import ctypes.util, json, os, pickle, re, stat, subprocess, sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,8 +81,9 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def say(machine) -> Iterator[Callable[..., str]]:
-  """Returns a function that runs Python code in a machine's environment and returns its output, like `answer` but faster: it forks a process that has
-  already imported attn. The code must not depend on settings that tinygrad reads during its import."""
+  """Returns a function that runs Python code on a machine (a folder that `machine` makes) and returns its output. The code runs in a fork of a
+  process that has already imported attn, which saves the time of the imports. So the code must not depend on settings that tinygrad reads during its
+  import."""
   with subprocess.Popen([sys.executable, "-c", COPIED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
                         env=environment(machine)) as process:
     assert process.stdin is not None and process.stdout is not None
@@ -348,7 +349,8 @@ def test_an_import_without_the_extra_has_the_sentence_too(say):
   assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra isa installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
-  """bench.py with ISA=1 and with the package rich, but without a clang, ends with one sentence."""
+  """bench.py with ISA=1 computes bounds on speed from machine code. If the package rich is installed but no clang is, it ends with exit code 2 and
+  one sentence that says that a clang is missing."""
   done = python(machine, "bench.py", without="ziglang", ISA="1", DEV="EMU::gfx942", H="1", N="32", D="16")
   assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("bench.py: no clang of LLVM 19 or later") and "Traceback" not in done.stderr
 
@@ -432,8 +434,8 @@ from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
 def test_a_chip_knows_the_release_of_its_compiler(say):
-  """The record of a chip stores the LLVM release of the AMD GPU's compiler. On the emulator it stores the newest release. It also does so if no
-  compiler is found; a call of a kernel then raises the error."""
+  """`compiled_on` returns the description of a chip with the LLVM release of the compiler that an AMD GPU uses. On the emulator, and on a GPU without
+  a compiler, it keeps the newest release. Without a compiler only a call of a kernel raises an error."""
   assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
   assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
   assert say(RELEASES, without=EXTRAS) == "22 22 22"

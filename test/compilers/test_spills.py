@@ -1,5 +1,6 @@
-"""Tests that no kernel that dispatch chooses, forward or backward, spills registers in a loop or loads lane by lane. The problems are random, or are
-problems whose kernels spilled or loaded lane by lane in an earlier version."""
+"""Tests that the forward and backward kernels that dispatch chooses spill no registers in a loop, and never load memory for one lane after another,
+which clang does if an address that all lanes must share lies in vector registers. The problems are random, or are problems whose kernels had one of
+these faults in an earlier version."""
 from __future__ import annotations
 import random
 from dataclasses import replace
@@ -28,13 +29,15 @@ pytest.importorskip("ziglang")
 
 OF_LOOPS = ("waterfall", "scratch", "scalar spills")
 
-def found_in_code(program:Callable[..., UOp], names:Shapes, arch:str) -> list[str]:
-  """Compiles a kernel for tensors of these shapes and dtypes. Returns the faults that the checks of loops find in its machine code."""
-  tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(names.values())]
+def found_in_code(program:Callable[..., UOp], shapes:Shapes, arch:str) -> list[str]:
+  """Compiles a kernel for tensors of these shapes and dtypes. Returns the faults that three checks of attn.isa.check find in its machine code: memory
+  accesses for one lane after another, and vector or scalar registers that spill in a loop."""
+  tensors = [UOp.placeholder(shape, TYPES[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
   return [x for x in findings(assembly(render(program(*tensors), arch), arch), arch) if x.startswith(OF_LOOPS)]
 
 def found_in_forward(p:Problem, arch:str) -> list[str]:
-  """Returns the faults in the loops of the forward kernel that dispatch chooses. Empty if dispatch chooses tensor operations."""
+  """Returns the faults of the forward kernel that dispatch chooses, as `found_in_code` finds them. The list is empty if dispatch chooses tensor
+  operations instead of a kernel."""
   choice = choose(p, replace(get_chip(arch), llvm=toolchain().llvm))
   if choice.work.tile is None: return []
   p = replace(p, num_splits=choice.work.splits)
@@ -42,7 +45,7 @@ def found_in_forward(p:Problem, arch:str) -> list[str]:
   return found_in_code(program_of(choice, p), arguments(p), arch)
 
 def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
-  """Returns the faults in the loops of the kernel of dq, of dk and dv, or of dbias."""
+  """Returns the faults of the backward kernel `kernel` ("dq", "dkdv" or "dbias"), as `found_in_code` finds them."""
   chip = replace(get_chip(arch), llvm=toolchain().llvm)
   if kernel == "dbias": return found_in_code(dbias_of(p, chip, choose_bias_tile(p, chip)), dbias_arguments(p), arch)
   tiles = can_differentiate(p, chip)
@@ -54,7 +57,8 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("case", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes", "softcap", "dropout"))
 def test_all_gradients_at_once(case:str, dtype:str) -> None:
-  """The kernel that dispatch chooses for all gradients spills no vector register, and its loops spill and load nothing lane by lane."""
+  """The kernel that dispatch chooses for all gradients spills no vector register, spills no scalar register in a loop, and never accesses memory for
+  one lane after another."""
   given = {"full": {}, "causal": {"causal": True}, "uneven rows": {"Sq": 4000, "Sk": 4133, "causal": True}, "kv_lengths": option("kv_lengths", 2),
            "alibi_slopes": option("alibi_slopes", 32) | {"causal": True}, "softcap": {"softcap": 30.0, "window": (500, 300)},
            "dropout": {"dropout_p": 0.1, "causal": True, "extras": {"dropout_seed": np.empty(2, np.uint32)}}}[case]
@@ -130,13 +134,14 @@ OPTIONS = ("softcap", "bias", "alibi_slopes", "sinks", "kv_lengths", "dropout_se
 def any_width(rng:random.Random) -> int: return rng.choice((rng.randint(1, 256), rng.choice((32, 64, 96, 128, 192, 256))))
 
 def edge_of_a_class(rng:random.Random) -> int:
-  """Draws a head dimension that is 1 to 15 below the largest one of its class. In such a kernel a wave has the fewest free registers, and reads each
-  row in several pieces."""
+  """Draws a head dimension that is 1 to 15 below one of CLASSES, the head dimensions up to which tiles are stored. A kernel for such a head dimension
+  has the fewest free registers, and reads each row in several pieces."""
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Draws a number of queries at which dispatch is likely to change to another tile or kernel. Tiles of LARGEST_TILE queries then give a number of
-  workgroups between FILLS (workgroups that count as filling a chip) and the number of compute units of the chip."""
+  """Draws a number of queries for which tiles of LARGEST_TILE queries give about as many workgroups as a chip needs. From about this number on,
+  dispatch chooses larger tiles. The number of workgroups lies between FILLS, which is enough for any chip, and the number of compute units of this
+  chip."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:
@@ -248,8 +253,8 @@ FUNCTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {     # the functi
   "tanh_softcap": ({"score_mod": mods.tanh_softcap(30.0)}, {})}
 
 def with_functions(name:str, D:int, kernel:str) -> Problem:
-  """Returns a problem with the score_mod or mask_mod called `name`, on whole tiles. With a mask_mod that is not an interval, such as `documents`,
-  kernels loop over lists of visible tiles."""
+  """Returns a problem with the score_mod or mask_mod called `name`. Its lengths are multiples of every tile's, so that only the function can make
+  kernels spill. With a mask_mod that is not an interval, such as `documents`, kernels loop over lists of visible tiles."""
   given, tensors = FUNCTIONS[name]
   traced = functions_of(given.get("score_mod"), given.get("mask_mod"), tuple((t.shape, str(t.dtype)) for t in tensors.values()))
   return problem(B=2, H=FUNCTION_HEADS, Sq=LENGTHS, Sk=LENGTHS, D=D, lse=kernel != "forward", extras=tensors, **traced)

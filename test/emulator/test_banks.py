@@ -65,8 +65,8 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
   fast, groups = v_columns(block_n), block_n//4
   def item(thread:int) -> tuple[int, int]:
-    """Returns which group of rows and which 16-byte unit of them a thread copies. Units u and u + 1 are copied by threads whose indices differ by
-    `fast` times the number of groups: see Staging.item."""
+    """Returns what a thread copies, as `Staging.item` computes it: the number of a group of four rows, and which 16 bytes of each of these rows.
+    Neighbouring 16 bytes of a row are copied by threads whose numbers differ by near*fast."""
     near = min(groups, 8)
     group, unit = thread % near + thread//near//units*near, thread//near % units
     return group, unit//(2*fast)*(2*fast) + unit % fast*2 + unit % (2*fast)//fast

@@ -27,7 +27,7 @@ def _operations():
   OPERATIONS.update(before)
 
 def defined(name, meaning):
-  """Defines the operation `name` with the numpy function `meaning`, so that `emit` accepts it."""
+  """Defines the operation `name` for the emulator, with the numpy function `meaning`. Test kernels can then use it."""
   OPERATIONS[name] = Operation(meaning, f"{name}()", f"{name}()")
 
 def sink(name, *stores, ranges=()):
@@ -197,8 +197,8 @@ def test_lds_race_of_two_stores():
   with says(checks.LdsRace, "two_stores", "writes lds0 at byte 0", "wave"): run(kernel, (128,), X)
 
 def tile_over_tile(waits):
-  """Returns a kernel with the third defect of tinygrad's removed amd_flash_attention.py: it stores V to the LDS that held K. Without a barrier before
-  the store, a wave that has finished with K stores V while a slow wave still reads K."""
+  """Returns a kernel that stores V to the LDS that held K. If `waits` is False, no barrier comes before the store. A wave that has finished with K
+  then stores V while a slow wave still reads K. tinygrad's former amd_flash_attention.py had this fault."""
   def kernel(o, k, v):
     g, t = threads(128)
     tile = lds(128)
@@ -408,7 +408,8 @@ def multiplied(*steps):
 
 def wait(acc, order, **_): return hopper.wait_products(acc, order)
 def ordered(slot, order, store):
-  """Returns a statement of a test kernel that stores to memory after the statement `order`."""
+  """Returns a step of a test kernel of wgmma products: a store that runs after the step `order`. `store` makes the store; it gets a function that
+  puts a buffer behind `order`. `slot` and `slot` + 1 are unused slots for the registers that carry this order."""
   before, after = reg(1, slot=slot), reg(1, slot=slot + 1)
   return after.after(after[0].store(0.0), store(lambda buffer: buffer.after(before[0].store(order))))[0].load()
 def overwrite_accumulator(acc, order, **_): return ordered(4, order, lambda then: then(acc)[0].store(nvidia.zero(order)))

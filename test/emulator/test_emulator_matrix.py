@@ -1,5 +1,5 @@
-"""Tests of the emulator's matrix instructions: they agree with written-out formulas of the lanes and with tinygrad's scalar emulation, and follow the
-rules for denormals and rounding."""
+"""Tests of the emulator's matrix instructions. Their results agree with formulas, taken from the ISA documents, that say which lane holds which
+element of A, B and C, and with tinygrad's scalar emulation. They follow the hardware's rules for denormals and rounding."""
 import numpy as np
 import pytest
 from tinygrad import Context, Tensor, dtypes
@@ -38,7 +38,9 @@ def unit_of(name):
 def bits16(x, dtype): return x.astype(np.float16).view(np.uint16) if dtype == "float16" else float_to_bf16(x)
 
 def place(m, where, elements, lanes, dtype=np.float32):
-  """Spreads matrices, one for each wave, over lanes: the result has the shape (elements, waves*lanes)."""
+  """Puts the elements of matrices (waves, rows, columns), one matrix for each wave, into the registers of lanes. `where` maps a row and a column to
+  the number of the lane and of its element. A lane has `elements` elements, and a wave has `lanes` lanes. Returns an array (elements,
+  waves*lanes)."""
   out = np.zeros((elements, m.shape[0], lanes), dtype)
   for r in range(m.shape[1]):
     for c in range(m.shape[2]):

@@ -133,7 +133,8 @@ def test_few_kernels_are_remembered() -> None:
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """The emulator renders the source that hardware gets, although the emulator keeps a kernel's outputs as sources of the SINK."""
+  """The emulator renders the same source as a renderer for hardware. The emulator's ASTs also name the kernel's outputs among the sources of the
+  SINK, so that it finds outputs without a store; the rendered source must not show this."""
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):
@@ -145,8 +146,8 @@ def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
 
 @pytest.mark.parametrize("other", (False, True))
 def test_an_output_whose_store_is_simplified_away(other:bool) -> None:
-  """An output is an error if lowering removes its only store. This holds for a kernel with one output, and for a kernel that writes a second
-  output."""
+  """Reading an output raises UnwrittenOutput if the only store to it is never active, so that lowering removes the store. This holds for a kernel
+  with one output, and for a kernel that writes a second output."""
   def kernel(o, *more):
     g, t = threads(64)
     stores = [o[t.valid(t >= 64)].store(more[-1][t])]

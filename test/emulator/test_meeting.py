@@ -16,7 +16,6 @@ register()
 GROUPS, WIDTH = 6, 128       # workgroups, and threads of two waves each
 
 class Steps:
-  """Statements of a kernel, one after another."""
   def __init__(self):
     self.register = UOp.placeholder((1,), dtypes.float, 9, AddrSpace.REG)
     self.latest = self.register.after(self.register[0].store(UOp.const(0.0, dtypes.float)))
@@ -196,8 +195,8 @@ def test_turns_of_single_waves_need_no_barriers(emulated):
 # ***** atomic operations beside others *****
 
 def zeroed(ordered, also_settled=True):
-  """Makes a kernel in which the first workgroup to draw from an atomic counter sets the sums to zero. With `ordered` all workgroups wait for that
-  before they add."""
+  """Makes a kernel in which the first workgroup to draw a ticket sets the sums to zero. With `ordered`, the other workgroups wait until it has done
+  so before they add. `also_settled` is False for a kernel in which the first workgroup does not wait for its own stores before the others may add."""
   def kernel(o, x, counters):
     g, t, first, drawn, steps = begin(counters)
     value = x[drawn*WIDTH + t].load()

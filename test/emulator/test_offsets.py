@@ -1,4 +1,5 @@
-"""Tests of the offsets of AMD's buffer instructions: an offset is printed as a sum, and no part of it may be below 0."""
+"""Tests that no term of an offset of AMD's buffer instructions may be below 0 (attn/emulator/offsets.py says why). In the source an offset is a sum
+of terms."""
 from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -90,7 +91,7 @@ def backward_kernels(p:Problem, arch:str) -> Iterator[UOp]:
   if p.bias is not None: yield dbias_of(p, chip, choose_bias_tile(p, chip))(*placeholders(dbias_arguments(p)))
 
 def not_shown(kernel:UOp, arch:str) -> list[Part]:
-  """Returns the terms of a kernel's offsets for which the analysis cannot show that they are at least 0."""
+  """Returns the terms of offsets of a kernel's buffer loads for which `may_be_negative` cannot prove that they are at least 0."""
   uops = lower(kernel, printer_of(arch))
   assert any(isinstance(u.arg, Call) and u.arg.name in ("buffer_load", "load_to_lds") for u in uops)
   ranges = Ranges(uops)
@@ -112,7 +113,7 @@ def test_backward(name:str, arch:str) -> None:
 
 @in_turn("name, arch", ("latent, 64 heads", "24 heads"), ARCHS, turn=1)
 def test_blocks_backwards_are_needed(name:str, arch:str, monkeypatch:pytest.MonkeyPatch) -> None:
-  """Kernels number their blocks backwards, which keeps every term of an offset at 0 or more. The test shows that this is needed: without
-  `not_negative` one term may be below 0."""
+  """Kernels that start their last blocks first need `not_negative`, which hides a block's number (a difference) from the compiler. The test removes
+  `not_negative`: an offset then has a term that may be negative."""
   monkeypatch.setattr(workgroup.ops, "not_negative", lambda x, most: x)
   assert not_shown(forward_kernel(problem(**SEVERAL_HEADS[name]), arch), arch)

@@ -149,7 +149,7 @@ def test_far_places(name:str) -> None:
 @pytest.mark.parametrize("name", EDGES)
 def test_numbers_of_kernels_fit_in_int32(name:str) -> None:
   """The integers from which a kernel computes the first and the last visible column of a row are at most 3*2^29 in magnitude. So they do not overflow
-  int32, and the problem's offset can be added."""
+  int32, even after the kernel adds the number Sk - Sq, by which the diagonal of a causal mask is shifted."""
   found = mask_bounds(EDGES[name][0])
   for end in (*found.keys_of(QUERY), *found.queries_of(KEY)):
     if isinstance(end, UOp): assert all(max(-x.vmin, x.vmax) <= 3*2**29 for x in end.toposort() if x.dtype in (dtypes.int, ANY_INT))

@@ -196,8 +196,8 @@ def test_a_function_that_adds_to_the_score() -> None:
 
 def test_a_hidden_score_that_comes_back_is_not_hidden() -> None:
   """A caller's function hides a score by a WHERE that gives -inf. The derivative of a hidden score is 0 if only additions and other WHEREs use this
-  -inf on the way to the function's result. If exp makes 0 of the -inf and adds the score again, the score is not hidden, and its derivative
-  counts."""
+  -inf on the way to the function's result. In the tested function, exp(-inf) is 0 and the score is added to it: so the score is visible again, and
+  its derivative counts."""
   hidden = (KEY < 3).where(SCORE, -math.inf)
   value = (QUERY < 5).where(hidden, hidden.exp() + SCORE)
   found = computed(derivative(value, SCORE), {QUERY: [7, 7, 3], KEY: [5, 1, 1], SCORE: 0.5}, np.float64)

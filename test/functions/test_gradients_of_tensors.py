@@ -1,4 +1,4 @@
-"""Tests of the gradients of mod_tensors that kernels sum, against float64."""
+"""Tests of the gradients of `mod_tensors`, the tensors that a caller's score_mod reads, against float64. Kernels add up these gradients."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -83,7 +83,8 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
 
 @dataclass(frozen=True)
 class TensorCase:
-  """A mask that reads tensors, as UOps and as numpy computes it. `tensors` makes them for (query rows, keys)."""
+  """A mask that reads tensors. `mask` computes it with UOps, and `of_numbers` with numpy. `tensors` makes the tensors for given numbers of queries
+  and keys."""
   mask: Callable[..., Any]
   of_numbers: Callable[..., Any]
   tensors: Callable[[int, int], tuple[np.ndarray, ...]]

@@ -117,7 +117,8 @@ def test_jit_and_new_values(kernel:str) -> None:
       close(attend(*map(on, x), on(table)), expected(*x, table))
 
 def test_kernel_function() -> None:
-  """flash_attention_fn accepts score_mod and mask_mod, with their tensors as extras. Equal functions give the identical kernel function."""
+  """flash_attention_fn accepts score_mod and mask_mod. The tensors that they read are named in `extras`, and follow q, k and v among the kernel's
+  tensors. Equal functions give the identical kernel function."""
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942"):
     fn = attn.flash_attention_fn(extras=("mod_tensor0",), arch="gfx942", **OWN)

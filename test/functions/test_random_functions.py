@@ -93,7 +93,8 @@ class Case:
 
   def expected(self) -> list[tuple[Array, Array]]:
     """Returns o and the gradients in float64, each with the largest error that the test allows: 4 times the roundoff of the dtype for each P, dS and
-    result, and 2^-17 of the terms of each score. The gradient of a tensor's element may have the errors of dS of all scores that read the element."""
+    result, and 2^-17 of the sum of the magnitudes of the products that a score adds up. The gradient of a tensor's element may have the errors of dS
+    of all scores that read the element."""
     q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
     (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
     scale, e = D**-.5, 4*EPSILON[self.dtype]
@@ -179,7 +180,8 @@ class Draw:
     return self.one_of(*choices)
 
   def factor(self, elements:list[Callable[..., UOp]]) -> Callable[..., UOp]:
-    """Draws a number that does not depend on the score."""
+    """Draws a function of (score, b, h, i, j, *tensors) whose value does not depend on the score. `elements` are functions that read one element of a
+    tensor, one for each tensor that may occur in it."""
     c = self.number()
     return self.one_of(elements[0], lambda *a: elements[1](*a).cast(dtypes.float), lambda *a: elements[2](*a).cast(dtypes.float)*c,
                        lambda s, b, h, i, j, *t: (i - j).cast(dtypes.float)*(c/32), lambda s, b, h, i, j, *t: (h + 2*b).cast(dtypes.float)*c + 0.5,
