@@ -6,10 +6,11 @@ The law holds for every element, for all inputs and all kernels:
 
 `exact` is the float64 computation on the inputs as rounded to their dtype (attn/reference.py).
 
-`sigma` is a standard deviation, to first order, of the roundings that the dtypes force: P, and in the backward dS, are rounded to the inputs' dtype
-where they are factors; O is rounded to the output's dtype, also inside delta; a gradient is rounded to its own dtype. Rounding x to nearest has a
-standard deviation of at most u |x|/sqrt(3), where u is the roundoff of the dtype. Roundings of different numbers are independent. Roundings of equal
-numbers are equal. A row has one delta, and an error of delta changes all dS of the row together.
+`sigma` is the standard deviation, to first order, of the error that comes from the roundings which the dtypes force. These numbers are rounded: P
+(and in backward dS) to the inputs' dtype, where P or dS is a factor of a matrix product; O to the output's dtype; each gradient to its own dtype.
+Backward computes delta = rowsum(dO * O) - dLSE from the rounded O. The error of rounding a number x to nearest has a standard deviation of at most u
+|x|/sqrt(3), where u is the roundoff of the dtype. Different numbers have independent errors. Equal numbers have equal errors. All dS of a row are
+computed from the one delta of the row, so an error of delta changes all of them together.
 
 `slack` bounds the errors of fp32 arithmetic, and the loss of weights below the normal numbers of float16.
 
@@ -73,7 +74,8 @@ def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
 
 @dataclass(frozen=True)
 class Laws:
-  """The exact values and the limits of the errors of all gradients. None for a gradient that is not computed."""
+  """Exact values and error limits (a `Law`) of each gradient: of q, k, v, the bias, the sinks and the ALiBi slopes. A field is None if the call has
+  no such tensor."""
   q: Law
   k: Law
   v: Law
@@ -107,7 +109,7 @@ class Verdict:
   pattern: str = ""
   @property
   def ratio(self) -> float:
-    """Error divided by the limit. It is above 1 if the element is wrong."""
+    """Largest error/limit of all elements. A number above 1 means that the element at `where` is wrong."""
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
@@ -122,8 +124,9 @@ class Verdict:
             f"rms of error/sigma {self.rms:.2f} over {self.resolved} elements")
 
 def judge(out:Array, law:Law) -> Verdict:
-  """Compares an output with its exact values. Each element's error must not exceed the element's limit, and NaN and inf must stand exactly where the
-  exact result has them."""
+  """Compares an output with its exact values, and returns the result as a Verdict. A wrong output raises no error. `Verdict.ok` is true if each
+  element's error is within the element's limit, if the errors are not too large on average, and if NaN and inf stand exactly where the exact result
+  has them."""
   assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(law.exact)).any():
@@ -170,24 +173,25 @@ class _Moments:
     self.slack[at] += x.slack
     self.alike[at] |= x.alike
 
-def _stored(x:Array, found:_Moments, dtype:str) -> Law:
-  """Returns the exact values and error limits of a result stored as `dtype`. `found` has the errors before the result is stored. Elements below the
-  normal numbers of `dtype` are marked `alike`, to leave them out of the root mean square of error/sigma (sigma is the standard deviation of the
-  rounding errors). For such elements it may reach 1, while for normal numbers it is 0.73."""
+def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
+  """Returns the exact values and error limits of a result that is stored as `dtype`. x has the exact values, and `errors` the errors before the
+  result is stored. Storing rounds once more. Elements below the smallest normal number of `dtype` are marked `alike`, to leave them out of the root
+  mean square of error/sigma (sigma is the standard deviation of the rounding errors). Denormal numbers alone may have a root mean square of 1, normal
+  numbers of 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
-  sigma = np.sqrt(found.variance + np.square(_largest_error(finite, dtype))/3)
-  slack = found.slack + 8*FP32*np.abs(finite) + VANISHING
-  return Law(x, sigma, slack, found.alike | (np.abs(finite) < SMALLEST[dtype]))
+  sigma = np.sqrt(errors.variance + np.square(_largest_error(finite, dtype))/3)
+  slack = errors.slack + 8*FP32*np.abs(finite) + VANISHING
+  return Law(x, sigma, slack, errors.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
   """Describes the errors of rounding the weights w to `dtype`. Returns two arrays: for each weight the largest rounding error, and its loss (None if
   no weight has one). A loss is an error that is not random, such as a weight that becomes 0: errors of this kind add up over the weights.
 
-  float16 has losses: a weight below 2^-8 times the smallest normal number has only the last two bits of a denormal number, and may be rounded to 0.
-  Its loss is at most the weight itself. If the matrix unit flushes denormal numbers to 0 (`flushes`), every weight below the smallest normal number
-  is lost. A weight above the smallest normal number may then be lost, too, because the computed weight differs from the exact one by up to `off`.
-  bfloat16 has no losses, because it holds numbers as small as the exponentials of fp32. float32 is not rounded."""
+  float16 has losses. A weight below 2^-22 is rounded to one of the five smallest numbers: 0, 1, 2, 3 or 4 times 2^-24. The loss of this weight is at
+  most the weight itself. If the matrix unit flushes denormal numbers to 0 (`flushes`), every weight below the smallest normal number, 2^-14, is lost.
+  A weight above 2^-14 may then be lost, too, because the computed weight differs from the exact one by up to `off`. bfloat16 has no losses: its
+  smallest normal number is that of fp32, the type in which the weights are computed. float32 is not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype != "float16": return np.minimum(size, largest), None
@@ -198,8 +202,9 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """Computes the variance of a sum whose weights have independent rounding errors: sum over j of (r_j (factor_j x_j - centre))^2, where r_j is the
-  error of weight j. r is (..., n, m) and x is (..., m, columns). Returns (..., n, columns)."""
+  """Computes the sum over j of (r_j (factor_j x_j - centre))^2. If each weight j of a row has an independent error with the standard deviation r_j,
+  this is the variance of the error of the sum over j of weight_j (factor_j x_j - centre). r and `factor` are (..., n, m), x is (..., m, columns),
+  `centre` and the result are (..., n, columns). Without `factor` each factor is 1, and without `centre` the centre is 0."""
   found, of_x = r*r, r*r if factor is None else r*r*factor
   total = (of_x if factor is None else of_x*factor) @ (x*x)
   if centre is not None: total += centre*(centre*found.sum(-1, keepdims=True) - 2*(of_x @ x))
@@ -209,17 +214,19 @@ EQUAL, NOTHING = 1e-11, 1e-12    # relative tolerances: float64 may add up equal
 TOGETHER = 2**21                # most numbers that are grouped at a time
 
 def _rows_with_equals(values:Array) -> Array:
-  """Finds the rows that have two values of equal magnitude (absolute value). Values that are negligible beside the largest value of their row do not
-  count."""
+  """Finds the rows of `values` (..., n, m) that have two values of equal magnitude (absolute value). Returns a bool array (..., n), True for such a
+  row. A value below 1e-12 times the largest magnitude of its row does not count."""
   size = np.sort(np.abs(values), axis=-1)
   if size.shape[-1] < 2: return np.zeros(size.shape[:-1], np.bool_)
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects sums of squares in rows that have equal values. `total` (..., n, columns) has, for each row, the sum of the squares of its terms.
-  `values` is (..., n, m). Equal values have equal rounding errors. So the terms of equal values form a group, and are added before they are squared.
-  `terms(rows, order)` returns the terms of some rows as (count, m, columns), sorted by `order` (count, m). Returns the corrected total, and which
-  rows were corrected (..., n, 1)."""
+  """Corrects sums of squares for the rows of `values` (..., n, m) that have equal values. Each value stands for a term, and `total` (..., n, columns)
+  has the sum of the squares of a row's m terms. Equal values have equal rounding errors, so their terms are to be added before they are squared.
+
+  `terms(some, order)` is a function that returns the terms of some rows, sorted, as (count, m, columns). `some` is the numpy index of these rows, and
+  `order` (count, m) has the index of the term that comes first in each row, second, and so on. Returns `total` after the correction, and a bool array
+  (..., n, 1), True for a corrected row."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -236,9 +243,10 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Computes the variance of a sum over j of r_j (factor_j x_j - centre), where r_j is the rounding error of weight j. Keys with equal `values` have
-  equal errors: their terms form a group, and are added before they are squared. The errors of different groups are independent. Returns the sum of
-  the squares over all groups, and which rows have such groups."""
+  """Computes the variance of the error of a sum over j of weight_j (factor_j x_j - centre), where weight j has an error of the standard deviation
+  r_j. Keys j with equal `values` have equal errors: their terms are added before they are squared. All other errors are independent. `values`, r and
+  `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) is (..., n, columns). Returns the variance (..., n, columns), and a
+  bool array (..., n, 1), True for a row with two equal values."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]
@@ -249,9 +257,10 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
   return _with_equals(_squares(r, x, factor, centre), values, x.shape[-1], terms)
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
-  """Estimates how large two sums over j become while they are added up: the sum of w_j factor_j x_j, and the sum of w_j (factor_j x_j - centre).
-  Returns the largest size of a partial sum of each. The size of a partial sum is exact at the ends of blocks of j. Within a block it is estimated by
-  a random walk, as the root of the sum of squares."""
+  """Estimates the largest magnitude of the partial sums when two sums over j are computed term by term: the sum of w_j factor_j x_j, and the sum of
+  w_j (factor_j x_j - centre). Returns two arrays (..., n, columns), one for each sum; the second one is None without `centre`. The terms are divided
+  into at most 32 blocks. Partial sums at the ends of blocks are computed exactly. Partial sums inside a block are estimated as a random walk: the
+  root of the sum of the squares of all terms."""
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
   largest = np.sqrt(_squares(w, x, factor))
@@ -267,8 +276,10 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Bounds the error of a sum in fp32, as a multiple of the roundoff of its largest partial sum. w are the factors of the terms; only terms with
-  nonzero w count. A matrix instruction adds STEP terms at a time and may truncate. A chain of multiply-adds rounds to nearest at each term."""
+  """Bounds the error of a sum of products in fp32. Returns the bound (..., 1) in units of the roundoff of the largest partial sum. w (..., m) has the
+  first factor of each product; a product with w = 0 does not count. The bound covers two ways to compute the sum. A matrix instruction adds 16
+  products at a time and may truncate: the error grows with the number of instructions. A chain of multiply-adds rounds to nearest after each product:
+  the error grows with the root of the number of products."""
   terms = (w != 0).sum(-1, keepdims=True)
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
@@ -287,31 +298,28 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """Values in float64 for each pair of a query and a key, (..., H, Sq, Sk). `raw` is the scaled product of query and key, and `p` the weight P.
-  `slope` is the derivative of the final score by `raw` (softcap and score_mod change it from 1), and `slope_off` its error. `factor` is 1/(1 -
-  dropout_p) for a pair that dropout keeps, 0 for another pair, and None without dropout. `off` is the standard deviation of the score's error in
-  fp32, and `own` the part of `off` that arises after the product. For each row (..., H, Sq, 1) there are lse and its error `lse_off`. `rounding` is
-  the result of `_rounding` for the weights of forward. `weights` are the numbers that forward rounds, up to a factor of each row: P, or P times the
-  scales of V's rows. q, k and v have equal numbers of heads."""
+  """Values in float64 from which the errors of forward follow, for each pair of a query and a key (..., H, Sq, Sk), or for each row (..., H, Sq, 1).
+  q, k and v have equal numbers of heads."""
   dtype: str
   flushes: bool
   scale: float
   q: Array
   k: Array
   v: Array
-  raw: Array
-  p: Array
-  slope: Array
-  slope_off: Array
-  factor: Array|None
-  off: Array
-  own: Array
-  lse: Array
-  lse_off: Array
-  rounding: tuple[Array, Array|None]
-  weights: Array
+  raw: Array             # softmax_scale times the product of query and key
+  p: Array               # weight P
+  slope: Array           # derivative of the final score by `raw`: softcap and score_mod change it from 1
+  slope_off: Array       # error of `slope`
+  factor: Array|None     # 1/(1 - dropout_p) for a pair that dropout keeps, 0 for another pair; None without dropout
+  off: Array             # standard deviation of the final score's error in fp32
+  own: Array             # part of `off` from the last operations: terms that add to the score, and the subtraction of lse
+  lse: Array             # of a row
+  lse_off: Array         # error of a row's lse
+  rounding: tuple[Array, Array|None]     # largest rounding error and loss of `weights`: see _rounding
+  weights: Array         # P; with rows of 8 bits, P times the scale of the key's row of V. Forward rounds these numbers times a factor of each row
   def kept(self, a:Array) -> Array:
-    """Applies dropout to an array that has a value for each pair of a query and a key."""
+    """Applies dropout to an array with a value for each pair of a query and a key: multiplies the values of the pairs that dropout keeps by 1/(1 -
+    dropout_p), and the other values by 0."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -372,7 +380,8 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 # ***** forward *****
 
 def _scales_in_range(scales:Array) -> Array:
-  """Replaces scales of rows of zeros, and NaN, by a small number. A kernel may use any small number there."""
+  """Replaces each scale that is 0 or NaN by 2^-100. A scale belongs to a row of 8-bit numbers: a row of zeros has the scale 0, and a row with a NaN
+  has the scale NaN. A kernel may use any small number in place of such a scale."""
   return np.where(scales > 0, scales, 2.0**-100)
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
@@ -406,9 +415,10 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
       yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the slack of o: the limit of all errors except the roundings that the dtypes force. It is the sum of four errors. (1) The fp32 error of
-  each score. It has two parts: keys with the same q.k share one part, and keys with the same weight share the other. (2) The error of adding up.
-  (3) The error of rescaling the sums when the softmax subtracts a larger number than before. (4) The loss of small weights."""
+  """Returns the slack of o: the limit of all errors except the roundings that the dtypes force. The slack is the sum of four errors. (1) The fp32
+  error of each score: one part comes from the product q.k, and is equal for keys with equal q.k; the other part comes from later operations, and is
+  equal for keys with equal weights. (2) The error of adding up. (3) The error of rescaling the sums when the softmax subtracts a larger number than
+  before. (4) The loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)
@@ -454,21 +464,20 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Values in float64 from which the exact gradients and their error limits follow. For each pair (..., H, Sq, Sk) there are the derivative of the
-  loss by the final score (`ds`) and by the product of query and key (`capped`), and the variances of the fp32 errors of both (`off`, `capped_off`).
-  For each row (..., H, Sq, 1) there are delta, the variance of its error (`variance`), and the variance that fp32 adds (`fp32`)."""
+  """Values in float64 from which the exact gradients and their error limits follow, for each pair of a query and a key (..., H, Sq, Sk), or for each
+  row (..., H, Sq, 1)."""
   t: _Pairs
   do: Array
-  heads: int
-  ds: Array
-  capped: Array
-  off: Array
-  capped_off: Array
-  p_off: Array
-  delta: Array
-  variance: Array
-  fp32: Array
-  alike: Array
+  heads: int                 # key/value heads
+  ds: Array                  # derivative of the loss by the final score
+  d_raw: Array               # derivative of the loss by `raw`, the product of query and key before softcap and score_mod
+  ds_off: Array              # variance of the fp32 error of `ds`
+  d_raw_off: Array           # variance of the fp32 error of `d_raw`
+  p_off: Array               # standard deviation of the fp32 error of P, relative to P
+  delta: Array               # of a row
+  delta_rounding: Array      # variance of delta's error from the roundings that the dtypes force
+  delta_fp32: Array          # variance of delta's error from fp32 arithmetic
+  alike: Array               # marks rows with two equal weights P
 
   @staticmethod
   def of(t:_Pairs, do:Array, dlse:Array, heads:int, out_dtype:str) -> _Gradients:
@@ -485,8 +494,8 @@ class _Gradients:
     p_off, difference = t.off + t.lse_off/3, dp - delta
     off = np.square(t.p)*(np.square(p_off*difference) + np.square(dp_off + 4*FP32*(np.abs(dp) + np.abs(delta))))
     ds = t.p*difference
-    capped_off = off*np.square(t.slope) + np.square(ds*t.slope_off)
-    return _Gradients(t, do, heads, ds, ds*t.slope, off, capped_off, p_off, delta, variance, fp32, alike)
+    d_raw_off = off*np.square(t.slope) + np.square(ds*t.slope_off)
+    return _Gradients(t, do, heads, ds, ds*t.slope, off, d_raw_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
     """Rearranges values of pairs of a query and a key to the shape (..., Hkv, Sk, queries), so that the last axis has all values of a key. It runs
@@ -496,24 +505,25 @@ class _Gradients:
     """Joins the queries of all heads that share keys: (..., Hkv, rows, D)."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
-  def product(self, w:Array, off:Array, x:Array, common:Array|float=0.0) -> _Moments:
-    """Describes the errors of the product w @ x, where w is rounded before the product. Returns their variance and slack. Each element of w has an
-    error of its own, with variance `off`, and an error with variance `common` that other elements share."""
-    r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + common))
+  def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
+    """Describes the errors of the matrix product w @ x, where w is rounded to the inputs' dtype before the product. Returns the variance of the
+    rounding errors, and the slack: the limit of the other errors. `off` is the variance of the error that each element of w has by itself. `of_delta`
+    is the variance of the error that delta causes in an element; it counts here only for the question whether the element may be rounded to 0."""
+    r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + of_delta))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
 
   def of_q(self) -> _Moments:
-    common, scale = np.square(self.t.p*self.t.slope)*(self.variance + self.fp32), self.t.scale
-    x = self.product(self.capped, self.capped_off, self.t.k, common)
+    common, scale = np.square(self.t.p*self.t.slope)*(self.delta_rounding + self.delta_fp32), self.t.scale
+    x = self.product(self.d_raw, self.d_raw_off, self.t.k, common)
     moved = np.square((self.t.p*self.t.slope) @ self.t.k)          # an error of delta moves all dS of a row
-    slack = x.slack + SIGMAS*np.sqrt(self.fp32*moved) + self.t.lse_off*np.abs(self.capped @ self.t.k)
-    return _Moments((x.variance + self.variance*moved)*scale**2, slack*abs(scale), x.alike | self.alike)
+    slack = x.slack + SIGMAS*np.sqrt(self.delta_fp32*moved) + self.t.lse_off*np.abs(self.d_raw @ self.t.k)
+    return _Moments((x.variance + self.delta_rounding*moved)*scale**2, slack*abs(scale), x.alike | self.alike)
 
   def of_k(self) -> _Moments:
     moves, q, scale = np.square(self.t.p*self.t.slope), self.rows(self.t.q), self.t.scale
-    off, common = self.by_key(self.capped_off + moves*self.fp32), self.by_key(moves*self.variance)
-    x = self.product(self.by_key(self.capped), off, q, common)
+    off, common = self.by_key(self.d_raw_off + moves*self.delta_fp32), self.by_key(moves*self.delta_rounding)
+    x = self.product(self.by_key(self.d_raw), off, q, common)
     return _Moments((x.variance + common @ (q*q))*scale**2, x.slack*abs(scale), x.alike)
 
   def of_v(self) -> _Moments:
@@ -529,8 +539,8 @@ class _Gradients:
     def total(a:Array) -> Array: return summed_to(a, shape)
     terms = weights*self.ds
     sum_off = _dot_error(max(1, terms.size//max(1, math.prod(shape))), total(terms), total(terms*terms))
-    fp32 = total(np.square(weights)*self.off) + total(np.square(mass)*self.fp32)
-    return _Moments(total(np.square(mass)*self.variance), SIGMAS*(np.sqrt(fp32) + sum_off), np.zeros(1, np.bool_))
+    fp32 = total(np.square(weights)*self.ds_off) + total(np.square(mass)*self.delta_fp32)
+    return _Moments(total(np.square(mass)*self.delta_rounding), SIGMAS*(np.sqrt(fp32) + sum_off), np.zeros(1, np.bool_))
 
   def of_slopes(self, offset:int, shape:tuple[int, ...]) -> _Moments:
     Sq, Sk = self.t.p.shape[-2:]
@@ -544,6 +554,6 @@ class _Gradients:
     terms, shape = weight*self.delta, (len(sinks), 1, 1)
     def total(a:Array) -> Array: return summed_to(a, shape)[:, 0, 0]
     off = FP32*(2*np.abs(sink) + 2*np.abs(self.t.lse) + 4) + self.t.lse_off/3
-    fp32 = total(np.square(terms*off) + np.square(weight)*self.fp32)
+    fp32 = total(np.square(terms*off) + np.square(weight)*self.delta_fp32)
     sum_off = _dot_error(max(1, terms.size//len(sinks)), total(terms), total(terms*terms))
-    return _Moments(total(np.square(weight)*self.variance), SIGMAS*(np.sqrt(fp32) + sum_off), np.zeros(1, np.bool_))
+    return _Moments(total(np.square(weight)*self.delta_rounding), SIGMAS*(np.sqrt(fp32) + sum_off), np.zeros(1, np.bool_))

@@ -62,7 +62,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
 
   Lengths
     kv_lengths        Number of keys that exist: an int or a Variable for all batches, or int32 (B). See Lengths below.
-    kv_starts         int32 (B), only with kv_lengths: earlier keys do not exist either, and key numbers count from here.
+    kv_starts         int32 (B), only with kv_lengths: earlier rows do not exist either. Row kv_starts[b] counts as key 0.
     block_table       int32 (B, max_blocks): k and v are pages, see Pages below.
     cu_seqlens_q      int32 (sequences + 1), for "thd": the row of q where each sequence begins, then the total.
     cu_seqlens_k      int32 (sequences + 1), for "thd": the row of k and v where each sequence begins, then the total.
@@ -104,8 +104,8 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   dropout_seed; attn.dropout_mask shows which elements dropout keeps. The default seed depends on Tensor.manual_seed. Under TinyJit, too, each call
   draws a new seed.
 
-  Batch invariance: tile and key ranges are fixed, so the bits of a row depend on the number of queries, but not on the lengths of other sequences or
-  on the pages (docs/serving.md).
+  Batch invariance: a kernel divides the keys at the same places in every batch. So the bits of a row depend on the number of queries, but not on the
+  lengths of other sequences or on the pages (docs/serving.md).
 
   Devices (docs/sharding.md): with tensors sharded along batch or heads, devices exchange nothing. With q, k and v sharded along rows, each device
   computes its own queries. Meanwhile it gathers k and v from the other devices, a few heads at a time. With only k and v sharded along rows, and q on
@@ -138,14 +138,16 @@ def backward_choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
-  """Returns which of the inputs "k" and "v" are pages (blocks of cache rows) or rows of 8 bits that no kernel can read in place. Every call of
-  `attention` copies these inputs."""
+  """Returns which of "k" and "v" every call of `attention` copies: pages (blocks of cache rows) or rows of 8 bits that no kernel can read in place.
+  `given` has k and v as the caller gave them."""
   if c.problem.pages is None and not c.problem.stored: return []
   tensors = {name: t.values if isinstance(t, QuantizedRows) else t for name, t in given.items() if t is not None}
   return [name for name, t in tensors.items() if c.tensors[name] is not t]
 
 def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
-  """Returns a text for `explain`: which share of its tiles a kernel skips because of masks, and in which share it computes the mask."""
+  """Returns a text for `explain`: which share of its tiles a kernel skips because of masks, and in which share it computes the mask. `over` says what
+  the tiles consist of: "keys", or "queries" for a backward kernel that loops over queries. Returns "" without a mask, and if devices share the rows
+  of a sequence."""
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
 def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:

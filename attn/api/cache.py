@@ -54,9 +54,10 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
   `layout` is "bhsd" for the shape (batch, heads, capacity, width), or "bshd" for (batch, capacity, heads, width). `heads` counts key/value heads.
   With several devices each device gets a copy. Raises ValueError for a size that is not a positive whole number.
 
-  `dtype` is float16, bfloat16 or float32, for Tensors; or "int8" or "fp8e4m3", for `QuantizedRows`, which hold 1.9 times as many tokens as float16 in
-  the same memory. "fp8e4m3" is the chip's own format: OCP's, or e4m3fnuz on gfx942. `scale_dtype` is the dtype of the scales, one for each row:
-  float32 or float16, which rows of 64 elements need for that factor."""
+  `dtype` is float16, bfloat16 or float32, for Tensors; or "int8" or "fp8e4m3", for `QuantizedRows`: rows of 8-bit numbers, each with a scale. A cache
+  of 8 bits holds 1.9 times as many tokens as float16 in the same memory. "fp8e4m3" is the chip's own format: OCP's, or e4m3fnuz on gfx942.
+  `scale_dtype` is the dtype of the scales: float32, or float16, which takes 2 bytes less for each row. For rows of only 64 elements, the factor 1.9
+  needs float16."""
   layout = values.word("layout", layout, ("bhsd", "bshd"))
   batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
@@ -190,7 +191,6 @@ class Output:
   @property
   def places(self) -> Strided: return self.view or whole_places(local_shape(self.rows), self.layout)
   def overlaps(self, other:Output) -> bool:
-    """Returns whether both outputs share memory."""
     if self.view is not None and other.view is not None:
       sizes = dict(zip(AXES[self.layout], local_shape(self.rows)))
       counts = (sizes.get("batch", 1), sizes["heads"], sizes["rows"], sizes["width"])
@@ -237,10 +237,11 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
   at = placement_in_pages(k_new, k_cache, parts[-1].cache, layout, ("k_new", "k_cache", f"{parts[-1].name}_cache"))
   return _launches(parts, at, cache_seqlens, (B, new_rows, capacity), layout, "bshd", pages, (place("block_table", block_table, at),))
 
-def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout:str, layout_of_cache:str,
-              pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
-  """Prepares the kernel launches that append the new rows to each cache, and returns them. `sizes` are, for one device, the number of batches, of new
-  rows per batch, and of rows that a cache can hold per batch."""
+def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tuple[int, int, int], layout_of_new:str,
+              layout_of_cache:str, pages:Pages|None=None, table:tuple[Tensor, ...]=()) -> NewRows:
+  """Prepares the kernel launches that append the new rows of `parts` to their caches, and returns the launches. `at` says on which devices the caches
+  lie. `cache_seqlens` says how many rows are filled. `sizes` are, for one device, the number of batches, of new rows per batch, and of rows that a
+  cache can hold per batch. `pages` and `table` (the block table) are given if a cache consists of pages (blocks of rows)."""
   B, new, capacity = sizes
   outputs = [x.outputs(layout_of_cache) for x in parts]
   if len(outputs) > 1 and any([x.overlaps(y) for x, y in zip(*outputs)]): raise ValueError(OVERLAP)
@@ -249,7 +250,7 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
   def launch(x:OfCache, to:Output, *scales:Output) -> tuple[list[Tensor], Tensor, KernelFunction]:
     size = dict(zip(AXES[layout_of_cache], local_shape(x.cache)))
     of_scales = None if x.quantized is None else Scales(x.quantized.format.name, values.dtype_text(x.quantized.scales.dtype), scales[0].places)
-    a = Append(B, size["heads"], new, capacity, size["width"], layout, to.places, pages, of_scales, threads=has_threads(device),
+    a = Append(B, size["heads"], new, capacity, size["width"], layout_of_new, to.places, pages, of_scales, threads=has_threads(device),
                checked=device.split(":")[0] in MATRIX_DEVICES)
     return [output.tensor for output in (to, *scales)], x.new, _kernel(tuple(output.name for output in (to, *scales)), a)
   return NewRows(tuple(launch(x, *to) for x, to in zip(parts, outputs)), start, filled(start, new, capacity), table)

@@ -110,7 +110,9 @@ class PlacedInputs:
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
 def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
-  """Checks q, k and v, and finds where they lie: on one device, sharded over several devices, in a cache, or in pages."""
+  """Checks q, k and v, and finds on which devices they lie. For pages (blocks of cache rows), for rows of 8 bits, and with `in_place` for other views
+  of a larger buffer, also finds the strides of k and v, so that kernels can read k and v without a copy. Error messages call kv_lengths
+  `lengths_name`, the name that the caller's own argument has."""
   layout = options.layout
   check_pair(("k", "v"), k, v)
   quantized, tensors = dict[str, Quantized](), dict[str, Tensor]()
@@ -147,8 +149,9 @@ def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> Pla
   return replace(x, tensors=tensors, views=(places["k"], places["v"]), stored=stored)
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Checks q, and the k and v that lie in pages (blocks of cache rows), and finds where they lie. The result describes k and v on one device as
-  (sequences, Hkv, rows that a sequence may have, width)."""
+  """Checks q, and k and v that consist of pages (blocks of cache rows), and finds on which devices and with which strides they lie. `tensors` has q,
+  k and v, and `types` their dtypes. The result gives k and v on one device the shape (sequences, Hkv, rows that a sequence may have, width). Error
+  messages call kv_lengths `lengths_name`, the name that the caller's own argument has."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None
   pages = check_pages(q, k, v, options, lengths_name)
@@ -163,7 +166,9 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
   return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
 def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
-  """Returns the optional tensors that the call gives, by name, in the order of `EXTRAS`. Each tensor is checked and placed on the devices of q."""
+  """Checks the optional tensors of a call, such as a bias or kv_lengths, and places each on the devices of q. Returns the tensors by name, in the
+  order in which kernels take the optional tensors (`EXTRAS`). x has q, k and v. Error messages call kv_lengths `lengths_name`, the name that the
+  caller's own argument has."""
   extras: dict[str, Tensor] = {}
   def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)
   for name, tensor in TERM_TENSORS.items():
@@ -213,8 +218,8 @@ def tensor_kind(name:str, t:Tensor) -> TensorKind:
   return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
 
 def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:
-  """Checks the arguments of a call of `attention` and returns the checked call. `lengths_name` is what error messages call kv_lengths: a caller may
-  have another name for it. With `in_place`, kernels read k and v without a copy if they are views of a buffer."""
+  """Checks the arguments of a call of `attention` and returns the checked call. Error messages call kv_lengths `lengths_name`, the name that the
+  caller's own argument has. With `in_place`, kernels read k and v without a copy if k and v are views of a larger buffer."""
   if options.batch_invariant and options.num_splits > 1:
     raise ValueError(f"num_splits={options.num_splits} with batch_invariant=True: must be 0 (ranges of {INVARIANT_KEYS} keys) or 1 (no split)")
   x = placed(q, k, v, options, lengths_name, in_place)

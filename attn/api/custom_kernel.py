@@ -66,7 +66,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
   return kernel
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
-  """A kernel function for `Tensor.custom_kernel`: attention without options of (B, H, S, D) tensors.
+  """Computes attention without any option, for tensors (B, H, S, D). This is a kernel function for `Tensor.custom_kernel`.
 
     o = Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=attn.flash_attention)[0]"""
   return flash_attention_fn()(o, q, k, v)

@@ -14,7 +14,7 @@ from attn.values import static_shape
 
 def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_name:str, names:tuple[str, str, str]=("q", "k", "v")) -> Pages:
   """Checks q, the pages k and v (pages, page_size, Hkv, D), and the block table, which says which pages a sequence has. Returns the size and number
-  of pages. Error messages call q, k and v by `names`, the names that the caller's own arguments have."""
+  of pages. Error messages call q, k and v by `names`, and kv_lengths by `lengths_name`: the names that the caller's own arguments have."""
   table = options.block_table
   assert table is not None
   of_q, of_k, of_v, of_table = (static_shape(name, values.tensor(name, t).shape) for name, t in zip((*names, "block_table"), (q, k, v, table)))
@@ -47,8 +47,9 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
   return pages
 
 def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
-  """Raises ValueError if a cache has only one page but a used entry of the block table is not 0. The check runs only where the host can read the
-  table at no cost, as on the emulator. A kernel for a single page does not read the table, so nothing else would catch a wrong entry."""
+  """Raises ValueError if a cache has only one page, and the block table has an entry other than 0 for rows that a sequence has. `rows` is the number
+  of rows of each sequence, which error messages call `lengths_name`. The check runs only where the host can read the table at no cost, as on the
+  emulator. A kernel for a single page does not read the table, so nothing else would catch a wrong entry."""
   entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows
   if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
   used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
@@ -79,8 +80,8 @@ def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
   return t if not isinstance(t.device, str) or buffer_under(t.uop) is None else t.contiguous(), whole
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes attention of keys and values in pages by tinygrad's own operations, without one of attn's kernels. An entry of the block table that is
-  not the index of a page stands for rows of zeros."""
+  """Computes attention of keys and values in pages by tinygrad's own operations, without one of attn's kernels. Returns (o, lse, lse_rest): lse_rest
+  is the part of lse that rounding to fp32 lost. An entry of the block table that is not the index of a page stands for rows of zeros."""
   assert p.pages is not None
   if p.varlen:
     raise NotImplementedError("block_table with layout='thd': no kernel with matrix instructions supports this problem (attn.explain says why); "

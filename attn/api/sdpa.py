@@ -104,8 +104,9 @@ NAME = "scaled_dot_product_attention"
 decisions: deque[Decision] = deque(maxlen=1024)   # one for each call while installed, the latest calls
 @dataclass
 class Installed:
-  """The state of `install`. `before` is the function that `Tensor.scaled_dot_product_attention` was before `install`. If that is tinygrad's own
-  function, `rerouted` redirects its calls; otherwise it is a function of another library, and `rerouted` is None."""
+  """State of `install`. `before` is the function that `Tensor.scaled_dot_product_attention` was before `install`. If `before` is tinygrad's own
+  function, `rerouted` is the patch that redirects every call of tinygrad's function to attn. If `before` is a function of another library, `rerouted`
+  is None."""
   active: bool = False
   before: Any = None
   rerouted: Rerouted|None = None
@@ -154,11 +155,11 @@ def install() -> deque[Decision]:
   and keeps the latest 1024.
 
   Keys and values may be slices of a cache whose length depends on tinygrad Variables, as in tinygrad's models. They are read in place, one kernel
-  serves all lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If the length of such a slice is an int, one kernel serves all
-  lengths from the second length on, except where TRAINING is set.
+  serves all lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If the length of such a slice is an int, the first call makes a
+  kernel for this length alone. The first call with another length makes one kernel for all lengths, except where TRAINING is set.
 
-  Other names of tinygrad's method, such as the one that extra/models/unet.py binds when it is imported, reach attn's kernels as well. Attention that
-  a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions, counts as a call, also with sinks as
+  Modules that bound tinygrad's method to a name of their own before `install`, as extra/models/unet.py does, reach attn's kernels as well. Attention
+  that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions, counts as a call, also with sinks as
   tinygrad's examples/mlperf/models/gpt_oss.py computes them, and with seen.where(scores, -inf) or masked_fill. Such a mask replaces a NaN score of a
   hidden key; a mask that is added leaves it NaN. The latent attention (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
 

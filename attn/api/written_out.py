@@ -141,7 +141,8 @@ class WrittenOut:
   @staticmethod
   def init_state(own:Callable[..., None], block:Any, x:Tensor) -> None:
     """Creates the cache of a latent attention (MLA) block of tinygrad.llm in float16, the dtype of the caches of tinygrad's other blocks. tinygrad
-    itself creates it in float32, but no kernel reads float32 rows of 576 numbers."""
+    itself creates it in float32, but no kernel reads float32 rows of 576 numbers. This function replaces tinygrad's method `own` of the class of
+    `block`, and calls it with the input x of the block."""
     new = not hasattr(block, "cache_k")
     own(block, x)
     if new: block.cache_k = Tensor.empty(*block.cache_k.shape, dtype=dtypes.half, device=block.cache_k.device)

@@ -58,9 +58,9 @@ def check_output(name:str, u:UOp) -> None:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """Makes sure that an input begins at a multiple of UNIT_BYTES in its buffer, because kernels read rows in units of this size. Returns `u` if it
-  does, and a copy of `u` if it does not. If `u` is a `contiguous()` slice, the copy is made of the slice itself, without `contiguous()`: for that
-  operation tinygrad would launch a kernel of its own, which reads whole vectors wherever the slice begins."""
+  """Returns an input `u` that begins at a multiple of 16 bytes (UNIT_BYTES) in its buffer, because kernels read rows in units of this size. Any other
+  `u` is copied. If `u` is `contiguous()` of a slice, the slice is copied instead of `u`: tinygrad would launch a kernel for `contiguous()` that reads
+  whole vectors, even where the slice begins between two of them."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return copied(u)

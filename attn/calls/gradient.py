@@ -3,9 +3,12 @@
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
 (FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. Or one
 kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`. `backward_dbias` computes the gradient of a
-bias, and of a mod_tensor that score_mod reads at b, h, i, j or i - j. For the gradients of ALiBi slopes and other mod_tensors, and for problems that
-these kernels don't support (attn/choose/backward.py says why), tinygrad differentiates `three_pass`, which is attention in plain tensor operations of
-tinygrad, of the same inputs. In both cases each gradient is a separate expression, so a gradient that is not used is never computed."""
+bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also computes their gradients if the function
+reads them by the indices of batch, head, query i and key j, or by i - j.
+
+tinygrad computes all other gradients: the gradients of ALiBi slopes and of other mod_tensors, and all gradients of a problem that the kernels don't
+support (attn/choose/backward.py says why). For this it differentiates `three_pass`, which is attention in plain tensor operations of tinygrad. The
+kernels and tinygrad both give each gradient as a separate expression, so a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -88,16 +91,20 @@ def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name. "forward" writes lse. "dq" and "dkdv" compute the gradients of q, k and v; in place of these two
-  there may be "delta", "all" and "finish". "dbias0", "dbias1", ... add up dS to the gradients of a bias and of mod_tensors (`kernel_sums`). Equal
-  arguments return identical objects, because tinygrad's schedule cache compares by identity."""
+  """Returns the kernel launches of backward by name. "forward" writes lse. "dq" and "dkdv" compute the gradients of q, k and v. If one kernel
+  computes these gradients at once, "delta", "all" and "finish" stand in place of "dq" and "dkdv". "dbias0", "dbias1", ... add up dS to the gradients
+  of a bias and of mod_tensors (`kernel_sums`). Equal arguments return identical objects, because tinygrad's schedule cache compares by identity.
+
+    dlse: whether lse has a gradient, too
+    parts: how many fp32 partial results of its gradients each kernel stores
+    lists: lists of the tiles that the mask leaves visible, for "dq" and for "dkdv"; None for a kernel that needs no list"""
   return kernels_with_tiles(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
 
 @cache_of_kernels
 def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
                        dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name, as `backward_kernels` does, with given tiles. `one` is the tile of the kernel that computes all
-  gradients at once, or the reason why two kernels compute them."""
+  """Returns the kernel launches of backward by name, as `backward_kernels` does, with the tiles `dq` and `dkdv`. `one` is the tile of the kernel that
+  computes all gradients at once, or the reason why two kernels compute the gradients."""
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative)
@@ -116,8 +123,8 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
   """Runs a launch on the tensors `t`, and returns `t` with the outputs of the launch added. If an output is missing in `t`, it gets a new buffer. If
-  an output is in `t`, the launch adds to it. Then each output depends on the others: if one is realized, all are. So the launch runs only once; a
-  second run would add a second time."""
+  an output is in `t`, the launch adds to this tensor. A launch that adds may run only once, because a second run would add a second time. So each of
+  its outputs is made to depend on the others: if one output is realized, all are."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
@@ -175,9 +182,10 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns for each gradient how many fp32 partial results each device stores. `parts` says this for one device alone. `sums` are the sums of dS
-  that `backward_dbias` computes; `parts.sums` has a number for each of them. If several devices have the same keys, or the same tensor of a score
-  term (such as a bias), the number is at least 1, because the partial results of all devices are then added."""
+  """Returns for each gradient how many fp32 partial results each device stores, or 0 if a device stores the gradient itself. `parts` says this for
+  one device alone. `sums` are the sums of dS that `backward_dbias` computes; `parts.sums` has a number for each of them. If several devices have the
+  same keys, or the same tensor of a score term (such as a bias), the number is at least 1, because the partial results of all devices are then
+  added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))

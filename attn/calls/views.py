@@ -28,8 +28,8 @@ def terms_of(x:UOp) -> list[UOp]:
   return [term for part in x.src for term in terms_of(part)] if x.op is Ops.ADD else [x]
 
 def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
-  """Describes a number of rows as a constant plus bound Variables. Returns it as the Count of a Problem, with the bound Variables. Returns None if
-  the number is not such a sum."""
+  """Writes a number of rows as the sum of a constant and bound Variables. Returns the sum as a `Count` (the constant, and the name and limits of each
+  Variable), and the bound Variables. Returns None if the number is no such sum."""
   if isinstance(n, int): return Count((), n), ()
   terms = terms_of(n)
   constants, bound = [x for x in terms if x.op is Ops.CONST], sorted((x for x in terms if x.is_bound_var), key=lambda x: x.src[0].expr)
@@ -116,13 +116,13 @@ def rows_there(u:UOp, n:Size) -> int:
   return fewest
 
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
-  """Describes where the rows of a tensor (B, heads, S, D) lie in a buffer. Each `group` of neighbouring heads of the tensor is the same head in the
-  buffer. Returns None if the tensor is no such view."""
+  """Returns the start and the strides of the rows of a tensor (B, heads, S, D) in its buffer. Returns None unless the tensor is a view of a buffer
+  with constant strides, in which each `group` of neighbouring heads is one head of the buffer, repeated."""
   return None if (view := view_of_placeholder(t.uop)) is None else places_of_view(view, group)
 
 @functools.lru_cache(MOST_VIEWS)
 def places_of_view(view:UOp, group:int) -> InBuffer|None:
-  """Describes where the rows of a view (B, heads, S, D) of a placeholder lie, as `in_buffer` does for a tensor."""
+  """Returns the start and the strides of the rows of a view (B, heads, S, D) of a placeholder, as `in_buffer` does for a tensor, or None."""
   batch, heads, n, width = view.shape
   there, (rows, instead) = rows_there(view, n), as_a_variable(n)
   b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))

@@ -5,7 +5,9 @@ from attn.chips.matrix import LaneSums, Matrix
 from attn.chips.shapes import BackwardShape, MlaShape, UpTo
 
 def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", banks:int=32) -> Matrix:
-  """Makes the table row of one of CDNA's MFMA instructions, with M x M results."""
+  """Describes one of CDNA's MFMA instructions: C (M x M) += A (M x K) B (K x M). `suffix` is the end of its builtin's name in clang, and
+  `operand_type` the builtin's type for an element of A and B. `exchange` names the instruction by which lanes of such kernels exchange values (see
+  `Matrix.exchange`). `banks` is the number of LDS banks from which the operands are read."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
 SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}

@@ -5,7 +5,9 @@ from attn.chips.matrix import Matrix
 from attn.chips.shapes import MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}") -> Matrix:
-  """Makes the table row of a WMMA instruction with 16 x 16 results. `duplicated` says whether both halves of a wave hold all of A and B."""
+  """Describes one of RDNA's WMMA instructions: C (16 x 16) += A (16 x K) B (K x 16). `suffix` is the end of its builtin's name in clang,
+  `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the builtin's arguments. A lane holds `block` consecutive
+  rows of C at a time. `duplicated` says whether both halves of a wave hold all of A and B."""
   operand = 16*K//32*(1 + duplicated)
   return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated)
 
@@ -13,7 +15,7 @@ def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=1
 LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), beyond=32),
                   UpTo(576, MlaShape(2, 32, 2, q_anew=True, weight_parts=2, prefetch=0)))
 
-def cached(l2:int, shared:int, gbs:float) -> Caches:
-  """Makes the table row of the caches of a chip of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s. Heads
-  are grouped so that K and V of a group fill at most half of Infinity Cache, because Q and O pass through the other half."""
+def caches_of_one_die(l2:int, shared:int, gbs:float) -> Caches:
+  """Describes the caches of a chip that consists of one die: `l2` MB of L2, and `shared` MB of Infinity Cache with a bandwidth of `gbs` GB/s.
+  Workgroups that run together may loop over K and V that fill half of Infinity Cache; Q and O pass through the other half."""
   return Caches(1, l2 << 20, shared << 20, gbs, group=shared << 19)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
-from attn.chips.rdna import LATENT_ON_RDNA, cached, wmma
+from attn.chips.rdna import LATENT_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
 RDNA3_MACHINE = Machine(
@@ -54,11 +54,11 @@ RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_
 
 CHIPS_OF_RDNA3 = (
   Chip("gfx1100", RDNA3, 65536, (Card("RX 7900 XTX", 96, 2.5, 960, 1536, 105.4), Card("RX 7900 XT", 84), Card("W7900", 96)), registers=1536,
-       granule=24, machine=0x41, searched=True, caches=cached(6, 96, 3494)),
+       granule=24, machine=0x41, searched=True, caches=caches_of_one_die(6, 96, 3494)),
   Chip("gfx1101", RDNA3, 65536, (Card("RX 7800 XT", 60, 2.43, 624, 1024), Card("RX 7700 XT", 54)), registers=1536, granule=24,
-       machine=0x46, caches=cached(4, 64, 2330)),
+       machine=0x46, caches=caches_of_one_die(4, 64, 2330)),
   Chip("gfx1102", RDNA3, 65536, (Card("RX 7600", 32, 2.655, 288, 512),), registers=1024, granule=16, machine=0x47,
-       caches=cached(2, 32, 1165)),
+       caches=caches_of_one_die(2, 32, 1165)),
   Chip("gfx1103", RDNA3, 65536, (Card("Radeon 780M", 12, 2.7, 120),), registers=1024, granule=16, machine=0x44),
   Chip("gfx1150", RDNA3, 65536, (Card("Radeon 890M (Strix Point)", 16, 2.9, 120),), registers=1024, granule=16, machine=0x43),
   Chip("gfx1151", RDNA3, 65536, (Card("Ryzen AI Max (Strix Halo)", 40, 2.9, 256),), registers=1536, granule=24, machine=0x4a),

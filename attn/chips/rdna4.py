@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from attn.chips.family import Card, Chip, Counters, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure
-from attn.chips.rdna import LATENT_ON_RDNA, cached, wmma
+from attn.chips.rdna import LATENT_ON_RDNA, caches_of_one_die, wmma
 from attn.chips.rdna3 import RDNA3_MACHINE
 from attn.chips.shapes import BOTH, BackwardShape, ForwardShape, UpTo
 
@@ -45,6 +45,6 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
 
 CHIPS_OF_RDNA4 = (
   Chip("gfx1200", RDNA4, 65536, (Card("RX 9060 XT", 32, 3.13, 320, 512, 66.1),), registers=1536, granule=24, machine=0x48,
-       fp8="fp8e4m3", caches=cached(4, 32, 1165)),
+       fp8="fp8e4m3", caches=caches_of_one_die(4, 32, 1165)),
   Chip("gfx1201", RDNA4, 65536, (Card("RX 9070 XT", 64, 2.97, 645, 1024, 133.4), Card("RX 9070", 56)), registers=1536, granule=24, machine=0x4e,
-       searched=True, fp8="fp8e4m3", caches=cached(8, 64, 2330)),)
+       searched=True, fp8="fp8e4m3", caches=caches_of_one_die(8, 64, 2330)),)

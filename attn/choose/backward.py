@@ -24,11 +24,13 @@ from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS, cache_of_kernels
 
 def dq_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel for dq and delta that uses the tile `tile`."""
+  """Returns the kernel that computes dq and delta with the tile `tile`. `dlse` says whether lse has a gradient, too. If `parts` is above 0, the
+  kernel stores this number of fp32 partial results in place of dq."""
   return GRADIENT_KERNELS[tile.suffix].dq(p, arch, tile, dlse, parts)
 
 def dkdv_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel for dk and dv that uses the tile `tile`."""
+  """Returns the kernel that computes dk and dv with the tile `tile`. If `parts` is above 0, the kernel stores this number of fp32 partial results in
+  place of dk, and as many in place of dv."""
   return GRADIENT_KERNELS[tile.suffix].dkdv(p, arch, tile, parts)
 
 def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
@@ -37,11 +39,12 @@ def kernels_at_once(tile:AnyBackwardTile) -> AtOnce:
   return found
 
 def delta_of(p:Problem, arch:Chip, tile:AnyBackwardTile, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that runs before the kernel for all gradients with the tile `tile`. It computes delta, and sets the fp32 accumulator of dQ in
-  memory to 0."""
+  """Returns the kernel that runs before the kernel for all gradients with the tile `tile`. The returned kernel computes delta, and sets the fp32
+  accumulator of dQ in memory to 0. `dlse` says whether lse has a gradient, too."""
   return kernels_at_once(tile).delta(p, arch, dlse)
 def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel with the tile `tile` that computes dk and dv, and adds dQ to its fp32 accumulator in memory."""
+  """Returns the kernel with the tile `tile` that computes dk and dv, and adds dQ to the fp32 accumulator of dQ in memory. If `parts` is above 0, the
+  kernel stores this number of fp32 partial results in place of dk, and as many in place of dv."""
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
   """Returns the kernel that turns the fp32 accumulator of dQ in memory into dq: multiplies it by softmax_scale and rounds it. It runs after the
@@ -61,7 +64,8 @@ def choose_bias_tile(p:Problem, arch:Chip) -> BackwardTile|MmaBackwardTile:
   raise NotImplementedError(no_tiles(arch))
 
 def dbias_of(p:Problem, arch:Chip, tile:BackwardTile|MmaBackwardTile, parts:int=0) -> Callable[..., UOp]:
-  """Returns the kernel for dbias that uses the tile `tile`."""
+  """Returns the kernel that computes dbias with the tile `tile`. If `parts` is above 0, the kernel stores this number of fp32 partial results in
+  place of dbias."""
   bias = GRADIENT_KERNELS[tile.suffix].bias
   assert bias is not None
   return bias.program(p, arch, tile, parts)

@@ -1,6 +1,7 @@
-"""Choice of the backward kernels' tiles for a problem on a chip: the first row that fits in the table of the chip's family.
+"""Choice of the backward kernels' tiles for a problem on a chip. Each family of chips has tables of tiles. The first row of a table whose tile fits
+the problem and the chip is chosen.
 
-The tables for AMD were chosen by the number of registers that clang 22 needs, the tables for mma.sync by the number of registers that nvcc 13 needs.
+The tables for AMD were made by the number of registers that clang 22 needs, the tables for mma.sync by the number of registers that nvcc 13 needs.
 None of these tables was measured."""
 from __future__ import annotations
 from collections.abc import Iterator
@@ -57,8 +58,8 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
-  """Returns the reason why the wgmma kernels do not compute the gradient of `p` on `arch`: they cannot, or smaller tiles suit it better. Returns None
-  if they compute it."""
+  """Returns the reason why the wgmma kernels do not compute the gradient of `p` on `arch`, or None if they do. Either wgmma cannot compute the
+  gradient, or the kernels with mma.sync are faster, because their tiles are smaller."""
   if (reason := wgmma_refuses(p, arch)) is not None: return reason
   if p.out_dtype != p.dtype: return f"out_dtype {p.out_dtype}: the dtype of dO must be that of q, k and v, {p.dtype}"
   rows = wgmma.M
@@ -107,9 +108,9 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_small_at_once(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
-  """Returns the reason why two kernels compute the gradients of `p` if it asks for the same bits in every run: a kernel for all gradients would have
-  to add to dq in a fixed order (attn/kernels/parts/backward/turns.py). `faster` says for which problems without shared heads that is faster. Returns
-  None if there is no such reason."""
+  """Returns the reason why deterministic=True (the same bits in every run) forbids one kernel for all gradients of `p`, so that two kernels compute
+  them. One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is slower for most problems. `faster`
+  describes the problems for which the fixed order is faster. Returns None without deterministic=True, and for such a problem."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
   if p.window not in faster.windows or p.Hkv != p.H: return f"{order} is not faster for this mask and these heads"

@@ -45,8 +45,8 @@ def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
 
 def checked_latent(row:UpTo[Any], arch:Chip, p:Problem) -> MlaTile|MlaMmaTile:
   """Makes a tile of a kernel of latent attention (mla or mla_mma) from a row that a search found, or that the file of fastest tiles holds. Raises
-  ValueError if the tile cannot be divided, if LDS has no room for it, or if mla_mma has more warps than O has columns for: every warp must
-  multiply P with columns of V."""
+  ValueError if the tile's keys cannot be divided into the matrix instruction's tiles, if LDS has no room for the tile, or if mla_mma has more warps
+  than O has columns for: every warp must multiply P with columns of V."""
   tile = of_mla_mma(row, arch, p) if arch.unit.mma else of_mla(row, arch, p)
   if isinstance(tile, MlaMmaTile) and tile.waves > (most := max(1, fragments(p.Dv, tile.matrix)//LINE)):
     raise ValueError(f"{tile.waves} warps: must be at most {most}, because O has {p.Dv} columns and a warp computes at least {LINE*tile.matrix.N}")

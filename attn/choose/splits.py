@@ -44,6 +44,9 @@ def split_heuristic(p:Problem, arch:Chip, tile:AnyTile) -> int:
 
     time(G) = ceil(workgroups*G / places) * (ceil(trips/G)*tile.block_n + PROLOGUE) + (COMBINE + scratch(G) / COMBINE_BYTES if G > 1)
 
+  PROLOGUE is a workgroup's time for all work besides its tiles of keys. COMBINE is the time to launch the kernel that merges the splits. scratch(G)
+  is the size of the results to merge, in bytes; the chip writes and reads COMBINE_BYTES of them in a unit of time.
+
   The smallest G with the least time is chosen. It is at most the number of key tiles. A grid that fills the chip many times over gets no split."""
   trips = max(1, ceildiv(p.flops//(2*p.all_heads*p.Sq*(p.D + p.Dv)), tile.block_n))    # of an average block of queries
   choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= key_tiles(p, tile)]

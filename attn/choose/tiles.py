@@ -83,17 +83,18 @@ WHERE_A_WAVE_HAS_A_PART = (
   Shortage(LONG, (PIECES, DROPOUT), Economy.SPARING),
   Shortage(SHORT, (STORED_ROWS,), Economy.SHORT_TRIPS))
 
-def burdens_of(p:Problem, mat:Matrix, waves:int, few:bool) -> set[str]:
-  found = {FEW_ROWS: few, WINDOW: bool(hiding(p).before), PIECES: not in_units(p, mat.unit), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
+def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
+  found = {FEW_ROWS: few_queries, WINDOW: bool(hiding(p).before), PIECES: not in_units(p, mat.unit), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, OWN_MASK: bool(scattered(p)), DROPOUT: bool(p.dropout_p),
            STORED_ROWS: bool(p.stored),
            TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
-def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few:bool) -> Economy:
-  """Returns the ways in which a kernel's loop must save registers to fit into the registers of a chip, with `waves` waves in a workgroup."""
+def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) -> Economy:
+  """Returns the ways in which a kernel's loop must save registers to fit into the registers of a chip, with `waves` waves in a workgroup.
+  `few_queries` says that the problem's queries need fewer waves than the table of tiles has; each wave then loads more of K and V."""
   table = WHERE_A_WAVE_HAS_ALL if arch.vgprs == arch.registers else WHERE_A_WAVE_HAS_A_PART
-  burdens, longest = burdens_of(p, mat, waves, few), max(p.D, p.Dv)
+  burdens, longest = burdens_of(p, mat, waves, few_queries), max(p.D, p.Dv)
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:

@@ -23,7 +23,6 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class EmulatedChip:
-  """Properties of a chip that the emulator can emulate."""
   family: str   # family of the chip, by which its matrix instructions are found
   wave: int     # lanes of a wave
   lds: int      # most bytes of LDS that a workgroup may have
@@ -131,10 +130,10 @@ def _wmma4(dtype:str) -> MatrixInstruction:
   return MatrixInstruction(ab, ab, Layout("r hn -> hr n", r=8, h=2, n=16), dtype, ("rdna4",))
 
 def _mma(K:int, pack:int, dtype:str) -> MatrixInstruction:
-  """Makes the layouts of mma.sync, from the PTX fragments of m16n8, where g = lane/4 (PTX: groupID) and t = lane%4. The elements of a
-  lane are counted by c, r and p, of which p counts fastest: p within a register, r over the rows g and g+8, c over groups of columns. The element
-  (c, r, p) of A lies in row 8r+g, and in the column that c, t and p count, p fastest. The element (c, p) of B lies in column g, and in the row that
-  c, t and p count. The element (r, p) of C lies in row 8r+g and column 2t+p."""
+  """Makes the layouts of mma.sync m16n8, whose product sums over K, from the fragments in the PTX ISA. `pack` is the number of elements in a
+  register. The lane is 4*g + t. An element of a lane has the index (c, r, p): p counts elements within a register, r the rows g and g + 8, c groups
+  of 4*pack columns. Element (c, r, p) of A lies in row 8*r + g and column (4*c + t)*pack + p. Element (c, p) of B lies in column g and row (4*c +
+  t)*pack + p. Element (r, p) of C lies in row 8*r + g and column 2*t + p."""
   c = K//(4*pack)
   return MatrixInstruction(Layout("crp gt -> rg ctp", c=c, r=2, p=pack, g=8, t=4), Layout("cp gt -> g ctp", c=c, p=pack, g=8, t=4),
                      Layout("rp gt -> rg tp", r=2, p=2, g=8, t=4), dtype, ("nvidia",))

@@ -57,8 +57,8 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs workgroups, at most `resident` of them at the same time. `make` makes the frame of a workgroup, which holds its threads and values. Raises
-  Deadlock if workgroups are left and none of them can run."""
+  """Runs workgroups, at most `resident` of them at the same time. `make` makes the frame of a workgroup, which holds its threads and values.
+  `meeting` records what the workgroups do to each other through global memory. Raises Deadlock if workgroups are left and none of them can run."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))
@@ -79,7 +79,11 @@ def deadlock(frames:list[Frame], others:int) -> EmulatorError:
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 
 def launch(plan:EmulatedProgram, views:list[View], values:tuple[int, ...], grid:tuple[int, ...], local:tuple[int, ...]) -> float:
-  """Runs a program on a grid of workgroups. Returns the seconds that it took."""
+  """Runs a program on a grid of workgroups. Returns the seconds that the run took.
+
+    views: the buffers that the program's parameters stand for, in their order
+    values: the numbers that the program's Variables stand for, in their order
+    grid, local: numbers of workgroups, and of threads in a workgroup, along the axes x, y and z"""
   start = time.perf_counter()
   grid, local = (*grid, 1, 1)[:3], (*local, 1, 1)[:3]
   if any(g != int(g) for g in grid): raise LaunchLimit(f"{plan.name}: the grid {grid} must be whole numbers")

@@ -153,7 +153,8 @@ class Frame(Threads):
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Sets a loop's variable to i, and deactivates threads whose bound is not greater than i. Returns False if no thread executes iteration i."""
+    """Begins iteration i of a loop: sets the loop's variable, and deactivates threads whose bound is not greater than i. `slot` is the index of the
+    variable in the frame's list of values. Returns False if no thread executes iteration i."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -162,7 +163,8 @@ class Frame(Threads):
 
   def barrier(self, gate:Array|None=None) -> Array:
     """Executes a barrier. Without `gate`, the active threads execute it; they must form whole workgroups. With `gate`, the threads where `gate` is
-    true execute the barrier; they must form whole waves. These waves are then one barrier ahead of the other waves."""
+    true execute the barrier; they must form whole waves. Only these waves then enter their next interval (the time of a wave between two barriers).
+    Returns zeros, because a barrier has no value."""
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
     if mask is not None:
@@ -178,9 +180,9 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def arrive(self) -> Array:
-    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier. Their asynchronous copies then count as complete. All
-    threads of such a workgroup must be active. Another wave may access the copied data after it has waited for the phase; the shadow of LDS checks
-    this."""
+    """Executes an arrival at an mbarrier: NVIDIA's barrier in LDS on which a wave waits later, by another operation. The active threads must form
+    whole workgroups. All their asynchronous copies then count as complete, and a phase of the mbarrier ends. Another wave may access the copied data
+    after it has waited for this phase; the shadow of LDS checks this. Returns zeros, because an arrival has no value."""
     self.under_way.commit()
     self.under_way.wait_copies(0)
     here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")
@@ -192,8 +194,9 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes the workgroups of the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be
-    the parity of that phase's number."""
+    """Makes the workgroups of the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` is the
+    number of this phase modulo 2, as the program has computed it. Raises DivergentBarrier if `parity` is wrong, or if the phase has not ended.
+    Returns zeros, because a wait has no value."""
     here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
     def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
     if (bad := each(self.waited >= self.arrived)).any():
@@ -262,7 +265,8 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_part(self, slot:int, taken:bool) -> None:
-    """Raises NegativePart if a term of a buffer instruction's offset is negative. `taken` is true if the term is subtracted."""
+    """Raises NegativePart if a term of a buffer instruction's offset is negative. `slot` is the index of the term in the frame's list of values.
+    `taken` is true if the term is subtracted."""
     part = self.full(-self.v[slot] if taken else self.v[slot])
     if self.checks and (bad := self.active & (part < 0)).any():
       raise self.error(NegativePart, bad, lambda t: f"a part of the offset of a {self.plan.uops[self.pc].arg.name} is {part[t]}: no document says "
@@ -282,7 +286,7 @@ class Frame(Threads):
       memory, at = self._atomic(pointer, 4*step, 4*len(values), gate, "adds to")
       for i, value in enumerate(values): self._meeting.add(self, pointer.space, memory.view(np.float32), at + i, value, gate, sent)
   def sent(self) -> Array:
-    self._meeting.arrive(self, self.active)
+    self._meeting.await_sent(self, self.active)
     return np.zeros(self.T, np.float32)
   def fetch_add(self, pointer:Pointer, gate:Array) -> Array:
     memory, at = self._atomic(pointer, 0, 4, gate, "adds to")

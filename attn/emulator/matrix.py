@@ -90,7 +90,6 @@ _UNPACK: dict[str, Callable[[Array], Array]] = {   # type -> function from dword
 _BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # bytes of an element
 
 def to_float32(bits:Array, dtype:str) -> Array:
-  """Converts bits of `dtype` to fp32."""
   return _WIDEN[dtype](bits)
 
 _ACCUMULATOR: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {   # type of C and D -> conversions

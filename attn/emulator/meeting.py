@@ -1,7 +1,7 @@
 """Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py).
 
-A turn is the number that a counter must have before a workgroup may act. A wave passes a turn when it adds 1 to the counter. A wave settles when it
-waits until its own accesses are complete.
+A ticket is a number that a workgroup draws from a counter; each workgroup gets another number. A turn is the number that a counter must have before a
+workgroup may act. A wave passes a turn when it adds 1 to the counter. A wave settles when it waits until its own accesses are complete.
 
 A `Meeting` belongs to one launch. It knows which accesses are ordered. Each wave has a clock. A wave also knows, for each other wave, the clock up to
 which the other wave's accesses came before its own accesses. This knowledge passes from wave to wave in two ways. First, a wave that passes a turn
@@ -9,8 +9,8 @@ stores all that it knows with the counter, and a wave that has waited for the tu
 at a barrier what they know, and also the accesses that each of them had made when it last settled (on NVIDIA all accesses before the barrier).
 
 ATTN_EMU_ORDER may select an order drawn at random. Then an addition does not happen at once: the additions of one wave happen in order, but at any
-time until the wave settles or passes a turn. Additions that a wave has sent (attn/ops/hopper.py) happen at any time until the wave waits for what it
-has sent; nothing else waits for them."""
+time until the wave settles or passes a turn. On NVIDIA a wave may also send additions to the copy engine, which adds in the background
+(attn/ops/hopper.py). Sent additions happen at any time until the wave waits for the copy engine; nothing else waits for them."""
 from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
@@ -74,8 +74,8 @@ class Meeting:
   def settle(self, f:Threads, gate:Array) -> None:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
-  def arrive(self, f:Threads, gate:Array) -> None:
-    """Records that waves have waited until the additions that they have sent are complete."""
+  def await_sent(self, f:Threads, gate:Array) -> None:
+    """Records that waves have waited for the copy engine: all additions that these waves have sent to the engine are complete."""
     for wave, _ in self.waves_of(f, gate):
       self.sent.pop(wave, None)
       self.happen(wave)
@@ -98,15 +98,15 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited until a counter reached the value of their turn. Their waves now know everything that was complete when other
-    waves passed the turn."""
+    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. Each wave that added 1 to the
+    counter before stored with it which accesses were complete. The waves of the waiting threads now know these accesses."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads pass a turn (add 1 to its counter). Raises NotWaitedFor if additions that the wave has sent, or additions by other waves
-    of the workgroup, may not be complete."""
+    """Records that threads pass a turn: they add 1 to the counter at `pointer`, for which other workgroups wait. Raises NotWaitedFor if additions by
+    the other waves of the workgroup may not be complete, or additions that the wave has sent to the copy engine."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -138,9 +138,8 @@ class Meeting:
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
     """Adds one of `values` (threads,) to an element of the memory for each thread where `gate` is true. `at` (threads,) holds the elements' indices.
-    `sent` says whether the copy engine adds.
-    Raises AtomicRace if another wave of the workgroup has waited for its turn (for the value of a counter in memory), and this wave may add before
-    that turn."""
+    `sent` says whether the wave sends the additions to the copy engine. Raises AtomicRace if another wave of the workgroup has waited for its turn
+    (for the value of a counter in memory), and this wave may add before that turn."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)

@@ -244,7 +244,8 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises NotWaitedFor if an active thread has not waited for the matrix product `product`."""
+    """Raises NotWaitedFor if an active thread accesses element i without having waited for the matrix product `product`, which reads or writes the
+    element. The message says what the thread does (`does`, such as "stores to") and what the product still does (`still`: "reads" or "writes")."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "
                                                     "it was not waited for")

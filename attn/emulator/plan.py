@@ -273,8 +273,8 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Returns for each step the slots whose values are dropped after it. Also returns the largest number of bytes per thread that values occupy at
-    the same time."""
+    """Returns for each step which values are dropped after the step, as indices in the frame's list of values. Also returns the largest number of
+    bytes per thread that values occupy at the same time."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

@@ -8,8 +8,8 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """A pointer in a compiled program: the buffer, the type of the data, and for each index that was added to the pointer (index of the value that
-  holds the index, bytes by which one step of the index moves the pointer)."""
+  """A pointer in a compiled program: an element of `buffer`, as data of the type `dtype`. `terms` has a pair (slot, bytes) for each index that was
+  added to the pointer: `slot` is where the frame's list of values holds the index, and `bytes` is how far an index of 1 moves the pointer."""
   buffer: UOp
   dtype: DType
   terms: tuple[tuple[int, int], ...] = ()

@@ -77,7 +77,7 @@ class LdsShadow:
 
   def foreign(self, tag:Array) -> Array:
     """Returns the mask of threads that access a location which another wave wrote last, with no barrier since. Such a write may not be complete.
-    `tag` holds the tag of the last write for each thread's location."""
+    `tag` (threads,) has a number for each thread's location that says when and by which wave it was last written: interval * stride + wave."""
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
 

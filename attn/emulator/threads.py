@@ -106,8 +106,8 @@ class Threads:
 
   def note_intervals(self) -> None:
     """Recomputes the attributes that depend on `interval` and `seen`, after a wave has passed a barrier. An interval is the time of a wave between
-    two barriers or arrivals at an mbarrier, counted from 0. `interval` has for each wave the interval in which it is. `seen` has for each wave the
-    first interval, of any other wave, that this wave has not waited for."""
+    two barriers or arrivals at an mbarrier, counted from 0. `interval` has the number of each wave's current interval. `seen` also has one number n
+    for each wave: the wave has waited for everything that the other waves of its workgroup did in intervals before n."""
     self.in_step = bool((self.interval == self.interval[:, :1]).all())      # are all waves of each workgroup in the same interval?
     same = bool((self.interval == self.interval[0, 0]).all())
     self.interval_of: Any = self.interval[0, 0] if same else self.interval[self.workgroup_of, self.wave_of]

@@ -6,8 +6,8 @@ from tinygrad's pass, which multiplies from the value back to the variable:
 
 - A WHERE selects a slope. tinygrad multiplies the slope of the branch that is not taken by 0, which gives NaN if this slope is infinite.
 - A product with a factor of exactly 0 is 0, even if the other factor is infinite. So 1/(1 + x^4) has the slope 0 where x^4 overflows, and sqrt(x^2)
-has the slope 0 at 0. The pass omits this selection, two instructions, where no factor can be infinite.
-- The slope of r = 1/(1 + 2^y), which is inside tanh and sigmoid, is (r - r^2)*-ln(2)*dy. No factor overflows with 2^y.
+has the slope 0 at 0. For this a WHERE selects 0 or the product, which costs two instructions. Where no factor can be infinite, there is no WHERE.
+- The slope of r = 1/(1 + 2^y), which is inside tanh and sigmoid, is computed as (r - r^2)*-ln(2)*dy. This form is finite even where 2^y overflows.
 
 A slope that float32 cannot hold, such as the slope of 1/x at 1e-30, is infinite, and the difference of two such slopes is NaN.
 
@@ -25,8 +25,8 @@ from attn.values import LN2, LOG2E
 _ZERO, _ONE = UOp.const(0.0), UOp.const(1.0)     # Python numbers: constants are rounded to float32 once, at the end
 
 class Slope(NamedTuple):
-  """Derivative of an operation by the variable. `steep` says that it may be infinite where the value of the operation is finite and no part
-  overflows. The derivative of a square root is steep, because of its value at 0."""
+  """Derivative of an operation by the variable. `steep` says that the derivative may be infinite although the value of the operation is finite and no
+  intermediate result overflows. The derivative of a square root is steep: it is infinite at 0."""
   value: UOp
   steep: bool
 

@@ -80,9 +80,9 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether x can be clamped to `exact_range` before the function f of these steps is applied, without changing the mask. At the lower end of
-  that range x or f(x) must be -FAR or less, and at the upper end FAR or more. No position of a query or key is so far from 0, so clamping changes no
-  comparison with a position."""
+  """Returns whether x can be clamped to `exact_range` before a function f is applied to x, without changing the mask. `steps` make up f. FAR is
+  larger than every position of a query or key. Clamping changes no comparison with a position if x or f(x) lies beyond all positions at both ends of
+  the range: at -FAR or less at the lower end, and at FAR or more at the upper end."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 

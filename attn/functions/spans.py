@@ -49,8 +49,8 @@ def is_one_sided(u:UOp) -> bool:
 class MaskSpans:
   """Spans of all expressions in a traced mask: the lowest and the highest value of each on a tile. `extremes_of` returns the lowest and the highest
   value of a one-sided expression (an expression of the query alone or of the key alone). They are conditions if the expression is a condition, and
-  otherwise numbers of the dtype that `ORDERED` names. If a float expression is NaN somewhere, its extremes are -inf and inf: a comparison with it
-  then counts as true or false, or has the value that a comparison with NaN has."""
+  otherwise numbers of the dtype that `ORDERED` names. If a float expression is NaN somewhere on the tile, its extremes are -inf and inf. The span of
+  a comparison with such an expression then includes the value that the comparison has for NaN."""
   def __init__(self, extremes_of:Callable[[UOp], Extremes]) -> None:
     self.extremes_of, self.found = extremes_of, dict[UOp, MaskSpan|None]()
 

@@ -150,9 +150,10 @@ def is_absolute(u:UOp) -> bool:
 
 def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
 
-def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Returns an element of a tensor as an INDEX with one int32 index for each axis. If the function permuted or sliced the tensor and then reshaped
-  it, the element has a single index, into the flat tensor."""
+def element(what:str, u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
+  """Rewrites an element `u` of a tensor as a UOp that indexes the whole tensor, with one int32 index for each axis. If the function permuted or
+  sliced the tensor and then reshaped it, the element gets a single index that counts all elements of the tensor. Error messages call the caller's
+  function `what`. `rewritten` has the new form of each UOp that has already been rewritten."""
   u = unmoved(u)
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
@@ -164,7 +165,7 @@ def element(what:str, u:UOp, made:dict[UOp, UOp]) -> UOp:
   for axis, (index, size) in enumerate(zip(u.src[1:], tensor.shape)):
     if not dtypes.is_int(index.dtype) and index.dtype != dtypes.weakint:
       raise ValueError(f"{what} indexes axis {axis} of a tensor by a UOp of dtype {values.dtype_text(index.dtype)}: must be an int")
-    index = rebuilt(index, made)
+    index = without_loads(index, rewritten)
     if index.vmax < 0 or index.vmin >= size:
       raise ValueError(f"{what} reads index {index.vmin if index.vmin == index.vmax else values.shown(index)} of axis {axis} of a tensor of shape "
                        f"{values.shown_shape(tensor.shape)}: must lie in 0..{size - 1}")
@@ -186,9 +187,11 @@ def unmoved(u:UOp) -> UOp:
       case _: return u
     u = x.src[0].index(*indices)
 
-def rebuilt(u:UOp, made:dict[UOp, UOp]) -> UOp:
-  """Returns an index without loads. `made` has the new form, without loads, of each UOp of the function that has been rewritten so far."""
-  return u.substitute({old: new for old, new in made.items() if old is not new}) if u not in made else made[u]
+def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
+  """Rewrites an index `u` of a tensor so that it has no LOADs. An index may itself be computed from elements of tensors; such an element is then the
+  UOp that indexes the tensor, without a LOAD around it. `rewritten` has the new form of each UOp of the caller's function that has already been
+  rewritten."""
+  return u.substitute({old: new for old, new in rewritten.items() if old is not new}) if u not in rewritten else rewritten[u]
 
 # ***** recognising a function *****
 
@@ -204,8 +207,9 @@ Holders = tuple[Any, ...]     # functions, modules and classes whose keys are be
 Names = tuple[str, ...]
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
-  """Returns a key for a value that a function's code reads. `names` are the names of globals and attributes in this code. Raises TypeError if the
-  value has no key."""
+  """Returns a key for a value that a function's code reads. `names` are the names of globals and attributes in this code. `within` has the functions,
+  modules and classes around x whose keys are not finished yet, the outermost first: if x is one of them, its key is its place in `within`. Raises
+  TypeError if the value has no key."""
   if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
   if isinstance(x, tuple): return tuple(of_value(y, names, within) for y in x)
   if isinstance(x, UOp): return x

@@ -48,7 +48,8 @@ class NewFile(click.Path):
 OF_FILES = ("dv", "kernel", "queries", "lds", "threads", "products", "behind")
 
 def check_options_of_files(word:str) -> None:
-  """Raises UsageError if an option for files is given together with a kernel of attn. For attn's kernels these values follow from the kernel."""
+  """Raises UsageError if an option that describes the code in a file, such as --queries or --lds, is given together with the name of a kernel of attn
+  (`word`). attn knows these numbers for its own kernels."""
   given = click.get_current_context()
   for name in OF_FILES:
     if given.get_parameter_source(name) is ParameterSource.COMMANDLINE: raise click.UsageError(f"--{name} is for files: {word} is a kernel of attn")

@@ -51,13 +51,13 @@ def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f 
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
   """Returns the facts about scalar registers after an operation has written register `out`. A fact is a set of scalar registers: each lane has its
-  bit set in at least one of them. `rules` say what the operation does: a rule (wanted, but) means that a lane has its bit set in the new value if it
-  has it in all operands of `wanted`, and in none of `but`. While the facts are being made, "" names the new value, because facts about the old value
-  of `out` are still needed."""
+  bit set in at least one of them. Each rule (all_of, none_of) names operands by letters: the operation sets the bit of a lane if the bit is set in
+  all operands of `all_of` and clear in all operands of `none_of`. `operands` says which register each letter stands for."""
+  # "" names the new value of `out` here, because facts about the old value are still needed
   known = {f - {"0"} for f in facts} | ({frozenset({"-1"})} if "-1" in operands.values() else set())
   while True:
-    made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(wanted, chosen)), (operands[x] for x in but)) - {"0"}
-            for wanted, but in rules for chosen in product(*([f for f in known if operands[x] in f] for x in wanted))}
+    made = {frozenset({""}).union(*(f - {operands[x]} for x, f in zip(all_of, chosen)), (operands[x] for x in none_of)) - {"0"}
+            for all_of, none_of in rules for chosen in product(*([f for f in known if operands[x] in f] for x in all_of))}
     if not (new := {f for f in made if len(f) <= LARGEST and not any(g <= f for g in known)}): break
     known |= new
   return _least(frozenset(out if x == "" else x for x in f) for f in _without(frozenset(known), {out, "-1"}))

@@ -1,4 +1,4 @@
-"""Describes the file docs/costs.txt: the costs of every kernel of ours, and the predicted time of every forward kernel."""
+"""Describes the file docs/costs.txt: the costs of each of attn's kernels, and the predicted time of every forward kernel."""
 from __future__ import annotations
 from collections.abc import Sequence
 from attn.chips import get_chip
