@@ -1,11 +1,13 @@
-"""Measures in float64 how attention changes if keys and values are rounded to a dtype or a format of 8 bits.
+"""Measures in float64 how much attention changes if keys and values are rounded to a 16-bit dtype or an 8-bit format.
 
   DEV=EMU::gfx942 python -m attn.measure.rounding --write docs/data/rounding.csv
 
-Queries, keys and values are normally distributed, the queries with a standard deviation of 2. "outliers" are keys with 4 columns that are 16 times as
-large as the others, as models have. The error of the scores is the standard deviation of their differences from the exact scores. The mean difference
-of each query is subtracted before, because the softmax cancels it. The error of the output is the norm of its difference from the exact output,
-divided by the norm of the exact output. Attention over the rounded keys and values is computed exactly: no kernel runs."""
+Queries, keys and values are normally distributed, the queries with a standard deviation of 2. Keys are drawn in two kinds, which the column "keys" of
+the table names: "normal", and "outliers", where 4 columns are 16 times as large as the others. Keys of language models have such columns.
+
+The error of the scores is the standard deviation of their differences from the exact scores. The mean difference of each query is subtracted first,
+because the softmax cancels it. The error of the output is the norm of its difference from the exact output, divided by the norm of the exact output.
+tinygrad rounds on the device `DEV`; NumPy computes attention over the rounded keys and values, so no attention kernel runs."""
 from __future__ import annotations
 import csv, sys
 from collections.abc import Callable, Iterator
@@ -26,7 +28,8 @@ def through(x:NDArray[np.float64], change:Callable[[Tensor], Tensor]) -> NDArray
   return change(Tensor(x.astype(np.float32))).float().numpy().astype(np.float64)
 
 def to_format(format:Format, scale_dtype:DType) -> Rounding:
-  """Returns the function that rounds rows to a format of 8 bits."""
+  """Returns a function that rounds rows to the 8-bit format `format` and returns the rounded rows as float64. The scale of a row has dtype
+  `scale_dtype`."""
   def changed(x:Tensor) -> Tensor:
     scale = format.scale_of(sizes_of(x).max(-1, keepdim=True), scale_dtype)
     return format.decode(format.stored(x, scale))*scale
@@ -46,8 +49,8 @@ def exact_attention(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.f
   return scores - scores.mean(-1, keepdims=True), p/p.sum(-1, keepdims=True) @ v
 
 def error_rows(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
-  """Yields, as texts, the rows of the table of rounding errors: one for each head dimension, kind of keys, format, and whether q and k are rotated.
-  """
+  """Yields the rows of the table of rounding errors, each as a tuple of strings. There is a row for each head dimension in `widths`, kind of keys,
+  and format of 16 or 8 bits; each once for q and k as drawn, and once for q and k multiplied by a Hadamard matrix (`rotate`)."""
   heads, queries, count = DRAWN_COUNTS
   for width in widths:
     for keys in ("normal", "outliers"):

@@ -1,4 +1,4 @@
-"""Rows of tables of measurements: the sizes of a problem, and their text."""
+"""Base class for rows of tables of measurements: the sizes of the measured problem, and their text in the table."""
 from __future__ import annotations
 from dataclasses import dataclass
 

@@ -35,12 +35,12 @@ UNFORCED, FORCED_MMA = "", "forward_mma,backward_dq_mma"      # values of ATTN_K
 class SmallCall:
   """Call of attention with small tensors.
 
-  q, kv: the shapes of q, and of k and v (None: the shape of q)
-  kernel: the value of ATTN_KERNEL
-  options: options that are not tensors, by name
-  tensors: options that are tensors, by name, as arrays; floats become float32
-  gradients: whether to compute also the gradients of all inputs of floats
-  new: number of rows that the call appends to the cache"""
+    q, kv: the shapes of q, and of k and v (None: the shape of q)
+    kernel: value of the environment variable ATTN_KERNEL, which forces kernels; "" forces none
+    options: options that are not tensors, by name
+    tensors: options that are tensors, by name, as arrays; floats become float32
+    gradients: whether to compute also the gradients of all inputs of floats
+    new: if not 0, `attention_with_kv_cache` is called: k and v are a KV cache, and `new` keys per sequence are appended to it"""
   name: str
   q: tuple[int, ...] = (1, 2, 100, 64)
   kv: tuple[int, ...]|None = (1, 1, 130, 64)
@@ -154,8 +154,8 @@ class Fault:
   planted: Callable[[], contextlib.AbstractContextManager[Any]]
 
 def without_barrier() -> contextlib.AbstractContextManager[Any]:
-  """Makes a context manager that removes a barrier. The barrier stands between a warp's store of its results to shared memory and the loads of these
-  results by other warps."""
+  """Makes a context manager in which the mma kernel of forward lacks a barrier: the barrier between the stores of partial results to shared memory by
+  some warps and the loads of these results by other warps."""
   return patch.object(mma_forward, "workgroup_barrier", lambda after: after)
 
 def out_of_bounds() -> contextlib.AbstractContextManager[Any]:

@@ -1,10 +1,11 @@
 """Compares attention over short sequences, and over sequences with different numbers of queries and keys, with PyTorch on the same NVIDIA GPU.
 `DEV=CUDA python -m attn.measure.short [WORD ...]` prints a line for each problem whose name contains every WORD.
 
-Times are device times of one launch in bfloat16, and all peers get equal inputs. Each time is a median over rounds. In a round every peer runs in
-turn. Our kernels are timed by events around the graph of a TinyJit that has captured 100 launches. The peers are PyTorch's SDPA with its
-FlashAttention-2 and cuDNN backends; they run in a PyTorch graph of 100 launches. A graph of fewer launches would time the host, which needs 0.25 ms
-for a TinyJit call."""
+attn is compared with PyTorch's SDPA, with its FlashAttention-2 and its cuDNN backend. All three compute the same inputs in bfloat16. A time is the
+device time of one launch, as a median over rounds; in each round, each of the three is timed once.
+
+attn runs in a TinyJit of 100 launches, and PyTorch in a CUDA graph of 100 launches. Events around the graph measure the time. A graph of fewer
+launches would time the host, which needs 0.25 ms for a call of a TinyJit."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable

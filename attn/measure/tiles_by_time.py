@@ -1,5 +1,6 @@
-"""Times every tile that a kernel may have. Keeps the fastest tile in the user's cache directory, where dispatch finds it. bench.py does this with
-TUNE=1. The caller passes a function that times a kernel with a tile, so tests need no GPU."""
+"""Times a kernel with every tile description (sizes by which the kernel divides a problem) that is possible. Keeps the fastest in the user's cache
+directory, where dispatch finds it. bench.py does this with TUNE=1. The caller passes the function that times a kernel with a tile description, so
+tests need no GPU. In this module a tile is a tile description."""
 from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
@@ -71,8 +72,9 @@ def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
            "chosen by": "the table" if found is None else ""} for x, kernel, tile, found in timed]
 
 def time_tiled(p:Problem, arch:Chip, own:TiledTile, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel of plain UOps with every tile, and keeps the fastest tile for dispatch. Tiles that spill are timed too, because the
-  compilers of these kernels don't report spills. Returns the times as rows of a table, for printing."""
+  """Times `tiled`, the forward kernel without matrix instructions, with every tile description (sizes by which it divides the problem), and keeps the
+  fastest for dispatch. Tiles that spill are timed too, because the compilers of this kernel don't report spills. Returns the times as rows of a
+  table, for printing."""
   make = KERNELS["tiled"].program
   assert make is not None
   return time_plain(p, arch, "tiled", own, tiled_space(p, arch), lambda tile: seconds(make(p, arch, tile), tile), p.flops)
@@ -81,8 +83,9 @@ PlainTile = TypeVar("PlainTile", TiledTile, TiledBackwardTile)
 
 def time_plain(p:Problem, arch:Chip, kernel:str, own:PlainTile, space:Sequence[PlainTile], seconds:Callable[[PlainTile], float],
                flops:int) -> list[dict[str, Any]]:
-  """Times a kernel of plain UOps with its default tile `own`, and with every tile of `space` that the device accepts. Keeps the fastest tile for
-  dispatch. Returns the times as rows of a table, for printing."""
+  """Times a kernel without matrix instructions with its default tile description `own`, and with each one in `space`. A tile is left out, with a
+  message, if its kernel does not compile or does not run. Keeps the fastest tile for dispatch. Returns the times as rows of a table, for printing;
+  `flops` is the number of operations, from which the rows' TFLOP/s are computed."""
   timed = [(seconds(own), own)]
   for tile in tqdm([x for x in space if x != own], unit="tile"):
     try: timed.append((seconds(tile), tile))
@@ -104,8 +107,8 @@ def backward_launch(p:Problem, arch:Chip, name:str, tile:TimedBackwardTile) -> B
   return BackwardLaunch(dkdv_of(p, arch, tile), dkdv_arguments(p), ("dk", "dv"))
 
 def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, TimedBackwardTile]:
-  """Returns the tile of dq and the tile of dkdv that the tables of tiles give for a problem. Raises NotImplementedError if the gradients are computed
-  neither by AMD's kernels nor by the kernels of plain UOps."""
+  """Returns the tile descriptions of the backward kernels dq and dkdv that the chip's tables give for a problem. Raises NotImplementedError unless
+  the gradients are computed by AMD's kernels or by the kernels without matrix instructions."""
   if isinstance(tiles := can_differentiate(p, replace(arch, tuned=False)), str):
     raise NotImplementedError(f"TUNE=1 with BWD=1: no backward kernel takes this problem: {tiles}")
   dq, dkdv = tiles

@@ -58,8 +58,9 @@ def _pair_text(printer:Any, out:str, step:int, exchange:str) -> Body:
 instruction("pair", lambda lanes, x, step, exchange: np.stack(Numbers(lanes).exchange(x, step, exchange)), _pair_text)
 
 def pair(x:UOp, step:int, matrix:Any) -> UOp:
-  """Returns a pair: x of this lane and x of the lane `step` lanes away, in either order. A reduction by a commutative operation calls `pair` for
-  every step in `matrix.group_steps`. `matrix.exchange` selects the instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section
+  """Returns two numbers as a vector: x of this lane and x of the lane `step` lanes away. Their order differs between instructions, so the caller must
+  reduce them by a commutative operation. `matrix` is the chip's matrix instruction. To reduce over all lanes that share a query, call `pair` for each
+  step in `matrix.group_steps`. `matrix.exchange` names the exchange instruction: v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section
   12), v_permlanex16_b32 or ds_bpermute_b32."""
   return emit("pair", f32(2), x, step=step, exchange=matrix.exchange)
 
@@ -89,8 +90,8 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. Each call computes the answer anew, after the vector x is computed, so that the answer lies in the
-  register VCC: an earlier answer in VCC may have been overwritten by a comparison. Two selects that both use VCC are one instruction
+  """Tells whether this lane is one of lanes 0-15. `x` is a vector whose elements the caller is about to select by the answer. Each call makes the
+  answer anew when x is ready. So the answer lies in the register VCC, which comparisons overwrite, and two selects by VCC can be one instruction
   (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 
@@ -104,7 +105,7 @@ def waitcnt(vmcnt:int=63, lgkmcnt:int=15) -> str:
 def kept_in_order(*statements:str) -> str:
   """Returns the C++ text of `statements` between two fences. Neither clang's passes nor its scheduler move an access to memory past these statements.
   The fences have the scope of one wave and cost nothing. A release fence with the scope of the workgroup would wait until all loads from memory to
-  LDS are complete, although a barrier among the statements may need only some of these loads."""
+  LDS are complete, even loads that no other wave reads until later."""
   fence, scheduling = '__builtin_amdgcn_fence({}, "wavefront");', "__builtin_amdgcn_sched_barrier(0);"
   return "\n".join([scheduling, fence.format("__ATOMIC_RELEASE"), *statements, fence.format("__ATOMIC_ACQUIRE"), scheduling, "return 0.0f;"])
 
@@ -202,13 +203,14 @@ def _load_column_text(printer:Any, out:str, steps:tuple[int, ...]) -> Body:
 instruction("load_column", _load_column, _load_column_text)
 
 def load_column(lds:UOp, steps:tuple[int, ...]) -> UOp:
-  """Loads 16-bit numbers from LDS (ds_read_u16) and packs two numbers into each dword. There is one number for each s in `steps`, at `lds` (an INDEX)
-  + s bytes. The numbers are a column of a tile that is stored by rows."""
+  """Loads 16-bit numbers from LDS (ds_read_u16) and packs two numbers into each dword. There is one number for each s in `steps`, s bytes after
+  `lds`, a UOp that indexes LDS. The numbers are a column of a tile that is stored by rows."""
   return emit("load_column", u32(len(steps)//2), lds, steps=steps)
 def load_to_lds(base:UOp, records:UOp, offset:UOp, lds:UOp, *done:UOp) -> UOp:
-  """Copies 16 bytes per lane from memory directly to LDS. They come from `base` (a wave-uniform INDEX) + `offset` bytes, and are zero if offset + 16
-  exceeds `records`, the size of the buffer's range in bytes. Lane l's bytes go to `lds` (a wave-uniform INDEX) + 16*l. The copy is not complete
-  until `wait_loads` has waited for it. Returns a statement (an operation with a side effect)."""
+  """Copies 16 bytes per lane from global memory directly to LDS. `base` and `lds` are UOps that index a buffer in global memory and LDS, both equal
+  in all lanes of the wave. Lane l's bytes come from `base` + `offset` bytes and go to `lds` + 16*l. They are zero if offset + 16 exceeds `records`,
+  the size of the buffer's range in bytes. The copy is not complete until `wait_loads` has waited for it. Returns a statement (an operation with a
+  side effect)."""
   return statement("load_to_lds", base, integer(records), offset.cast(dtypes.uint), lds, *done)
 def load_transposed(lds:UOp) -> UOp:
   """Loads a 4 x 16 matrix of 16-bit elements, transposed, for each group of 16 lanes (ds_read_b64_tr_b16). Lane l of a group points to 4 consecutive
@@ -227,11 +229,10 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)
 
 def shaped_wmma(matrix:Any, a:UOp, b:UOp, acc:UOp) -> UOp:
-  """Computes acc + A B by one matrix instruction. a and b are the packed operands as the registers hold them. The type of each operand is a vector,
-  which has the shape.
+  """Computes acc + A B by one matrix instruction. `a`, `b` and `acc` are vectors that hold a lane's part of each matrix, a and b packed as the
+  registers hold them.
 
-  tinygrad's own operation for this is not used. Its `Ops.WMMA` needs UOps with one dimension as operands. tinygrad's lowering (do_stack_wmma) splits
-  an operand of n numbers into n single numbers. An operand of a single element, which is a vector, would stay whole. But then tinygrad puts a
-  RESHAPE, a STACK and an INDEX around each operand, and lowering takes 25 to 60 % longer (gfx942, D=64: 0.54 s instead of 0.39 s). Besides,
-  HIPRenderer's `#define` names compiler builtins that do not exist for the 32x32 matrix shapes."""
+  tinygrad's own operation for this, `Ops.WMMA`, is not used. tinygrad wraps each operand of it in further UOps (RESHAPE, STACK, INDEX), and lowering
+  takes 25 to 60 % longer (gfx942, D=64: 0.54 s instead of 0.39 s). Besides, HIPRenderer's `#define` names compiler builtins that do not exist for the
+  32x32 matrix shapes."""
   return emit("matrix", acc.dtype, a, b, acc, matrix=matrix)

@@ -51,8 +51,8 @@ def with_scope(arch:str) -> list[str]:
   return ["#if __clang_major__ < 20", f'#error "{arch} needs clang 20 to add to global memory and to pass a turn"', "#endif"]
 
 def in_global(at:UOp, dtype:DType, name:str) -> UOp:
-  """Returns `at`. Raises ValueError unless `at` is an INDEX of a buffer in global memory with elements of `dtype`. The message calls the operand
-  `name`."""
+  """Returns `at`. Raises ValueError unless `at` is a UOp that indexes a buffer in global memory with elements of `dtype`. The message calls the
+  operand `name`."""
   if at.op is not Ops.INDEX or at.addrspace is not AddrSpace.GLOBAL or at.dtype != dtype:
     raise ValueError(f"{name}: must be an INDEX of {dtype.name} in global memory, not {at.op.name} of {at.dtype.name} in {at.addrspace}")
   return at
@@ -105,10 +105,11 @@ def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) 
 instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
 
 def atomic_add(at:UOp, x:UOp, *done:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
-  """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `steps` has one constant distance from `at` (an INDEX)
-  for each element, counted in elements; by default the distances are 0, 1, 2 and so on. If `together` is 2 or 4, one instruction adds this many
-  neighbouring elements, whose address is a multiple of their size; `steps` then has one distance for each instruction. Only NVIDIA's chips from sm_90
-  on can do this. Raises ValueError if `together` or `steps` does not fit the elements of x. Returns a statement (an operation with a side effect)."""
+  """Adds the elements of x to float32 numbers in global memory, in lanes where `gate` is true. `at` is a UOp that indexes the buffer of these
+  numbers. `steps` has one constant distance from `at` for each element of x, counted in elements; by default the distances are 0, 1, 2 and so on. If
+  `together` is 2 or 4, one instruction adds this many neighbouring elements, whose address is a multiple of their size; `steps` then has one distance
+  for each instruction. Only NVIDIA's chips from sm_90 on can do this. Raises ValueError if `together` or `steps` does not fit the elements of x.
+  Returns a statement (an operation with a side effect)."""
   n = length(x)
   if together not in (1, 2, 4) or n % together: raise ValueError(f"together={together}: must be 1, 2 or 4, and divide the {n} elements of x")
   if len(steps := steps or tuple(range(0, n, together))) != n//together: raise ValueError(f"steps={steps}: must be {n//together} distances")
@@ -141,10 +142,11 @@ instruction("ticket_of_all", _ticket_of_all,
                  "__syncthreads();\nreturn __shfl_sync(0xffffffffu, *(int*)lds, 0);", "counter lds first"), atomic=True)
 
 def ticket(counter:UOp, block:UOp, first:UOp, *done:UOp, lds:UOp|None=None) -> UOp:
-  """Adds 1 to `counter` (an INDEX) and returns, in all lanes of the workgroup, the number that the counter had before. `block` is any number computed
-  from all block indices. It has no effect on the result, but tinygrad launches workgroups along an axis only if an operation has the axis's index.
-  `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, an INDEX of an int32 in LDS: wave 0 writes the number there, and
-  the other waves read it. The operation then contains a barrier, and another barrier must come before the next use of this int32."""
+  """Adds 1 to a counter, and returns, in all lanes of the workgroup, the number that the counter had before. `counter` is a UOp that indexes an int32
+  in global memory. `block` is any number computed from all block indices. It has no effect on the result, but tinygrad launches workgroups along an
+  axis only if an operation has the axis's index. `first` is true in lane 0 of wave 0 only. A workgroup of several waves needs `lds`, a UOp that
+  indexes an int32 in LDS: wave 0 writes the number there, and the other waves read it. The operation then contains a barrier, and another barrier
+  must come before the next use of this int32."""
   sources = in_global(counter, dtypes.int, "counter"), *(() if lds is None else (lds,)), first, integer(block), *done
   return emit("ticket" if lds is None else "ticket_of_all", dtypes.int, *sources)
 
@@ -163,9 +165,10 @@ def _pass_turn(lanes:Any, counter:Any, first:Array, *_:Any) -> Array:
   return nothing(lanes)
 
 def _settle_text(printer:Any, out:str) -> Body:
-  """Returns the HIP text of `settle`, which waits until this wave's additions and stores to global memory are complete. A release fence with the
-  scope of a workgroup waits for nothing on CDNA. A release fence with the scope of the chip writes back the L2 cache. `pass_turn`, which follows,
-  does this once for all waves."""
+  """Returns the HIP text of `settle`, which waits until this wave's additions and stores to global memory are complete. On CDNA this is s_waitcnt
+  vmcnt(0): a release fence with the scope of a workgroup would wait for nothing there, and a release fence with the scope of the chip would write
+  back the L2 cache. `pass_turn`, which follows, writes the cache back once for all waves. On RDNA the text is a release fence with the scope of the
+  chip."""
   return Body(kept_in_order(waitcnt(vmcnt=0)) if counts_as_loads(printer.arch) else f"{fence('RELEASE', 'agent')}\nreturn 0.0f;", "")
 
 def _pass_text(printer:Any, out:str) -> Body:
@@ -188,15 +191,15 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
   "counter first"), atomic=True)
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *done:UOp) -> UOp:
-  """Waits until `counter` (an INDEX) is equal to `number`, in lanes where `first` is true. Everything that other workgroups did before they passed
-  this turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier. Returns a statement (an operation with a side
-  effect)."""
+  """Waits until a counter is equal to `number`, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. Everything
+  that other workgroups did before they passed this turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier.
+  Returns a statement (an operation with a side effect)."""
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *done)
 def settle(*done:UOp) -> UOp:
   """Waits until this wave's additions and stores to global memory are complete. Returns a statement (an operation with a side effect)."""
   return statement("settle", *done)
 def pass_turn(counter:UOp, first:UOp, *done:UOp) -> UOp:
-  """Adds 1 to `counter` (an INDEX), in lanes where `first` is true. A wave that waits for the new number then sees what this wave did before. If
-  other waves of the workgroup acted in the turn too, each of them must call `settle`, and a barrier must follow, before the turn is passed. Returns a
-  statement (an operation with a side effect)."""
+  """Adds 1 to a counter, in lanes where `first` is true. `counter` is a UOp that indexes an int32 in global memory. A wave that waits for the new
+  number then sees what this wave did before. If other waves of the workgroup acted in the turn too, each of them must call `settle`, and a barrier
+  must follow, before the turn is passed. Returns a statement (an operation with a side effect)."""
   return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *done)

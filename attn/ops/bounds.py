@@ -1,12 +1,13 @@
-"""Finds uniform integers that are clamped between two bounds. Without help clang would compute them in vector registers.
+"""Finds integers, equal in all lanes, that are clamped between two bounds. Without help clang would compute them in vector registers.
 
-If clang knows 0 and n, it compiles min(max(x, 0), n) to one vector instruction, v_med3_i32, even if x is equal in all lanes. A scalar med3 does not
-exist. Every number computed from the result then lies in a vector register too. A load that needs such a number as its address or size reads the
-vector register lane by lane, in a loop.
+If clang knows the bounds 0 and n, it compiles min(max(x, 0), n) to one vector instruction, v_med3_i32, even if x is equal in all lanes. A scalar med3
+does not exist. Every number computed from the result then lies in a vector register too. A load that needs such a number as its address or size reads
+the vector register lane by lane, in a loop.
 
-If clang does not know one of the bounds, it makes a scalar maximum and a scalar minimum. So attn hides the second bound from clang, but not the first
-one. Sometimes clang knows x, as in a loop of one iteration. Then a first bound that clang knows costs no instruction. If the first bound were hidden,
-clang would still make a med3: it would take x and the second bound as the two known bounds of the hidden number."""
+If clang does not know the outer bound n, it compiles a scalar maximum and a scalar minimum. So attn hides the outer bound from clang.
+
+Hiding the inner bound 0 instead would fail if clang knows x, as in a loop of one iteration. Then clang would compile v_med3_i32 from the hidden
+number and two numbers that it knows, x and n. If clang knows both x and 0, max(x, 0) is a constant and costs no instruction."""
 from __future__ import annotations
 from attn.ops.operation import Call
 from attn.tinygrad_compat import Ops, UOp, dtypes
@@ -40,9 +41,9 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether u, which has the form of a maximum, is a part of a minimum. The minimum of x and n has the form ~max(~x, ~n), so the first operand
-  of its maximum begins with ~. The answer is False if this ~ belongs to a minimum inside u, as in max(min(x, a), n). The answer is also False for the
-  minimum of a minimum, where two ~ cancel."""
+  """Tells whether the maximum u = max(y, c) is part of a minimum. min(x, n) is written as ~max(~x, ~n); then y begins with ~. If y is itself a
+  minimum, as in max(min(x, a), n), y begins with ~ too, but u is a true maximum and the answer is False. The answer is also False for the minimum of
+  a minimum, where two ~ cancel."""
   y = u.src[2]
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from attn.ops.operation import Call
 from attn.tinygrad_compat import AddrSpace, Ops, UOp, new_uop
 
-ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "turned", "correct", "correct_scaled", "first_sum", "rounded_sum")   # across lanes
+ACROSS_LANES = ("matrix", "pair", "share_halves", "together", "transposed_bits", "correct", "correct_scaled", "first_sum", "rounded_sum")
 FROM_MEMORY = ("buffer_load", "load_where", "load_column", "load_transposed")     # operations whose result depends on memory only
 
 def _made_of(u:UOp) -> tuple[UOp, ...]:

@@ -31,7 +31,6 @@ def _slice(c:Any, x:Value, *, start:int, n:int) -> Value: return c.part(x, start
 def _concat(c:Any, x:Value, y:Value) -> Value: return c.join(x, y)
 
 def splat(x:float|UOp, n:int) -> UOp:
-  """Makes a vector of n copies of one number."""
   number = x if isinstance(x, UOp) else UOp.const(x, dtypes.float)
   return number if n == 1 else emit("splat", f32(n), number, n=n)
 def build(*xs:UOp) -> UOp: return emit("build", resized(xs[0], len(xs)), *xs)
@@ -114,7 +113,8 @@ def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
 
 @compound("mask_above")
 def _mask_above(c:Any, x:Value, limit:Value, *, offsets:tuple[int, ...]) -> Value:
-  """Sets each element whose column index is above `limit` to -inf. A select does this, and not an addition, so that a NaN score is replaced too."""
+  """Sets each element to -inf whose column index is above `limit`. `offsets` has the column index of each element. A select does this, and not an
+  addition, so that a NaN score is replaced too."""
   return c.masked(x, offsets, ">", limit, -c.inf)
 
 @compound("mask_beyond")
@@ -158,9 +158,9 @@ def mask_beyond(x:UOp, first:UOp, last:UOp, offsets:tuple[int, ...]) -> UOp:
   is not in `first`..`last`."""
   return emit("mask_beyond", x.dtype, x, *[integer(limit - offsets[0]) for limit in (first, last)], offsets=from_first(offsets))
 def mask_rows(scores:UOp, limits:list[UOp], side:str, offsets:tuple[int, ...], apart:int, *done:UOp) -> UOp:
-  """Sets masked scores to -inf, as one statement. `scores` is a placeholder of registers with vectors of scores. Each vector holds scores of one row,
-  then as many scores of the next row. Score j of a row in vector i has the column index offsets[j] + i*apart. A score is masked if its column index
-  is above the limit of its row (`side` "above") or below it (`side` "below"). `limits` has one limit for each row."""
+  """Sets masked scores to -inf, as one statement (an operation with a side effect). `scores` is a register array of vectors. Each vector holds scores
+  of one row, then as many scores of the next row. Score j of a row in vector i has the column index offsets[j] + i*apart. A score is masked if its
+  column index is above the limit of its row (`side` "above") or below it (`side` "below"). `limits` has one limit for each row."""
   return statement(f"mask_rows_{side}", scores[0], *[integer(limit) for limit in limits], *done, offsets=offsets, apart=apart,
                    vectors=scores.max_numel())
 def clear_above(x:UOp, limit:UOp, offsets:tuple[int, ...]) -> UOp:
@@ -190,8 +190,8 @@ OUT_OF_RANGE = 0x80000000   # an offset beyond every descriptor's range, which i
 MAX_RECORDS = 0x7ffffff0   # largest range of a buffer descriptor in bytes
 
 def flat(placeholder:UOp) -> UOp:
-  """Returns the one-dimensional buffer under a placeholder. (An index into the placeholder's own `.flatten()` would be split by the shape and put
-  together again, which makes lowering slow.)"""
+  """Returns the one-dimensional buffer under a kernel argument or register array that was reshaped. (tinygrad would split an index into the reshaped
+  array's own `.flatten()` by the shape and put it together again, which makes lowering slow.)"""
   while placeholder.op is Ops.RESHAPE: placeholder = placeholder.src[0]
   return placeholder.flatten()
 
@@ -220,9 +220,9 @@ instruction("buffer_load", lambda lanes, pointer, records, offset, width: _buffe
             _buffer_load_hip, _buffer_load_cuda)
 
 def buffer_load(base:UOp, records:UOp, offset:UOp, width:int) -> UOp:
-  """Loads `width` (1, 2, 4, 8 or 16) bytes from `base` (a wave-uniform INDEX) + `offset` bytes. The result is zero if offset + width exceeds
-  `records`. The memory unit checks this range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a
-  dword."""
+  """Loads `width` (1, 2, 4, 8 or 16) bytes that begin `offset` bytes after `base`. `base` is a UOp that indexes a buffer in global memory, equal in
+  all lanes of the wave. The result is zero if offset + width exceeds `records`, the size of the buffer's range in bytes. The memory unit checks this
+  range, so a masked lane needs no branch. If one or two bytes are loaded, they are in the low end of a dword."""
   return emit("buffer_load", u32(max(1, width//4)), base, integer(records), offset.cast(dtypes.uint), width=width)
 
 def _load_where_text(printer:Any, out:str, width:int) -> Body:
@@ -235,8 +235,8 @@ def _load_where(lanes:Any, pointer:Any, gate:Array, width:int) -> Array:
 instruction("load_where", _load_where, _load_where_text, _load_where_text)
 
 def load_where(at:UOp, gate:UOp, width:int) -> UOp:
-  """Loads `width` (1, 2, 4, 8 or 16) bytes from `at`, an INDEX that may differ from lane to lane. The result is zero in lanes where `gate` is false.
-  If one or two bytes are loaded, they are in the low end of a dword."""
+  """Loads `width` (1, 2, 4, 8 or 16) bytes at `at`, a UOp that indexes a buffer and may differ from lane to lane. The result is zero in lanes where
+  `gate` is false. If one or two bytes are loaded, they are in the low end of a dword."""
   return emit("load_where", u32(max(1, width//4)), at, gate, width=width)
 
 # ***** numbers that the caller wrote: the emulator checks them *****
@@ -248,8 +248,8 @@ def _alone(lanes:Any, page:Array, slot:Array, gate:Array) -> Array:
   lanes.check_alone("slot", slot, lanes.active & gate)
   return page
 
-def _element_number(lanes:Any, index:Array, first:Array, last:Array, there:Array, column:int, size:int, told:str) -> Array:
-  lanes.check_numbers(told, index, lanes.active & there & (first <= column) & (column <= last), size)
+def _element_number(lanes:Any, index:Array, first:Array, last:Array, there:Array, column:int, size:int, index_name:str) -> Array:
+  lanes.check_numbers(index_name, index, lanes.active & there & (first <= column) & (column <= last), size)
   return index
 
 instruction("page_number", _page_number, "{0}", "{0}")
@@ -261,11 +261,11 @@ def page_number(entry:UOp, there:UOp, count:int) -> UOp:
   """Returns `entry`, the index of a page in a block table. Only lanes where `there` is true use the result. The emulator stops if the index is not in
   0..count-1 in such a lane."""
   return emit("page_number", dtypes.int, entry, there, count=count)
-def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, told:str) -> UOp:
-  """Returns `index`, a place along an axis of `size` elements of a caller's tensor. The emulator checks the lanes where `there` is true and whose row
-  sees the column `column`: `limits` are the first and the last column that the row sees. The emulator stops if the index of such a lane is not in
-  0..size-1. `told` says in the message whose index it is."""
-  return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, told=told)
+def element_number(index:UOp, limits:tuple[UOp, UOp], there:UOp, column:int, size:int, index_name:str) -> UOp:
+  """Returns `index` unchanged. A caller's function of scores (score_mod or mask_mod) uses it along an axis of `size` elements of a tensor, for the
+  score at column `column` of a row. The emulator stops if `index` is not in 0..size-1 in a lane that uses the score: a lane where `there` is true,
+  and whose row sees the column. `limits` are the first and the last column that the row sees. The emulator's message calls the index `index_name`."""
+  return emit("element_number", dtypes.int, index, *limits, there, column=column, size=size, index_name=index_name)
 def at_least_0(x:UOp) -> UOp:
   """Returns max(x, 0) of an integer x, in a form that the compiler cannot split into summands. An offset that is computed from the result then has no
   negative summand (attn/emulator/offsets.py explains why this matters)."""

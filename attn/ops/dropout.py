@@ -7,8 +7,9 @@ with 16 bits for each key: half h of word i is the 16-bit number for key 2*i + h
 least p * 2^16. So p has steps of 2^-16.
 
 A lane needs the bits of the scores in its registers. Lanes that share a query, or eight lanes whose keys form an octet, divide the calls among
-themselves and exchange the results. The bits of 32 neighbouring rows of a tile form one dword: row 8*j + 2*i + h is bit 4*j + i + 16*h. So two
-neighbouring rows have the same bit position in the two halves of the dword, as a mask for two packed numbers needs it."""
+themselves and exchange the results. A dword holds the bits of 32 neighbouring keys of a query, or of 32 neighbouring queries of a key: the bit of
+number 8*j + 2*i + h lies at 4*j + i + 16*h. So two neighbours have the same bit position in the two halves of the dword, and one shift moves both
+bits to where a mask for two packed 16-bit numbers has them."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Sequence
@@ -65,27 +66,29 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Joins the bits of several lanes into one dword, and returns this dword in all of these lanes. The bits of this lane begin at bit `place`. `steps`
-  has the distances between the lanes that exchange bits."""
+  """Joins the dropout bits of lanes that share a query into one dword, and returns this dword in all of these lanes. `x` has the bits of this lane,
+  which are moved up by `place`; the bits of different lanes do not overlap. The lanes whose indices differ by a distance in `steps` exchange bits.
+  `exchange` names the exchange instruction, such as "bpermute" (`Matrix.exchange`)."""
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 LOW_BITS = {16: 0x0000ffff, 1: 0x55555555, 2: 0x33333333}    # {distance: mask of the bits exchanged with the bits `distance` higher}
 
-@compound("turned")
-def _turned(c:Any, x:Value, own:Value, *, steps:tuple[int, int, int], exchange:str) -> Value:
+@compound("transposed_bits")
+def _transposed_bits(c:Any, x:Value, row:Value, *, steps:tuple[int, int, int], exchange:str) -> Value:
   for i, (step, (far, low)) in enumerate(zip(steps, LOW_BITS.items())):
-    upper = c.let("upper", own >> c.word(i) & c.word(1))
+    upper = c.let("upper", row >> c.word(i) & c.word(1))
     turn = c.let("turn", c.word(far) + upper*c.word(32 - 2*far))
     mine = c.let("mine", c.word(low) ^ (c.word(0) - upper))
     other = c.let("theirs", c.exchange(x, step, exchange)[1])
     x = c.let("bits", (x & mine) | ((other << turn | other >> (c.word(32) - turn)) & (c.word(0xffffffff) ^ mine)))
   return x
 
-def turned(x:UOp, own:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
-  """Transposes four 8 x 8 matrices of bits across eight lanes: lane `own` of the eight has row `own` of each matrix and gets column `own`.
-  `steps` has one distance for each bit of `own`: two lanes at this distance differ in this bit. The lanes exchange blocks of 1 x 1, then 2 x 2, then
-  4 x 4 bits (Warren, Hacker's Delight, 7-3)."""
-  return emit("turned", dtypes.uint, x, own.cast(dtypes.uint), steps=steps, exchange=exchange)
+def transposed_bits(x:UOp, row:UOp, steps:tuple[int, int, int], exchange:str) -> UOp:
+  """Transposes four 8 x 8 matrices of bits across eight lanes: a lane has row `row` of each matrix in `x`, and gets column `row`. Element 2*i + h of
+  the row of matrix j is bit 4*j + i + 16*h of x. `steps` has one distance for each bit of `row`: two lanes at this distance differ in this bit.
+  `exchange` names the instruction, such as "neighbours" (`Lane.neighbours`). The lanes exchange blocks of 1 x 1, then 2 x 2, then 4 x 4 bits (Warren,
+  Hacker's Delight, 7-3)."""
+  return emit("transposed_bits", dtypes.uint, x, row.cast(dtypes.uint), steps=steps, exchange=exchange)
 
 @compound("lane_bits")
 def _lane_bits(c:Any, x:Value, place:Value, *, alternate:bool) -> Value:
@@ -101,27 +104,27 @@ def lane_bits(x:UOp, place:UOp, alternate:bool) -> UOp:
 
 # ***** dropping elements *****
 
-@compound("drop_packed", suffix="_{first}")
-def _drop_packed(c:Any, packed:Value, words:Value, *, places:tuple[tuple[int, int], ...], first:int) -> Value:
+@compound("drop_packed", suffix="_{vector}")
+def _drop_packed(c:Any, packed:Value, words:Value, *, places:tuple[tuple[int, int], ...], vector:int) -> Value:
   def kept(i:int) -> Value:
     word, place = places[i]
     return c.element(packed, i) & c.sign_halves(c.element(words, word) << c.word(15 - place))
   return c.vector(*map(kept, range(len(places))))
 
-@compound("drop_numbers", suffix="_{first}")
-def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], ...], first:int) -> Value:
+@compound("drop_numbers", suffix="_{vector}")
+def _drop_numbers(c:Any, x:Value, words:Value, *, places:tuple[tuple[int, int], ...], vector:int) -> Value:
   return c.vector(*[c.where_bit(c.element(words, word), place, c.element(x, i)) for i, (word, place) in enumerate(places)])
 
-def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
+def drop_packed(packed:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
   """Sets dropped elements to 0 in a vector of pairs of 16-bit numbers. `words` holds dropout bits. For each pair, `places` has two numbers: the index
-  of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword. `first` is the index of this
-  vector among the lane's vectors. The positions differ from vector to vector, so a separate function is rendered for each `first`."""
-  return emit("drop_packed", u32(length(packed)), packed, words, places=places, first=first)
-def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], first:int) -> UOp:
+  of the dword in `words` that has the pair's two bits, and the position of these bits in the two halves of this dword. `vector` is the index of this
+  vector among the lane's vectors; it only makes the name of the rendered function differ for vectors with different `places`."""
+  return emit("drop_packed", u32(length(packed)), packed, words, places=places, vector=vector)
+def drop_numbers(x:UOp, words:UOp, places:tuple[tuple[int, int], ...], vector:int) -> UOp:
   """Sets dropped elements of a vector of fp32 numbers to 0. `words` holds dropout bits. For each number, `places` has the index of the dword in
-  `words` that has the number's bit, and the position of this bit. `first` is the index of this vector among the lane's vectors; a separate function
-  is rendered for each `first`."""
-  return emit("drop_numbers", f32(length(x)), x, words, places=places, first=first)
+  `words` that has the number's bit, and the position of this bit. `vector` is the index of this vector among the lane's vectors; it only makes the
+  name of the rendered function differ for vectors with different `places`."""
+  return emit("drop_numbers", f32(length(x)), x, words, places=places, vector=vector)
 
 # ***** dropout in tensor operations *****
 

@@ -1,7 +1,8 @@
 """Formats of 8 bits in which a cache stores keys and values, and the conversion of fp32 numbers to them and back.
 
-A row is stored as numbers of 8 bits and a scale. An element of the row is its stored number times the scale, which makes the largest element the
-largest number of the format. The functions of this module are written once, for Tensors and for the UOps of a kernel."""
+A row is stored as 8-bit numbers and one scale. An element of the row is its 8-bit number times the scale. The scale is chosen so that the largest
+element of the row is stored as the largest number of the format. The functions of this module are written once, for Tensors and for the UOps of a
+kernel."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -33,13 +34,13 @@ class Format:
     return 2.0**(1 - self.bias)
 
   def encode(self, x:Floats) -> Floats:
-    """Rounds fp32 numbers, which are no NaN, to the nearest number of the format, ties to even. Numbers beyond the largest one become that one."""
+    """Rounds fp32 numbers to the nearest number of the format, ties to even. Numbers beyond the largest one become that one. x must not be NaN."""
     x = x.maximum(-self.most).minimum(self.most)
-    if not self.bias: return whole_units(x, 1.0).bitcast(dtypes.int).cast(dtypes.char)
+    if not self.bias: return rounded_steps(x, 1.0).bitcast(dtypes.int).cast(dtypes.char)
     sign, size = (x.bitcast(dtypes.uint) >> 24) & 0x80, x.maximum(-x)
     bits = size.bitcast(dtypes.uint)
     normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - ((127 - self.bias) << 3)
-    number = (size < self.normal).where(whole_units(size, self.normal/8), normal)
+    number = (size < self.normal).where(rounded_steps(size, self.normal/8), normal)
     return number.eq(0).where(number, number | sign).cast(dtypes.uchar)      # no -0, which is the NaN of fp8e4m3fnuz
 
   def decode(self, stored:Floats) -> Floats:
@@ -61,21 +62,21 @@ class Format:
     return (scale > SCALES[dtype]).where(math.nan, scale)
 
   def stored(self, x:Floats, scale:Floats) -> Floats:
-    """Returns the stored numbers of elements x, fp32, of a row with this scale. They are 0 if the scale is 0 or NaN."""
+    """Returns the elements x of a row, which are fp32, as 8-bit numbers of this format: x/scale, rounded. They are 0 if the scale is 0 or NaN."""
     there = scale > 0
     return self.encode(there.where(x*there.where(scale, 1.0).reciprocal(), 0.0))
 
-def whole_units(x:Floats, unit:float) -> Floats:
-  """Returns x/unit rounded to the nearest whole number, ties to even, as uint32; a negative number as its two's complement. Adding 1.5 * 2^23 units
-  makes fp32 round there, and the whole number then lies in the low bits of the sum."""
-  return (x + 1.5*2.0**23*unit).bitcast(dtypes.uint) - (pattern(2.0**23*unit) + (1 << 22))
+def rounded_steps(x:Floats, step:float) -> Floats:
+  """Returns x/step rounded to the nearest whole number, ties to even, as uint32; a negative number as its two's complement. In the sum x + 1.5 * 2^23
+  * step, the last bit of fp32 is worth one step. So the addition rounds, and the whole number lies in the low bits of the sum."""
+  return (x + 1.5*2.0**23*step).bitcast(dtypes.uint) - (pattern(2.0**23*step) + (1 << 22))
 
 def as_fp16(x:Floats) -> Floats:
   """Rounds a positive fp32 number as a conversion to fp16 does: to 11 significant bits, or to a multiple of 2^-24, ties to even. (tinygrad 0.14.0
   would remove a cast to fp16 and back.)"""
   bits = x.bitcast(dtypes.uint)
   normal = ((bits + 0xfff + ((bits >> 13) & 1)) & 0xffffe000).bitcast(dtypes.float)
-  return (x < 2.0**-14).where(whole_units(x, 2.0**-24).cast(dtypes.float)*2.0**-24, normal)
+  return (x < 2.0**-14).where(rounded_steps(x, 2.0**-24).cast(dtypes.float)*2.0**-24, normal)
 
 FORMATS = {x.name: x for x in (Format("int8", 127.0), Format("fp8e4m3", 448.0, 7, (0x7f, 0xff)), Format("fp8e4m3fnuz", 240.0, 8, (0x80,)))}
 

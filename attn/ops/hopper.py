@@ -183,54 +183,60 @@ instruction("wait_products", lambda lanes, *_, accs, but: lanes.wait_products(bu
 instruction("warpgroup", lambda lanes, x: x, cuda="__shfl_sync(0xffffffffu, {0}, 0)")
 
 def init(barrier:UOp, first:UOp, threads:int) -> UOp:
-  """Initialises an mbarrier for `threads` threads in the 8 bytes of shared memory at `barrier` (an INDEX). Only the thread where `first` is true
-  initialises it. Returns a statement, which a block barrier must follow."""
+  """Initialises an mbarrier for `threads` threads in the 8 bytes of shared memory at `barrier`, a UOp that indexes shared memory. Only the thread
+  where `first` is true initialises it. Returns a statement (an operation with a side effect), which a block barrier must follow."""
   return statement("init_arrivals", barrier, first, threads=threads)
-def arrive(barrier:UOp, order:UOp) -> UOp:
-  """Makes this thread arrive at the next phase of the mbarrier, once the copies that the thread has started are complete. Returns a statement (an
-  operation with a side effect)."""
-  return statement("arrive", barrier, order)
-def arrived(barrier:UOp, phase:UOp, order:UOp) -> UOp:
-  """Waits until all threads have arrived at phase `phase`. After that wgmma may read the data that these threads have copied. Returns a
-  statement (an operation with a side effect)."""
-  return statement("await_arrivals", barrier, integer(phase % 2), order)
-def scores(acc:UOp, q:UOp, k:UOp, order:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc = Q K^T. Q has 64 rows, K has 8 rows for each C fragment in `acc` (a placeholder), and both have 16*steps columns. `q` and `k` are
-  INDEXes of the first unit of Q and of K. `panels` has the distance between panels of Q, and the distance between panels of K, in bytes. Warpgroups
-  where `there` is false start an empty group. Returns a statement (an operation with a side effect)."""
-  return statement("start_scores", acc[0], q, k, there, order, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
-def output(acc:UOp, p:UOp, v:UOp, order:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc += P V. `p` is a placeholder with A fragments, one for each 16 keys, and V has one row for each key. `v` is the INDEX of V's first
-  unit, and `panel` is the distance between V's panels in bytes. `place` selects C fragments of `acc`; None selects all. Warpgroups where `there` is
-  false start an empty group. Returns a statement (an operation with a side effect)."""
+def arrive(barrier:UOp, after:UOp) -> UOp:
+  """Makes this thread arrive at the mbarrier's current phase as soon as the copies that the thread has started are complete. The thread does not
+  wait. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this one. Returns a statement (an operation
+  with a side effect)."""
+  return statement("arrive", barrier, after)
+def arrived(barrier:UOp, phase:UOp, after:UOp) -> UOp:
+  """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. After that wgmma may read the data that these
+  threads have copied. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this one. Returns a statement
+  (an operation with a side effect)."""
+  return statement("await_arrivals", barrier, integer(phase % 2), after)
+def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], dtype:str, there:UOp=EVERYWHERE) -> UOp:
+  """Starts acc = Q K^T, as asynchronous products. `acc` is a register array of C fragments. Q has 64 rows, K has 8 rows for each fragment in `acc`,
+  and both have 16*steps columns. `q` and `k` are UOps that index shared memory at the first 16 bytes of Q and of K. `panels` has the distances in
+  bytes between panels (64 columns) of Q, and between panels of K. `after` is the statement before this one. Warpgroups where `there` is false start
+  no product, but `wait_products` counts one. Returns a statement (an operation with a side effect)."""
+  return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
+def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
+  """Starts acc += P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects some; None selects all. `p` is a
+  register array of A fragments, one for each 16 keys. `v` is a UOp that indexes shared memory at the first 16 bytes of V, which has one row for each
+  key. `panel` is the distance in bytes between V's panels (64 columns). `after` is the statement before this one. Warpgroups where `there` is false
+  start no product, but `wait_products` counts one. Returns a statement (an operation with a side effect)."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
-  return statement("start_output", acc[first], p[0], v, there, order, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
-def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, order:UOp, rows:int, dtype:str) -> UOp:
-  """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16). X has 64 columns, and Y has 8 columns for each C fragment in `acc` (a
-  placeholder). `x` and `y` are INDEXes of the first units of panels. Y begins at the 16-byte unit with index `unit` of its panel, and ends in this
-  panel. Returns a statement (an operation with a side effect)."""
-  return statement("start_sums", acc[0], x, y, integer(unit), order, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
-def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, order:UOp) -> UOp:
-  """Adds a warp's C fragments `acc` (a placeholder) to float32 sums in global memory. Each number is added atomically, in no fixed order. The sums of
-  the first fragment come first: four neighbouring sums for each lane, lane after lane. Then the next fragment follows. `to` is the INDEX of this
-  lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy engine adds them from there. The warp does not wait for
-  the additions; `sent` does. Returns a statement (an operation with a side effect)."""
-  return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), order, accs=acc.max_numel())
-def sent(order:UOp) -> UOp:
+  return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
+def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, dtype:str) -> UOp:
+  """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array of C fragments. X has 64
+  columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16 bytes of a panel (64
+  columns). Y begins at the 16-byte unit with index `unit` of its panel, and ends in this panel. `after` is the statement before this one. Returns a
+  statement (an operation with a side effect)."""
+  return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, dtype=dtype)
+def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, after:UOp) -> UOp:
+  """Adds a warp's C fragments to float32 sums in global memory. Each number is added atomically, in no fixed order. `acc` is a register array of the
+  fragments. The sums of the first fragment come first: four neighbouring sums for each lane, lane after lane. Then the next fragment follows. `to` is
+  a UOp that indexes this lane's first sum. The warp copies the fragments to shared memory at `stage`, and the copy engine adds them from there. The
+  warp does not wait for the additions; `sent` does. `after` is the statement before this one. Returns a statement (an operation with a side
+  effect)."""
+  return statement("send", acc[0], stage, in_global(to, dtypes.float, "to"), integer(lane), after, accs=acc.max_numel())
+def sent(after:UOp) -> UOp:
   """Waits until everything that this thread has sent is added to the sums. Returns a statement (an operation with a side effect)."""
-  return statement("sent", order)
-def may_send(order:UOp) -> UOp:
+  return statement("sent", after)
+def may_send(after:UOp) -> UOp:
   """Makes sure that what this thread sends from now on (`send`) comes after everything that the thread has waited for (9.7.13.4, fence.proxy.async).
   Returns a statement (an operation with a side effect)."""
-  return statement("may_send", order)
-def publish(order:UOp) -> UOp:
+  return statement("may_send", after)
+def publish(after:UOp) -> UOp:
   """Makes the data that this thread has stored to shared memory visible to products that start after a barrier (PTX ISA 9.7.13.4, fence.proxy.async).
   Returns a statement (an operation with a side effect)."""
-  return statement("publish", order)
-def wait_products(acc:UOp, order:UOp, but:int=0) -> UOp:
+  return statement("publish", after)
+def wait_products(acc:UOp, after:UOp, but:int=0) -> UOp:
   """Waits for all products that this thread has started, except the last `but` products. After that the accumulators `acc` may be used. Returns a
   statement (an operation with a side effect)."""
-  return statement("wait_products", acc[0], order, accs=acc.max_numel(), but=but)
+  return statement("wait_products", acc[0], after, accs=acc.max_numel(), but=but)
 def group(wave:UOp) -> UOp:
   """Returns the index of this thread's warpgroup, and tells the compiler that this number is equal in the whole warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -27,14 +27,16 @@ class Hip(Printer):
     return self.call("__builtin_elementwise_fma", wide, *terms)
   def abs(self, x:Value) -> Value: return self.call("__builtin_elementwise_abs", self.term(x).type, x)
   def masked(self, x:Value, offsets:Sequence[int], operator:str, limit:Value, instead:Value) -> Value:
-    """Renders one comparison of vectors. If the text compared the elements one by one, clang would keep all results in scalar registers, and there
-    are too few scalar registers for that."""
+    """Returns the text of x with some elements replaced by `instead`: those whose column index in `offsets` is above `limit` (`operator` ">") or
+    below it ("<"). The text is one comparison of vectors. If the elements were compared one by one, clang would keep all results in scalar registers,
+    of which there are too few."""
     n = len(offsets)
     keys = self.let("keys", Term(self, f"(int{n}){{{', '.join(map(str, offsets))}}}", f"int{n}"))
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
-    """Renders one comparison of vectors instead of two, if a wave has 64 lanes: there each result of a comparison takes two scalar registers. The
-    comparison uses the unsigned distances from `first`: an offset below `first` has a large unsigned distance."""
+    """Returns the text of x with `instead` for each element whose column index in `offsets` is not in `first`..`last`. If a wave has 64 lanes, the
+    text makes one comparison of unsigned distances from `first`, where an index below `first` has a huge distance, instead of two comparisons. In
+    such a wave every result of a comparison takes two scalar registers."""
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
     count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))
@@ -142,9 +144,9 @@ class Hip(Printer):
   def any_lane(self, condition:Value) -> Value:
     return Term(self, f"__builtin_amdgcn_ballot_w{get_chip(self.arch).wave}({bare(condition.text)}) != 0", "bool")
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Renders an exchange between lanes. Returns x of this lane and x of another lane, in either order. `how` selects the instruction:
-    v_permlane16_swap_b32 and v_permlane32_swap_b32 (CDNA4 ISA section 12), v_permlanex16_b32 or ds_bpermute_b32. Eight neighbouring lanes exchange by
-    DPP or ds_swizzle_b32."""
+    """Renders an exchange between lanes that are `step` apart. Returns x of this lane and x of the other lane. Their order differs between
+    instructions. `how` selects the instruction: "permlane_swap" is v_permlane16_swap_b32 or v_permlane32_swap_b32 (CDNA4 ISA section 12),
+    "permlanex16" is v_permlanex16_b32, "bpermute" is ds_bpermute_b32, and "neighbours", for steps of 1, 2 and 4, is DPP or ds_swizzle_b32."""
     x = self.term(x)
     bits, pair = f"__builtin_bit_cast(unsigned, {x.text})", vector_of(x.type, 2)
     if how == "permlane_swap":
@@ -185,6 +187,7 @@ def exchange_neighbours(bits:str, step:int) -> str:
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """Returns HIP text that reads the dword of the lane whose index differs from this lane's index in the bit 16 (v_permlanex16_b32). The text
-  permits reads of inactive lanes. No lane is inactive here, but with this permission clang needs no copy of the register that the result replaces."""
+  """Returns HIP text that reads the dword of the lane 16 lanes away in the same half of the wave: bit 4 of the two lanes' indices differs
+  (v_permlanex16_b32). The text permits reads of inactive lanes. No lane is inactive here, but without this permission clang would copy a register
+  first: the one whose value an inactive lane would keep."""
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

@@ -70,7 +70,8 @@ def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:S
 
 def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
   """Declares the C++ function of a compound operation, which attn defines by simpler operations, for operands of these types. Returns the function's
-  name and its operands. An operand that is a register array records which registers the function uses."""
+  name and its operands. An operand that is a register array has the type `RegisterArray`; its fields `used` and `stored` say which of its registers
+  the function reads and writes."""
   static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
   operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]

@@ -57,7 +57,8 @@ def logarithm(x:Array) -> Array: return np.log2(x.astype(np.float64)).astype(np.
 def reciprocal(x:Array) -> Array: return (1/x.astype(np.float64)).astype(np.float32)
 
 def from_lane(x:Array, source:Array, wave:int) -> Array:
-  """Returns, for each lane, the x of another lane of the same wave. `source` (threads,) has the index of this other lane."""
+  """Returns, for each lane, the x of another lane of the same wave. x has one number per thread on its last axis. `source` (threads,) has the index
+  of this other lane within the wave, and `wave` is the number of lanes of a wave."""
   base = np.arange(x.shape[-1])//wave*wave
   return x[..., base + source % wave]
 

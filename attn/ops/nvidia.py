@@ -71,26 +71,27 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
-  """Copies `nbytes` (0..16) from `source` to 16 bytes of shared memory at `to`, if `gate` is true. The rest of the 16 bytes becomes zero. `source`
-  and `to` are INDEXes. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So many addresses need only one
-  register. The copy is made in pieces of `piece` bytes (16, 2 or 1): nbytes and the address in `source` are multiples of it. If `piece` is 16, the
-  copy is asynchronous: the data have arrived only after `wait_copies`. Returns a statement (an operation with a side effect)."""
+  """Copies `nbytes` (0..16) bytes to 16 bytes of shared memory, if `gate` is true. The rest of the 16 bytes becomes zero. `to` and `source` are UOps
+  that index shared memory and global memory. `step` has two constants in bytes: the first is added to `to`, the second to `source`. So copies at
+  several constant distances share one address register. The copy is made in pieces of `piece` bytes (16, 2 or 1); the caller makes sure that `nbytes`
+  and the address in `source` are multiples of `piece`. If `piece` is 16, the copy is asynchronous: the data have arrived only after `wait_copies`.
+  Returns a statement (an operation with a side effect)."""
   return statement("copy", to, source, integer(nbytes), gate, step=step, piece=piece)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Copies 4 bytes from `source` to `to` asynchronously, if `gate` is true. Both are INDEXes. If `there` is false, 0 is written to `to` instead.
-  Returns a statement (an operation with a side effect)."""
+  """Copies 4 bytes from `source` to `to` asynchronously, if `gate` is true. `source` and `to` are UOps that index global and shared memory. If
+  `there` is false, 0 is written to `to` instead. Returns a statement (an operation with a side effect)."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
-  """Stores a number or a vector to shared memory at `to` (an INDEX), if `gate` is true. (The kernel uses this instead of a STORE, after which
-  tinygrad would add a barrier.) Returns a statement (an operation with a side effect)."""
+  """Stores a number or a vector to shared memory at `to`, a UOp that indexes shared memory, if `gate` is true. (The kernel uses this instead of
+  `store` of the UOp, after which tinygrad would add a barrier.) Returns a statement (an operation with a side effect)."""
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
-def commit(order:UOp) -> UOp:
+def commit(after:UOp) -> UOp:
   """Makes one group of the copies that this thread has started since its last `commit`. Returns a statement (an operation with a side effect)."""
-  return statement("commit", order)
-def wait_copies(order:UOp, but:int) -> UOp:
+  return statement("commit", after)
+def wait_copies(after:UOp, but:int) -> UOp:
   """Waits for this thread's groups of copies, except the last `but` groups. A barrier must follow before other threads read the data. Returns a
   statement (an operation with a side effect)."""
-  return statement("wait", order, but=but)
+  return statement("wait", after, but=but)
 
 # ***** fragments: 9.7.14.5.8 (mma.m16n8k16), 9.7.14.5.15 (ldmatrix) *****
 
@@ -129,13 +130,14 @@ def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
 instruction("mma", lambda lanes, a, b, c, matrix, half: lanes.matrix(matrix.name, a, b[2*half:2*half + 2], c), cuda=_mma_text)
 
 def ldmatrix(row:UOp, step:int, transposed:bool=False) -> UOp:
-  """Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l//8: its INDEX `row`, plus `step` times 16 bytes. Lane
-  l gets two neighbouring elements of each matrix. With `transposed`, each matrix is transposed first."""
+  """Loads four 8x8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l%8 of matrix l//8: `row`, a UOp that indexes
+  shared memory, plus `step` times 16 bytes. Lane l gets two neighbouring elements of each matrix. With `transposed`, each matrix is transposed
+  first."""
   return emit("ldmatrix", U4, row, step=16*step, transposed=transposed)
 def stmatrix(row:UOp, words:UOp) -> UOp:
-  """Stores four 8x8 matrices of 16-bit elements. sm_90 and later chips have this instruction. Lane l's `row` is an INDEX that points to row l%8 of
-  matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16. Returns a statement (an operation
-  with a side effect)."""
+  """Stores four 8x8 matrices of 16-bit elements to shared memory. sm_90 and later chips have this instruction. Lane l's `row` is a UOp that indexes
+  shared memory at row l%8 of matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16.
+  Returns a statement (an operation with a side effect)."""
   return statement("stmatrix", row, words)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """Computes c + A B by one mma.sync. `b` has the B fragments of two neighbouring tiles; `half` selects one of them."""
@@ -158,11 +160,11 @@ def _clear(c:Any, acc:Value, *, count:int) -> Value:
 @compound("zero", inline=True)
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
-def zero(order:UOp) -> UOp:
-  """Makes a C fragment of zeros, once `order` is computed."""
-  return emit("zero", F4, order)
+def zero(after:UOp) -> UOp:
+  """Makes a C fragment of zeros, once `after` is computed."""
+  return emit("zero", F4, after)
 def clear(acc:UOp, *done:UOp) -> UOp:
-  """Sets all C fragments of a placeholder of registers to zero. Returns a statement (an operation with a side effect)."""
+  """Sets all C fragments in the register array `acc` to zero. Returns a statement (an operation with a side effect)."""
   return statement("clear", acc[0], *done, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
   """Multiplies a lane's elements of one row by a factor and packs them, rounded to nearest even. The elements come from four neighbouring C

@@ -60,8 +60,8 @@ class Lanes(Protocol):
   def wait_stores(self, but:int) -> Array:
     """Makes the active threads wait for their groups of stores, except the last `but` groups."""
   def arrive(self) -> Array:
-    """Makes the workgroups of the active threads arrive at the next phase of their mbarrier. A thread that has waited for this phase sees the stores
-    that these threads had started."""
+    """Makes the active threads arrive at the next phase of their workgroup's mbarrier. The arrival counts once the stores that these threads have
+    started are complete. So a thread that has waited for this phase sees the stores."""
   def await_arrivals(self, parity:Array) -> Array:
     """Makes the active threads wait for the earliest phase of their mbarrier that they have not yet waited for. `parity` must be the parity of this
     phase's number."""

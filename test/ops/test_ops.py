@@ -190,7 +190,7 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(arch, f"together over {steps} by {how}"): lambda steps=steps, how=how: dropout.together(u(), UOp.const(3, dtypes.uint), steps, how)
      for arch, steps, how in ((AMD, (32,), "bpermute"), (NATIVE, (16, 32), "permlane_swap"), (RDNA, (16,), "permlanex16"),
                               (NVIDIA, (1, 2), "shuffle"))},
-  **{(arch, f"turned by {how}"): lambda steps=steps, how=how: dropout.turned(u(1, 0), u(1, 1), steps, how)
+  **{(arch, f"transposed_bits by {how}"): lambda steps=steps, how=how: dropout.transposed_bits(u(1, 0), u(1, 1), steps, how)
      for arch, steps, how in ((AMD, (1, 2, 4), "neighbours"), (RDNA, (1, 2, 4), "neighbours"), (NVIDIA, (4, 8, 16), "shuffle"))},
   **{(arch, name): make for arch, n in ((AMD, 8), (RDNA, 8), (NVIDIA, 4)) for name, make in of_scales(n).items()},
   **{(arch, f"correct with scales, {dtype}"): functools.partial(by_columns, arch, 1, 2.0, dtype, scaled=True)
@@ -426,16 +426,16 @@ def test_masks_of_registers(side:str) -> None:
       gone = 8*k + offset > of_row if side == "above" else 8*k + offset < of_row
       np.testing.assert_array_equal(scores.elements[k][2*row + offset], np.where(gone, -np.inf, 1))
 
-def test_turned() -> None:
-  """`turned` transposes four 8x8 matrices of bits at once, across eight lanes. Before it, the dword of lane i holds row i of each matrix; after it,
-  column i. The bits of matrix m have the places 4m..4m+3 in the lower half of the dword for even columns, and the same places in the upper half for
-  odd columns."""
+def test_transposed_bits() -> None:
+  """`transposed_bits` transposes four 8x8 matrices of bits at once, across eight lanes. Before it, the dword of lane i holds row i of each matrix;
+  after it, column i. The bits of matrix m have the places 4m..4m+3 in the lower half of the dword for even columns, and the same places in the
+  upper half for odd columns."""
   rng, threads = np.random.default_rng(0), WAVES*32
   rows = rng.integers(0, 2, (threads//8, 8, 4, 8))                        # groups of eight lanes: lane, matrix, column
   def words(bits:np.ndarray) -> np.ndarray:
     places = 4*np.arange(4)[:, None] + np.arange(8)//2 + np.arange(8) % 2*16
     return (bits.astype(np.uint32) << places.astype(np.uint32)).sum((-1, -2), dtype=np.uint32).reshape(-1)
-  got = evaluated(dropout.turned(u(1, 0), u(1, 1), (1, 2, 4), "neighbours"), words(rows), (np.arange(threads) % 8).astype(np.uint32))
+  got = evaluated(dropout.transposed_bits(u(1, 0), u(1, 1), (1, 2, 4), "neighbours"), words(rows), (np.arange(threads) % 8).astype(np.uint32))
   np.testing.assert_array_equal(got, words(rows.transpose(0, 3, 2, 1)))
 
 def test_correction_of_rows() -> None:

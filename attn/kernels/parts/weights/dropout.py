@@ -94,7 +94,7 @@ def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
     return bits.kept_octet(*_counted(scores, row), query, keys, p.dropout_p) << 4*shared*i
   x = functools.reduce(operator.or_, map(octet, range(count//shared)))
   x = bits.together(x, mine*4, *at.sharing)
-  if scores.walk.over == "queries": x = bits.turned(x, at.in_octet, *at.neighbours)
+  if scores.walk.over == "queries": x = bits.transposed_bits(x, at.in_octet, *at.neighbours)
   return bits.lane_bits(x, at.h*bit_of(at.matrix.block), alternate(at))
 
 # ***** threads that exchange nothing *****
