@@ -248,8 +248,8 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """Returns a function that times a backward kernel on the device. The time is that of the fastest run. Gradients are not written in parts, because
-  the number of parts would differ from tile to tile."""
+  """Returns a function that times a backward kernel on the device. The time is that of the fastest run. The kernels are timed without dividing a
+  gradient among workgroups as partial sums, because the number of partial sums would differ from tile to tile."""
   call = call_of(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:

@@ -55,8 +55,8 @@ def alibi_bias(score:UOp, b:UOp, h:UOp, i:UOp, j:UOp, slopes:UOp) -> UOp:
 
 def relative_bias(longest:int) -> Callable[..., UOp]:
   """Makes a function that adds a learned number for each distance i - j between a query and a key: score + table[h, i - j + longest - 1]. It serves
-  at most `longest` queries and keys. `table` is float (H, 2*longest - 1) (Shaw et al., arXiv 1803.02155). In T5 (arXiv 1910.10683), distances of the
-  same bucket have equal numbers; the caller repeats a bucket's number in the table."""
+  at most `longest` queries and keys. `table` is float (H, 2*longest - 1) (Shaw et al., arXiv 1803.02155). For T5 (arXiv 1910.10683), fill the table
+  from the model's smaller table of buckets: all distances of one bucket get the bucket's number."""
   return lambda score, b, h, i, j, table: score + table[h, i - j + longest - 1]
 
 def tanh_softcap(cap:float) -> Callable[..., UOp]:

@@ -155,11 +155,14 @@ class DealtRows:
   keys of all devices. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the back half.
   Pieces are equally long on all devices.
 
-  q, o and lse have the rows that the device holds. The first `queries` rows are real; the rows behind them are padding, 0 in o and -inf in lse. Row i
-  is row start + i of the sequence; rows from `front` on are `jump` rows further on. A bias has its rows in this order, too. All keys lie in the order
-  of the sequence, where k_view and v_view say. The launch computes heads[1] of the B*Hkv key/value heads, beginning with heads[0]. lse has only the
-  query heads that read these key/value heads. q and o also have only these query heads, as (heads, Sq, width), unless the layout puts heads beside
-  each other."""
+    queries: number of rows of q that are real. The rows behind them are padding, which gives 0 in o and -inf in lse
+    start: position in the sequence of row 0 of q
+    front, jump: row i of q has the position start + i if i < front, and start + i + jump otherwise
+    heads: (first, count) of the key/value heads that the launch computes, counted over all batches
+
+  q, o, lse and a bias have the rows that the device holds, in the device's order. Keys are in the order of the sequence; k_view and v_view of the
+  problem say where. lse has only the query heads that the launch computes. So have q and o, except in the layout "bshd", where they have all
+  heads."""
   start: int
   front: int
   jump: int
@@ -351,8 +354,7 @@ class Problem:
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Number of rows in the heads before `first_head`. lse does not have these rows. q and o have them only if the layout puts heads beside each
-    other."""
+    """Number of rows in the heads before `first_head`. lse does not have these rows. q and o have them only in the layout "bshd"."""
     return self.first_head*self.Sq
   @property
   def rows(self) -> int:
@@ -605,8 +607,8 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
 def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
-  """Raises ValueError if o or lse has a wrong shape. `sizes` are (B, H, Sq, Dv), and `inputs` is a text that names the inputs from which they
-  follow."""
+  """Raises ValueError if o or lse has a wrong shape. `sizes` are (B, H, Sq, Dv). `inputs` is a text for the message: the inputs and shapes from which
+  `sizes` were taken."""
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:

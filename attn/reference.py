@@ -42,8 +42,9 @@ class Options:
     softcap       0: none
     alibi_slopes  (H) or (B, H)
     bias          (B|1, H|1, Sq|1, Sk|1)
-    score_mod     function of all scores (B, H, Sq, Sk). Returns the scores after it, its slope at each score, and an upper bound of the absolute
-    values of its other intermediate results, from which attn/accuracy.py bounds their rounding errors. Not with kv_lengths
+    score_mod     function of all scores (B, H, Sq, Sk). Returns three results: the changed scores; the derivative of each changed score by its
+                  score; and an upper bound of |x| for every intermediate result x of the function. attn/accuracy.py bounds rounding errors by it.
+                  Not with kv_lengths
     mask_mod      bool (B|1, H|1, Sq|1, Sk|1): True for a pair that the mask shows. Not with kv_lengths
     sinks         (H)
     kv_lengths    (B); moves the diagonal unless `top_left`
@@ -195,7 +196,7 @@ def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   return np.exp(s - safe), np.exp(sink - safe), safe
 
 def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
-  """Computes (P, lse) from scores."""
+  """Computes (P, lse) from scores. P is the softmax: each row is divided by its sum. A row without visible keys has P = 0."""
   weights, own, safe = _weights(s, x)
   total, nothing = weights.sum(-1, keepdims=True) + own, s.dtype.type(0)
   return np.where(total == 0, nothing, weights/total), np.where(total == 0, -np.inf, safe + np.log(total))[..., 0]

@@ -26,8 +26,8 @@ def option(default:Any, check:Check, meaning:str) -> Any:
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
 def shown(x:Any) -> str:
-  """Returns a value as text for an error message. A tensor or an array is shown by its type, shape and dtype, and a graph or a long text by its first
-  characters."""
+  """Returns a value as text for an error message. A tensor or an array is shown by its type, shape and dtype. A UOp or a long text is shown by its
+  first characters."""
   if isinstance(x, (Tensor, np.ndarray)): return f"{type(x).__name__} of shape {shown_shape(x.shape)} and dtype {x.dtype}"
   if isinstance(x, UOp): return f"UOp {x.render()[:SHOWN_MOST]}"
   text = repr(x)

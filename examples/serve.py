@@ -105,8 +105,9 @@ class Server:
     return (x @ self.model.head).float().argmax(-1).realize()
 
   def run(self, rows:list[list[int]], filled:list[int], pages:list[list[int]]) -> np.ndarray:
-    """Runs `forward` on some sequences, each in its own row of the batch. Shorter sequences are padded. Rows that are appended to the cache later
-    overwrite the padding."""
+    """Runs `forward` on some sequences, one in each place of the batch, and returns the next token after each token, (B, S). `rows` are the new
+    tokens of each sequence, `filled` the number of tokens in its cache, and `pages` its pages of the cache. Shorter sequences end with padding
+    tokens, which later tokens overwrite in the cache."""
     def int32(x:list[list[int]]|list[int]) -> Tensor: return Tensor(np.array(x, np.int32)).realize()
     table = [p + [own]*(MOST_PAGES - len(p)) for p, own in zip(pages, self.nobodys)]
     return self.steps[len(rows[0])](int32(rows), int32(filled), int32(table)).numpy()

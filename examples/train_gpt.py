@@ -30,7 +30,7 @@ class Layer:
     return x + times(times(x.layernorm(), self.up).relu(), self.down)
 
 def batches() -> list[np.ndarray]:
-  """Yields batches of sequences that repeat their first PERIOD tokens, drawn from the first KINDS of the vocabulary."""
+  """Returns the batches of all steps. A sequence repeats its first PERIOD tokens, which are drawn from the first KINDS tokens of the vocabulary."""
   rng = np.random.default_rng(1)
   return [np.tile(rng.integers(0, KINDS, (BATCH, PERIOD)), LENGTH//PERIOD).astype(np.int32) for _ in range(STEPS)]
 

@@ -163,7 +163,7 @@ def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **o
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
   if told := of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
-  if call.shards is not None: print(f"  {call.shared_rows.told}")
+  if call.shards is not None: print(f"  {call.shared_rows.explanation}")
   if call.problem.stored: print(f"  k and v: {call.problem.stored}, with {call.problem.scale_dtype} scales, converted by the kernel")
   for name in copied_caches(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")

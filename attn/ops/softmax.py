@@ -99,7 +99,9 @@ def row_totals(c:Any, total:Value, rows:int) -> Value:
   return c.element(total, 0) + c.element(total, 1) if rows == 1 else total
 
 def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, dtype:str) -> Variable:
-  """Adds the elements of packed P to the sums of rounded P, and returns these sums. If `total` is None, the function begins new sums."""
+  """Adds the elements of P, packed to the 16-bit type `dtype`, to a lane's sums of P, and returns these sums. If `total` is None, begins new sums.
+  `kind` says how to add: DOT by dot products with ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by
+  converting the elements back to fp32."""
   if kind == DOT: c.whole(packed)
   n = matrix.operand_words if kind == ONES else 1
   words = range(0, c.length(packed), n)
@@ -115,7 +117,8 @@ def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, 
   return total
 
 def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
-  """Returns one sum of rounded P for each row, from the sums that a lane keeps (`add_rounded`)."""
+  """Returns one sum of packed P for each of `rows` rows, from the sums `total` that a lane keeps. `kind` (DOT, ONES or UNPACKED) says how
+  `add_rounded` has added the sums: with ONES, the sum of row r is element 2*r of `total`."""
   return total if kind != ONES else c.vector(*[c.element(total, 2*r) for r in range(rows)])
 
 # ***** weights that include the scales of V's rows *****
@@ -168,8 +171,12 @@ def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Val
 
 def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:int, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
                   tiles:int, stride:int, count:int, together:int, scales:Value|None=None) -> None:
-  """Stores packed P of tile t to `p`, and the sums of P to `part`. `weigh(i)` computes P of the tile's i-th vector of scores. If V's rows have
-  `scales`, packed P includes them."""
+  """Computes P of the t-th of the wave's tiles of queries, and stores P, packed to `dtype`, to the register array `p`. `weigh(i)` computes P for the
+  tile's i-th vector of scores. If V's rows have `scales`, P is multiplied by them before it is packed. The function uses the first `count` of the
+  tile's `stride` vectors; each element of `p` holds `together` vectors.
+
+  Stores the sums of P to the register array `part`, which has a sum for each kind in `sums` (LANE, DOT, ...) and each of the `tiles` tiles. `rows`
+  says how rows lie in a vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
   unscaled: Variable|None = None if scales is None else c.variable("unscaled", c.splat(c.number(0.0), rows.rows))
   kind = next((x for x in sums if x not in (LANE, SCALED)), "")
@@ -202,13 +209,14 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
                  rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, accs:int, together:int,
                  scale:float, above:float) -> Value:
   def compared(t:int) -> list[Value]:
-    """Returns the scores of tile t to which references are compared. If packed P includes the scales of V's rows, their logarithms are added."""
+    """Returns the scores that are compared with the references of the t-th tile of queries. If P includes the scales of V's rows, the logarithm of
+    the scale of a key's row is added to each score of the key."""
     found = [c.load(scores, t*stride + i) for i in range(count)]
     if scales is None: return found
     logs = [c.let("log", c.log2(c.load(scales, i))*(1/scale)) for i in range(count)]
     return [c.let("with_scale", with_scales(c, x, log, rows.rows, operator.add)) for x, log in zip(found, logs)]
   def grown(t:int) -> Value:
-    """Tells whether the reference of a row in tile t must be raised."""
+    """Tells whether the reference of any query in the t-th tile of queries must be raised."""
     total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
@@ -237,20 +245,20 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None) -> UOp:
-  """Computes P of one loop iteration again, if the reference of a row must be raised. The reference is the number that the softmax subtracts from the
-  scores. The wave does this if a sum of P in one of its lanes exceeds 2^above, or is inf or NaN. With `above` = 0 it does this if the score of a row
-  exceeds the row's reference. In both cases the largest score of a row so far becomes its reference. The correction is one statement, because
-  tinygrad has no branch around stores to registers.
+  """Computes P of one loop iteration again, if the reference of a query must be raised. The reference is the number that the softmax subtracts from
+  the scores. This happens if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds
+  its query's reference (`above` = 0). Then the reference of every query of the wave becomes the query's largest score so far. The correction is one
+  statement, because tinygrad has no branch around stores to registers. All operands are register arrays, with equally many elements for each of the
+  wave's tiles of queries:
 
-  All operands are placeholders of registers. Each has the same number of elements for each tile of queries.
-
-    reference, addend: of each row
-    l: the running sums
+    reference, addend: of each query (P = exp2(score*scale + addend))
+    l: the sums of P over all iterations, for each kind in `sums` (LANE, DOT, ...)
     acc: the accumulators of O
     p: P of this iteration, packed to `dtype`
     scores: the scores of this iteration. `count` vectors of each tile, from `first` on, are used
-    part: the sums of this P, one kind of `sums` after another
-    scales: the scales of V's rows for each vector's keys, if P includes them"""
+    part: the sums of P of this iteration, for each kind in `sums`
+    scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores
+    rows, matrix: how rows lie in a vector of scores; the chip's matrix instruction, which sums P for the kind ONES"""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]
@@ -289,8 +297,8 @@ def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
   The subtraction comes first, so that large scores lose no accuracy."""
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *done:UOp) -> UOp:
-  """Multiplies the accumulators of each tile by the factors of the tile's rows, if any factor in the wave is not 1. `acc` and `factors` are
-  placeholders of registers. Returns a statement (an operation with a side effect)."""
+  """Multiplies the accumulators of each of the wave's tiles of queries by the factors of the tile's rows, if any factor in the wave is not 1. `acc`
+  and `factors` are register arrays. Returns a statement (an operation with a side effect)."""
   tiles = factors.max_numel()
   return statement("rescale", acc[0], factors[0], *done, rows=length(factors[0]), tiles=tiles, accs=acc.max_numel()//tiles)
 
@@ -316,8 +324,9 @@ def _first_sum(c:Any, packed:Value, *, kind:str, matrix:Any, dtype:str) -> Value
 def _row_sums(c:Any, total:Value, *, kind:str, rows:int) -> Value: return rounded_sums(c, total, kind, rows)
 
 def rounded_sum(packed:list[UOp], kind:str, matrix:Any, dtype:str, rows:int, zero:UOp|None=None) -> UOp:
-  """Returns the sums of rounded P, one number for each row, computed from packed P. `zero` is the initial value of the sums. It is needed only if the
-  initial value must have a place in the order of statements."""
+  """Returns the sums of P, one number for each of `rows` rows, computed from P packed to `dtype`. `kind` says how to add: DOT by dot products with
+  ones, ONES by `matrix` (the chip's matrix instruction) with a matrix of ones, UNPACKED by converting the elements back to fp32. `zero` is a UOp of
+  zeros from which the sums begin; if it comes after a statement, so do the sums."""
   how = {"kind": kind, "matrix": matrix, "dtype": dtype}
   if zero is None: zero, packed = emit("first_sum", f32(4 if kind == ONES else 1), packed[0], **how), packed[1:]
   total = functools.reduce(lambda l, x: emit("rounded_sum", l.dtype, l, x, **how), packed, zero)

@@ -73,11 +73,11 @@ class SharedRows:
     if self.shards.queries is None or choose(self.first_gathering, self.arch).kernel == "three_pass": return False
     return region(region_of(UOp.empty((2,), dtype=dtypes.float, device=self.devices[0]), 0, 1)) is not None
   @property
-  def told(self) -> str:
-    """Returns the text of `explain` about the division of rows among devices."""
-    return self.shards.told(self.problem, len(self.gathering(0)) if self.gathers else 0)
-  def there(self, device:int) -> tuple[RowRange, ...]:
-    """Returns the ranges of rows in a device's part of q that are not padding."""
+  def explanation(self) -> str:
+    """Sentence in which `attn.explain` says how rows are divided among devices."""
+    return self.shards.explanation(self.problem, len(self.gathering(0)) if self.gathers else 0)
+  def real_rows(self, device:int) -> tuple[RowRange, ...]:
+    """Returns the ranges of rows of q that are not padding on a device. Rows count from the first row that the device holds."""
     return tuple(RowRange(piece.at, piece.rows) for piece in self.shards.queries_of(self.problem, device))
 
 # ***** division of a problem *****
@@ -89,9 +89,10 @@ REFUSED = {"dropout_p": WHOLE_INSTEAD, "kv_lengths": LENGTHS_INSTEAD, "kv_starts
 
 def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
                     at:Placement) -> tuple[Placement, SequenceShards|None, tuple[int, int]]:
-  """Finds out how the rows of q, k and v are divided among devices, from the shapes of these tensors. Returns the placement of the tensors, the
-  division (None if rows are not divided), and the numbers of rows of q and of k without padding. A single device with a sequence_order or
-  sequence_lengths has all rows. Raises ValueError for an option that needs whole sequences; the message tells how to shard instead."""
+  """Finds out how the rows of q, k and v are divided among devices, from the shapes of these tensors and from `at`, the devices that hold them.
+  Returns three results: the placement with which the call goes on, the division of rows (None if rows are not divided), and the numbers of rows of q
+  and of k without padding. The placement is `at`, except for tensors on one device with the option sequence_order or sequence_lengths: these count as
+  rows divided among one device. Raises ValueError for an option that needs whole sequences; the message tells how to shard instead."""
   order, lengths = options.sequence_order, options.sequence_lengths
   asked = f"sequence_order={order!r}" if order != "contiguous" else f"sequence_lengths={lengths}" if lengths is not None else None
   if at.shared not in ("rows", "keys"):
@@ -144,9 +145,9 @@ def extra_shape(name:str, t:Tensor, shards:SequenceShards|None, queries:int) -> 
 # ***** shards *****
 
 def in_buffers(u:UOp) -> UOp:
-  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor if it does; if not, copies it to new buffers. (Otherwise one
-  kernel might take the elements of a tensor that is not realized, and another kernel the buffer of one of its devices. tinygrad would mistake one for
-  the other.)"""
+  """Makes sure that a tensor lies in a buffer on each of its devices. Returns the tensor if it does; if not, copies it to new buffers. (Without
+  buffers, one kernel might read the tensor as an expression that is not computed yet, and another kernel read one device's buffer. tinygrad would
+  take the expression and the buffer for the same value.)"""
   if inside_function(): return copied(u)      # a function's argument has no shards yet
   if u.has_buffer_identity(): return u
   return u.contiguous() if isinstance(u.device, str) else copied(u)
@@ -166,8 +167,10 @@ def passed(held:dict[str, list[UOp]], device:int, name:str, owners:list[int]) ->
   """Brings the shards of several devices, one after another, to one device. `held` has all shards of each tensor. `owners` are the indices of the
   devices that own the shards, in the order in which the shards come. `device` and `name` are the index and the name of the device that gets them.
   Yields {tensor name: shard} for each owner. The device's own shards are not copied. Other shards are copied into SLOTS buffers of each tensor, used
-  in turn. Each copy is recorded (`remembered`), because at the end the buffers hold the shards of the last owners: a later computation must copy the
-  other shards again."""
+  in turn.
+
+  In the end the buffers hold the shards of the last owners only. So the UOp of each copy is marked (`remembered`): tinygrad must not replace the UOp
+  by its buffer, and a later computation with the shard copies the shard again."""
   slots: list[dict[str, UOp]] = [{} for _ in range(SLOTS)]
   copied = 0
   for owner in owners:
@@ -245,9 +248,9 @@ def bare_buffer(u:UOp) -> UOp:
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
   """Returns a kernel that copies a device's own keys to the buffer in which the device gathers all keys. Its arguments are (gathered, shard). `shard`
-  is the device's k or v, with `held` rows per head. The kernel copies the key/value heads (first, count), counted over all batches. Rows in the
-  buffer are in the order of the sequence, from row `first` of the sequence on. Equal arguments return the identical object, because tinygrad's
-  schedule cache compares by identity."""
+  is the device's k or v, with `held` rows per head and `width` elements per row; `pieces` are the pieces of the sequence that it holds. The kernel
+  copies heads[1] key/value heads from heads[0] on, counted over all batches. Rows in `gathered` are in the order of the sequence, from row `first` of
+  the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   program = functools.partial(order_keys, p, held, keys, width)
@@ -255,15 +258,19 @@ def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first
 
 @dataclass
 class GatheringDevice:
-  """State of a device that gathers the keys of all devices: its tensors, its launches as (heads, problem), and its buffers for k and v (`slots`).
-  Successive launches use different buffers. In the graph, the UOp of a buffer comes after all CALLs that have used the buffer. `ordered` holds, for
-  each buffer, the CALLs that have copied the device's own keys into the buffer."""
+  """State of a device that gathers the keys of all devices.
+
+    tensors: the device's tensors, by name
+    launches: the device's launches as (heads, problem)
+    slots: buffers for the gathered k and v, by name; successive launches use different ones. A buffer's UOp comes after all launches so far that use
+      the buffer
+    own_copies: for each buffer in `slots`, the UOps of the launches that have copied the device's own keys into it"""
   c: SharedRows
   number: int
   tensors: dict[str, UOp]
   launches: list[tuple[tuple[int, int], Problem]]
   slots: list[dict[str, UOp]]
-  ordered: list[dict[str, UOp]]
+  own_copies: list[dict[str, UOp]]
   @staticmethod
   def of(c:SharedRows, held:dict[str, list[UOp]], number:int) -> GatheringDevice:
     t, launches = {x: shards[number] for x, shards in held.items()}, c.gathering(number)
@@ -281,13 +288,13 @@ class GatheringDevice:
   def order_own(self, n:int) -> None:
     """Copies the device's own keys into the gathering buffers of the n-th launch. These copies come after the device's copies for the launch before,
     because that launch needs its keys first."""
-    before, called = (self.own_keys(n - 1), tuple(self.ordered[(n - 1) % SLOTS].values())) if n else ([], ())
+    before, called = (self.own_keys(n - 1), tuple(self.own_copies[(n - 1) % SLOTS].values())) if n else ([], ())
     p, shards, slot = self.c.problem, self.c.shards, self.slots[n % SLOTS]
     pieces, first = shards.keys_of(p, self.number), shards.keys_gathered(p, self.number).start
     for name, u in slot.items() if pieces else ():
       kernel = ordering_kernel(p, shards.keys, pieces, first, self.launches[n][0], p.D if name == "k" else p.Dv)
       written = UOp.custom_kernel(also_after(u, *called), self.tensors[name], *before, fxn=kernel)[0]
-      self.ordered[n % SLOTS][name] = call = written.src[1]
+      self.own_copies[n % SLOTS][name] = call = written.src[1]
       slot[name] = u.after(call)
   def own_keys(self, n:int) -> list[UOp]:
     """Returns the regions of the gathering buffers that hold the device's own keys for the n-th launch. `order_own` fills them."""
@@ -303,16 +310,16 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   taken = list[tuple[GatheringDevice, str, UOp]]()
   for x, y, name, rows in copied:
     slot, before = x.slots[n % SLOTS], x.slots[(n - 1) % SLOTS].values() if n else ()
-    slot[name] = also_after(slot[name], y.ordered[n % SLOTS][name])
+    slot[name] = also_after(slot[name], y.own_copies[n % SLOTS][name])
     call = copy_call(x.keys(n, name, rows), y.keys(n, name, rows), slot[name], *before)
     slot[name] = slot[name].after(call)
     taken.append((y, name, call))
   for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the last CALL. A launch computes all queries of a device
-  over all keys, for some heads. While a launch runs, the keys for the next heads are copied from other devices. A device copies its own keys for the
-  next heads before the launch, because during the launch it is busy."""
+  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch. A launch computes all queries
+  of a device over all keys, for some heads. While a launch runs, the keys for the next heads are copied from other devices. A device copies its own
+  keys for the next heads before the launch, because during the launch it is busy."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -324,7 +331,7 @@ def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]]
         x.order_own(n + 1)
         next_keys = x.own_keys(n + 1)
       (heads, p), slot = x.launches[n], x.slots[n % SLOTS] if x.slots else {}
-      if next_keys: slot |= {name: also_after(u, x.ordered[(n + 1) % SLOTS][name]) for name, u in slot.items()}
+      if next_keys: slot |= {name: also_after(u, x.own_copies[(n + 1) % SLOTS][name]) for name, u in slot.items()}
       *results, q = (heads_in(p, name, u, heads, x.number) for name, u in (*states.items(), ("q", inputs["q"])))
       whole = [*(of_device(u, x.number) for u in states.values()), x.tensors["q"]]
       tensors = {name: Tensor(u) for name, u in (x.tensors | slot | {"q": q}).items()}
@@ -359,8 +366,8 @@ def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
   """Makes a part: one buffer that holds all results of a launch (o, lse, and lse_rest, what rounding to fp32 lost of lse, if there is one). `p` is
-  the problem of the launch. The function `write` runs the launch: it gets the regions for the results and the whole buffer, and returns the CALL. The
-  whole buffer is a source of the CALL, because tinygrad's memory planner then knows that the buffer is in use."""
+  the problem of the launch. The function `write` makes the launch: it gets the regions for the results and the whole buffer, and returns the UOp of
+  the launch. The whole buffer is one of the launch's arguments, so that tinygrad's memory planner knows that the buffer is in use."""
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)
   buffer = new_buffer((size,), dtypes.float, device)
   results = [buffer.shrink(((begin, begin + math.prod(shape)),)).reshape(shape).contiguous()
@@ -383,11 +390,13 @@ def run_launch(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp], device:i
   return written_part(p, name, lambda *into: attend(p, tensors, name, [Tensor(u) for u in into])[0].uop.src[1])
 
 @cache_of_kernels
-def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], plainly:bool) -> KernelFunction:
-  """Returns the kernel that merges the partial results of one or several devices. Equal arguments return the identical object, because tinygrad's
-  schedule cache compares by identity."""
-  merging = merge(p, arch, parts, there)
-  program = (lambda *args: plain(merging(*args))) if plainly else merging
+def merge_kernel(p:Problem, arch:Chip, parts:tuple[RowRange, ...], real_rows:tuple[RowRange, ...], only_plain_uops:bool) -> KernelFunction:
+  """Returns the kernel that merges partial results, of one device or of several, into the outputs of `p`. Its arguments are the outputs, one buffer
+  for each partial result, and the sinks if p.sinks. `parts` lists which rows each partial result holds. `real_rows` lists the rows that are no
+  padding; only these get the sinks. With `only_plain_uops` the kernel has no operations of a chip, so that any device can run it. Equal arguments
+  return the identical object, because tinygrad's schedule cache compares by identity."""
+  merging = merge(p, arch, parts, real_rows)
+  program = (lambda *args: plain(merging(*args))) if only_plain_uops else merging
   takes = len(p.outputs) + len(parts) + p.sinks
   return lambda *placeholders: CheckedKernel(checked_ast(program, arch, *placeholders[:takes]), p.outputs, small=True, takes=takes)
 
@@ -398,11 +407,12 @@ class ContextPart:
   found: UOp
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
-               there:tuple[RowRange, ...]=()) -> UOp:
-  """Makes a CALL that merges partial results into the outputs of `p`. `outputs` begins with the buffers for these outputs. Further buffers in it are
-  only sources of the CALL, so that they count as used."""
+               real_rows:tuple[RowRange, ...]=()) -> UOp:
+  """Makes a launch that merges partial results into the outputs of `p`, and returns its UOp. `outputs` begins with the buffers for these outputs. The
+  launch does not use the further buffers in `outputs`: they are arguments only so that tinygrad keeps them. `real_rows` lists the rows that are no
+  padding."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
-  kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), there, c.arch.name not in CHIPS)
+  kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), real_rows, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
   count = len(p.outputs)
   return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
@@ -430,20 +440,21 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
   """Computes attention by merging: runs launches over some keys each, and merges their partial results into the `outputs` on each device. Returns the
-  last CALL."""
+  UOp of the last launch."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs
   for i, some in enumerate(parts):     # each CALL comes after the one before it, because for tinygrad all of them write to the same buffer
     into = tuple(of_device(u, i) for u in states.values())
-    call = merge_call(c, c.own, some, into, held["sinks"][i] if "sinks" in held else None, c.there(i))
+    call = merge_call(c, c.own, some, into, held["sinks"][i] if "sinks" in held else None, c.real_rows(i))
     states = {name: u.after(call) for name, u in states.items()}
   return call
 
 def run_shared_rows(c:SharedRows, tensors:dict[str, Tensor], attend:Attend) -> tuple[dict[str, UOp], dict[str, UOp]]:
-  """Computes attention over rows that are divided among devices. Returns two mappings by name. The first mapping has o and lse as buffers, sharded
-  like q. The second mapping is for a gradient. It has the inputs in buffers, and the outputs on each device after the computation, under the names
-  merged_o, merged_lse and merged_lse_rest. Because o and lse depend on this mapping, taking the gradient does not compute the inputs again."""
+  """Computes attention over rows that are divided among devices. Returns two mappings by name. The first mapping has o and lse, sharded like q, as
+  buffers that are still to be filled. The second mapping has what a gradient needs: the inputs in buffers, and the filled outputs, under the names
+  merged_o, merged_lse and merged_lse_rest. `with_context_gradient` makes o and lse depend on all of these buffers, so a gradient finds the inputs
+  computed."""
   inputs = {name: in_buffers(t.uop) for name, t in tensors.items()}
   held = {name: shards_of(u) for name, u in inputs.items()}
   shapes, layout = c.own.shapes, c.problem.layout

@@ -52,8 +52,9 @@ class RowGradient:
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds up parts of a gradient on a device, in order. Each part is the gradient of some rows of a tensor. The result is the gradient of all rows.
-  `shape` is the tensor's shape. The additions run one after another, so that at most two padded gradients are in memory at a time."""
+  """Adds up parts of a gradient on a device, in order. Each part is the gradient of some rows of a tensor of shape `shape`; `axis` is the axis of the
+  rows. Zeros are padded to the other rows of a part. The result is the gradient of all rows. The additions run one after another, so that at most two
+  padded parts are in memory at a time."""
   total = None
   for part in parts:
     rows = (part.run.first, shape[axis] - part.run.first - part.run.count)
@@ -173,8 +174,8 @@ def context_gradient(c:SharedRows, names:tuple[str, ...]) -> ContextGradient:
   return ContextGradient(c, names)
 
 def with_context_gradient(c:SharedRows, outputs:dict[str, UOp], sources:dict[str, UOp]) -> tuple[Tensor, Tensor]:
-  """Attaches a gradient function to o and lse, in whichever way they were computed. Returns o and lse as results of an empty CALL that has this
-  function as its grad_fxn. `sources` are the tensors on which the gradient depends, by name."""
+  """Attaches a gradient function to o and lse, in whichever way they were computed. Returns o and lse as results of an empty launch, which has this
+  function as tinygrad's `grad_fxn`. `sources` are the tensors on which the gradient depends, by name."""
   gradient = context_gradient(c, (*outputs, *sources))
   call = UOp.sink().call(*outputs.values(), *sources.values(), grad_fxn=gradient)
   keep_inputs(list(outputs.values()), list(sources.values()), gradient)

@@ -93,8 +93,8 @@ def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
   of the mask count from the first query and the first key. Returns None if no such mask exists."""
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:
-    """Returns the offset of the diagonal between the pieces x and y, relative to the diagonal between all queries and all keys. It follows from where
-    the pieces lie on the device."""
+    """Returns how far the mask's offset between a piece `x` of queries and a piece `y` of keys exceeds the offset between all queries and all keys.
+    (An offset counts from the first query and key, see `SeenKeys`, and the pieces begin later.)"""
     return (x.at - queries.first) - (y.at - keys.first)
   pairs = {(x, y): pair_seen(p, x, y) for x in queries.pieces for y in keys.pieces}
   bounded = [(x, y) for (x, y), seen in pairs.items() if seen is not None and (goes_by_distance(p) or seen.window != (-1, -1))]
@@ -131,7 +131,6 @@ class SequenceShards:
   as_q: tuple[str, ...] = ()
 
   def queries_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]:
-    """Returns the pieces of q that a device computes."""
     return (SequencePiece(0, p.Sq, 0),) if self.queries is None else pieces_of(device, self.count, self.order, self.queries, p.Sq)
   def keys_of(self, p:Problem, device:int) -> tuple[SequencePiece, ...]: return pieces_of(device, self.count, self.order, self.keys, p.Sk)
   def plan(self, p:Problem, device:int) -> tuple[tuple[int, tuple[ContextLaunch, ...]], ...]:
@@ -141,8 +140,8 @@ class SequenceShards:
     found = [(owner, launches(p, self.queries_of(p, device), self.keys_of(p, owner))) for owner in seen]
     return tuple((owner, some) for owner, some in found if some)
   def keys_read(self, p:Problem, device:int) -> tuple[range, ...]:
-    """Returns the ranges of rows of k and v that a kernel may read when it computes all queries of a device: the rows that these queries see, and
-    REACH further rows on either side."""
+    """Returns the ranges of rows of k and v that a kernel may read when it computes all queries of a device. These are the rows that the queries see,
+    and up to REACH (512) rows more on either side, because a kernel reads whole tiles of keys and loads tiles ahead."""
     (left, right), found = p.window, list[range]()
     for piece in self.queries_of(p, device) or (SequencePiece(0, 0, 0),):
       first, last = p.offset + piece.start, p.offset + piece.start + piece.rows - 1
@@ -183,13 +182,14 @@ class SequenceShards:
     dealt = DealtRows(first, pieces[-1].at if jump else 0, jump, sum(piece.rows for piece in pieces), heads)
     return replace(p, Sq=self.queries, return_lse=True, lse_rest=p.wide_scores, dealt=dealt, k_view=view(p.D),
                    v_view=None if p.v_in_k else view(p.Dv))
-  def told(self, p:Problem, gathered:int) -> str:
-    """Returns the text of `explain` about the division of rows among devices. `gathered` is the number of launches on each device if a launch
-    computes some heads over all keys. It is 0 if a launch computes all heads over the keys of one device."""
+  def explanation(self, p:Problem, gathering_launches:int) -> str:
+    """Returns the sentence in which `attn.explain` says how rows are divided among devices. `gathering_launches` is the number of launches on each
+    device if each launch computes some heads over all keys, which the device gathers. If instead each launch computes all heads over the keys of one
+    device, it is 0."""
     shared = f"{'keys' if self.queries is None else 'rows'} shared by {self.count} devices, {self.order}:"
-    if gathered:
+    if gathering_launches:
       others = max(len({owner for owner, _ in self.keys_copied(p, device)}) for device in range(self.count))
-      return f"{shared} {gathered} launches on each, for whose heads the keys of at most {others} others come over"
+      return f"{shared} {gathering_launches} launches on each, for whose heads the keys of at most {others} others come over"
     plans = [self.plan(p, device) for device in range(self.count)]
     each = f"{shared} at most {max(sum(len(some) for _, some in plan) for plan in plans)} launches on each, and"
     if self.queries is None: return f"{each} o and lse exchanged once"

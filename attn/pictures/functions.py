@@ -55,7 +55,8 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Curve:
-  """Panel of a score_mod that depends on the score, and through a tensor on the head. It has a line for each head."""
+  """Panel that plots a score_mod as a function of the score, with one line for each head. A score_mod differs between heads if it reads a tensor with
+  a number for each head: the first of `tensors`."""
   title: str
   function: Callable[..., Any]
   tensors: tuple[Array, ...] = ()

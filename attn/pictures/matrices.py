@@ -153,8 +153,9 @@ def draw_amd(mat:Matrix, chips:str) -> Drawing:
   return d
 
 def draw_nvidia(mat:Mma) -> Drawing:
-  """Draws the matrices A, B and C of the product S = Q K^T: B above C, and A to the left of C. A row of C is a query. Draws below the matrices which
-  elements of P each lane holds, by their keys. Their order is the order in which P is operand A of the product O = P V."""
+  """Draws the matrices A, B and C of the product S = Q K^T: B above C, and A to the left of C. A row of C is a query. Below the matrices, draws a
+  strip for each of the four lanes that share a query: the keys whose elements of P the lane holds, in the order in which the product O = P V takes P
+  as operand A."""
   a, b, c, size = mma_a(mat), mma_b(mat), mma_c(mat), 22
   a_x, b_y = 110, TOP
   c_x, c_y = a_x + mat.K*size + GAP, b_y + mat.K*size + GAP

@@ -48,8 +48,9 @@ def problem_with(mask:Callable[..., Any], tensors:Sequence[Array], x:Sizes) -> P
   return problem_of(q, q, k, k, dtypes=["float16"]*4, extras=dict(zip(MOD_TENSORS, kinds)), **functions_of(None, mask, kinds))
 
 def kernel_of_map(p:Problem, chip:Chip, kernel:str) -> tuple[str, Problem, BlockTile]:
-  """Returns the name, the problem and the tile of a kernel. `kernel` says what the kernel computes: "forward" the output, "dq" or "dkdv" gradients.
-  Raises ValueError if there is no such kernel with tiles for the problem."""
+  """Returns (name, problem, tile description) of the kernel that dispatch chooses for problem `p`. `kernel` says which one: "forward", or "dq" or
+  "dkdv" for gradients. For gradients the problem differs from `p` as backward kernels need it. Raises ValueError if dispatch chooses tensor
+  operations, which have no tiles, or if no kernel computes the gradients."""
   choice = choose(p, chip)
   if choice.work.tile is None: raise ValueError(f"{choice.kernel} on {chip.name}: tensor operations have no tiles")
   if kernel == "forward": return choice.kernel, p, choice.work.tile
@@ -129,8 +130,9 @@ def number_or_word(text:str) -> Any:
   except (ValueError, SyntaxError): return text
 
 def map_command(arguments:Sequence[str]) -> int:
-  """Runs the command that draws a mask function, which its arguments name, as a picture of tiles. Returns the exit code 0; a mistake in the arguments
-  ends the program with a message."""
+  """Runs the command `python -m attn.pictures map`, which draws for a user's mask function which tiles a kernel skips, masks, and computes without a
+  mask. `arguments` are the command's arguments, among them the name of the mask function. Returns the exit code 0; a mistake in the arguments ends
+  the program with a message."""
   parser = argparse.ArgumentParser("python -m attn.pictures map", description="Draws which tiles a kernel skips, masks, and computes without a mask "
                                    "for your own mask_mod. It needs no GPU: an emulator makes lists of tiles.")
   parser.add_argument("function", help="your mask_mod, as package.module:name or file.py:name")

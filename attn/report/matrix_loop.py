@@ -104,7 +104,8 @@ def mma_steps(mat:Mma, lane:UOp, data:UOp, nbytes:int) -> tuple[Callable[[int], 
   return read, multiply
 
 def loaded_operand(data:UOp, first:UOp, nbytes:int, size:int) -> UOp:
-  """Loads `nbytes` bytes from element `first` on."""
+  """Loads `nbytes` bytes of the buffer `data` per lane, from element `first` on, as a vector of dwords. `size` is the number of bytes of an
+  element."""
   width = min(nbytes, UNIT_BYTES)
   return functools.reduce(ops.concat, [ops.load_where(flat(data)[first + i//size], EVERYONE, width) for i in range(0, nbytes, width)])
 

@@ -82,13 +82,15 @@ def judge_backward(found:JudgedShape, arch:Chip) -> tuple[Any, float]:
 # ***** times *****
 
 def kernel_time(x:ReportedKernel, how:str, sensors:Sensors) -> KernelTime:
-  """Measures the time of a kernel in several rounds of runs. On the emulator, returns the time of the first run instead."""
+  """Measures the time of a kernel in several rounds of runs. `how` (one of `schema.HOW`) says by which clock: events around a CUDA graph, the
+  device's time of each launch, or the emulator's time. For the emulator, returns the time of the kernel's first run."""
   if how == BY_EMULATOR: return KernelTime(x.name, x.tile, 1, (x.seconds,))
   with sampled(sensors) as readings: runs, rounds = timed_rounds(repeater(x.schedule))
   return KernelTime(x.name, x.tile, runs, rounds, median_reading(readings))
 
 def timed_row(x:JudgedShape, how:str, sensors:Sensors) -> ReportRow:
-  """Times the kernels of a shape. If a kernel fails now, the results of the shape count as wrong."""
+  """Times the kernels of a shape whose results were checked before. `how` (one of `schema.HOW`) says by which clock. If a kernel fails while it is
+  timed, the results of the shape count as wrong."""
   try: return ReportRow(x.shape, x.verdict, tuple(kernel_time(k, how, sensors) for k in x.kernels), x.refused)
   except Exception as e: return ReportRow(x.shape, failed(f"failed while it was timed: {first_line(e)}"))
 

@@ -36,11 +36,12 @@ class RateToMeasure:
   work: float
   timer: Callable[[], Callable[[int], float]]
 
-def loop_rate(arch:Chip, dtype:str, trips:int, units:int) -> RateToMeasure|None:
-  """Returns the measurement of a chip's matrix instructions alone, or None if attn knows none. The timer first checks the results: four times as many
-  iterations must give sums that are four times as large. Otherwise it raises WrongProducts."""
+def loop_rate(arch:Chip, dtype:str, trips:int, compute_units:int) -> RateToMeasure|None:
+  """Returns the measurement of a chip's matrix instructions alone, or None if attn knows none. `trips` is the number of loop iterations of a wave,
+  and `compute_units` says how many compute units get workgroups. The timer first checks the results: four times as many iterations must give sums
+  that are four times as large. Otherwise it raises WrongProducts."""
   if (loop := matrix_loop(arch, dtype)) is None: return None
-  groups = units*loop.workgroups
+  groups = compute_units*loop.workgroups
   def timer() -> Callable[[int], float]:
     few, many = (loop.outputs(groups, n, dtype) for n in (trips//4, trips))
     seconds = repeater(compiled(many))

@@ -129,7 +129,8 @@ def nvidia_driver(cuda:str|None) -> str:
   return ", ".join([f"NVIDIA {version_numbers(x)}" for x in found[:1]] + [cuda or "CUDA of unknown version"])
 
 def nvidia_sensors(pci:str) -> Sensors:
-  """Asks nvidia-smi for the sensors of the card at a PCI address."""
+  """Returns a function that asks nvidia-smi for the sensors (clocks, power, temperature) of the card at a PCI address. The function returns None if
+  nvidia-smi does not answer."""
   def number(text:str) -> float|None:
     try: return float(text)
     except ValueError: return None     # [N/A]

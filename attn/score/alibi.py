@@ -8,7 +8,7 @@ from attn.ops.language import compound
 from attn.ops.operation import Value, emit, integer
 from attn.problem import TENSORS_OF_TERMS, Problem
 from attn.score.places import Positions
-from attn.score.term import Fragment, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
+from attn.score.term import Fragment, ScoreTerm, ScoreUnit, TermRegisters, TermTensor, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
@@ -18,11 +18,12 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
   return c.fma(c.splat(slope, len(offsets)), away, x)
 
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Computes x + slope*|distance - offset| for each element of x. x holds the scores of one row. `distance` (fp32) is the distance of the row to one
-  column, and `offsets` has the distance, in columns, of each element from that column."""
+  """Computes x + slope*|distance - offset| for each element of x. x holds the scores of one row. `slope` is the row's ALiBi slope with its sign
+  changed, in the unit of the scores. `distance` (fp32) is the number of columns from the first element's column to the column where the diagonal
+  meets the row, and `offsets` has the number of columns from the first element to each element."""
   return emit("alibi", x.dtype, x, slope, distance, offsets=offsets)
 
-def _moved(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+def _moved(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   row, p = at.row, at.p
   slope = ops.mul(ops.flat(at.given["alibi_slopes"])[row.batch*p.H + row.head if p.alibi_batched else row.head].load(), -at.unit.of_natural)
   # |i + offset - j| is symmetric. One conversion to fp32 serves all vectors: on NVIDIA it takes the time of eight subtractions

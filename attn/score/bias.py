@@ -11,7 +11,7 @@ from attn.ops.operation import Value, emit
 from attn.ops.softmax import LOWEST
 from attn.problem import BYTES, TENSORS_OF_TERMS, Problem
 from attn.score.places import Positions
-from attn.score.term import NATURAL, Fragment, ScoreTerm, TermRegisters, TermTensor, Unit, changed, one
+from attn.score.term import NATURAL, Fragment, ScoreTerm, ScoreUnit, TermRegisters, TermTensor, changed, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import FLOATS
 
@@ -24,7 +24,7 @@ def _rounded(c:Any, x:Value) -> Value:
   def element(i:int) -> Value: return c.select(c.number(LOWEST) < c.element(x, i), c.element(bounded, i), c.element(x, i))
   return c.vector(*map(element, range(n)))
 
-def _added(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+def _added(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   if at.unit == NATURAL != unit: return [ops.fma(y, unit.natural, b) for b, y in zip(_loaded(at), x)]
   if at.unit == NATURAL: x = [emit("rounded", y.dtype, y) for y in x]      # forward and backward then round x in the same way
   return [ops.fma(b, at.unit.of_natural, y) for b, y in zip(_loaded(at), changed(x, unit, at.unit))]

@@ -1,5 +1,5 @@
-"""Hides columns beyond the last key or query of a sequence. Such columns exist if the tensor is larger than the sequence, or if the last tile is not
-full."""
+"""Hides keys beyond the last key of a sequence; in a kernel whose workgroups own keys and loop over queries, hides queries beyond the last query.
+Such keys and queries exist if the tensor is larger than the sequence, or if the last tile is not full."""
 from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any

@@ -124,8 +124,9 @@ class Lifted:
       return ops.add(ops.splat(moved(n*self.at.apart), size), ops.build(*steps[:size]))
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
-    """Returns k times a UOp as a `Line`: numbers that grow by the same amount from column to column. The UOp must be such a number, or a product of
-    one and of factors that are equal for all columns. Any other UOp gives None. Elements of tensors are assumed to be at most 2^64 (MODERATE)."""
+    """Returns k times a UOp as a `Line`: numbers that grow by the same amount from column to column. Returns None for a UOp that is neither such a
+    sequence of numbers nor a product of one with factors that are equal for all columns. The factors are multiplied first. So that this product does
+    not overflow in fp32, k may be at most 2^64 (MODERATE), and elements of tensors are assumed to be."""
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
     if u.op is not Ops.MUL: return None
@@ -184,7 +185,8 @@ class Lifted:
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
   def checked(self, index:UOp, column:int|None, size:int, number:int, axis:int) -> UOp:
-    """Returns an index unchanged, and lets the emulator check that it lies inside its axis. No check is needed for an index that can never lie
+    """Returns `index` unchanged, and lets the emulator check that it lies in 0..size-1 where `column` of the fragment is visible (None: some column).
+    `number` is the position of the indexed tensor in mod_tensors, and `axis` the indexed axis. No check is made for an index that can never lie
     outside."""
     if index.vmin >= 0 and index.vmax < size: return index
     first, last = self.at.limits

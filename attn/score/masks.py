@@ -17,7 +17,8 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, MASK_MOD, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """Returns the interval of columns that each mask leaves to a row."""
+  """Returns, for each mask of the table, the interval of columns that a row sees, both ends included. `walk` says what a row and a column are: a
+  query and a key, or a key and a query."""
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)

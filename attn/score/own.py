@@ -15,7 +15,7 @@ from attn.score.in_tensors import parts_in_tensors, with_gradients
 from attn.score.lifted import Elementwise, Lifted
 from attn.score.mask import Mask, both_hold
 from attn.score.places import Positions, Walk
-from attn.score.term import Fragment, ScoreTerm, TermRegisters, Unit, one
+from attn.score.term import Fragment, ScoreTerm, ScoreUnit, TermRegisters, one
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 
 # ***** score_mod *****
@@ -24,7 +24,7 @@ def score_function(p:Problem) -> Traced:
   assert p.score_mod is not None
   return p.score_mod
 
-def _value(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+def _value(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   mod = score_function(at.p)
   return Lifted(at, f"score_mod={mod}", x, unit.natural).scaled(tidied(mod.value), at.unit.of_natural)
 
@@ -36,7 +36,7 @@ def _variable(p:Problem) -> UOp:
   """Returns the symbol by which a kernel differentiates score_mod: the score, or an element of a mod_tensor."""
   return SCORE if p.by_element is None else float_elements(p)[p.by_element]
 
-def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   """Computes the derivative of a score_mod by the score, or by the element that `Problem.by_element` names. Sets it to 0 where the function returns
   -inf: the weight P is 0 there, and the product of P and the derivative must be 0, too, but the derivative could be infinite or NaN."""
   mod = score_function(at.p)

@@ -1,5 +1,5 @@
-"""Places of queries and keys in their sequences. A place is a number on an axis that queries and keys share. It is given in two forms: as a
-workgroup's loop counts it, and as a tensor."""
+"""Places of queries and keys in their sequences. A place is a number on an axis that queries and keys share: key j stands at place j, and query i at
+place i + offset, so that the diagonal joins equal places. `Walk` has the places in a kernel's loop over tiles, `Positions` has them as Tensors."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any

@@ -9,7 +9,7 @@ from attn.ops.language import compound
 from attn.ops.operation import Value, emit
 from attn.problem import Problem
 from attn.score.places import Positions
-from attn.score.term import Fragment, ScoreTerm, Unit
+from attn.score.term import Fragment, ScoreTerm, ScoreUnit
 from attn.tinygrad_compat import Tensor, UOp, dtypes
 from attn.values import LOG2E
 
@@ -43,12 +43,12 @@ def softcap(x:UOp, inner:float, outer:float, terms:int) -> UOp:
   error is a few units in the last place of the value for |x * inner| up to 0.2, with 10 terms for every x."""
   return emit("softcap", x.dtype, x, UOp.const(inner, dtypes.float), UOp.const(outer, dtypes.float), terms=terms)
 
-def _capped(x:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+def _capped(x:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   p = at.p
   terms = 10 if p.dtype == "float32" else 4 if p.softcap > SMALL_CAP else 0
   return [softcap(y, unit.natural/p.softcap, p.softcap*at.unit.of_natural, terms) for y in x]
 
-def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+def _slope(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   """Computes the derivative of softcap * tanh(score / softcap). It is 1 - tanh^2, where tanh comes from `after`, the scores after the term."""
   tanhs = [ops.mul(y, 1/(at.p.softcap*at.unit.of_natural)) for y in after]
   return [ops.sub(ops.splat(1.0, ops.length(y)), ops.mul(y, y)) for y in tanhs]

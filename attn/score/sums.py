@@ -21,7 +21,8 @@ class Summed:
     sizes: sizes of the sum along batches, heads, queries and keys. 1 along an axis over which dS is added up
     dtype: dtype in which the kernel stores a complete sum
     derivatives: names of the score terms by whose derivatives dS is multiplied before it is added
-    diagonals: whether dS of scores with equal i - j is added up. The kernel then stores, for each diagonal of tiles, the sum of its tiles"""
+    diagonals: whether dS is added up over query i and key j with equal i - j. The kernel adds the tiles along each diagonal element by element, and
+      stores one sum of tile size per diagonal; tensor operations then add up elements with equal i - j"""
   name: str
   sizes: tuple[int, ...]
   dtype: str

@@ -21,8 +21,8 @@ class Row:
   there: UOp
 
 @dataclass(frozen=True)
-class Unit:
-  """Unit of a score: a score of 1 in this unit is `natural` in natural logarithms, and `base2` in base-2 logarithms."""
+class ScoreUnit:
+  """Unit of scores. A score s in this unit stands for the weight e^(s*natural) = 2^(s*base2) in the softmax."""
   natural: float
   base2: float
   @property
@@ -30,19 +30,20 @@ class Unit:
     """Factor that converts a score in natural logarithms to this unit."""
     return LOG2E/self.base2
 
-BASE2, NATURAL = Unit(LN2, 1.0), Unit(1.0, LOG2E)
+BASE2, NATURAL = ScoreUnit(LN2, 1.0), ScoreUnit(1.0, LOG2E)
 
-def raw_unit(p:Problem) -> Unit:
+def raw_unit(p:Problem) -> ScoreUnit:
   """Returns the unit of Q K^T. The unit includes softmax_scale, so no instruction multiplies scores by softmax_scale alone."""
-  return Unit(p.softmax_scale, p.softmax_scale*LOG2E)
+  return ScoreUnit(p.softmax_scale, p.softmax_scale*LOG2E)
 
-def changed(x:list[UOp], unit:Unit, to:Unit) -> list[UOp]:
+def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
   """Converts scores from the unit `unit` to the unit `to`, for example from base-2 logarithms to natural logarithms."""
   return x if unit == to else [ops.mul(y, unit.base2/to.base2) for y in x]
 
 @dataclass(frozen=True)
 class Fragment:
-  """Positions of the scores of one row in one tile, as a lane holds them: a list of vectors, whose elements are columns of the tile."""
+  """Where the scores of one row lie in a tile that a lane holds: which row, and which column each score has. The scores themselves are a list of
+  vectors beside this object. Rows are queries and columns are keys, or the reverse (`over`)."""
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name
   row: Row
@@ -54,7 +55,7 @@ class Fragment:
   block: int                          # columns of a group that lie side by side
   columns: list[tuple[int, ...]]      # columns of each vector, counted from the lane's first column
   apart: int                          # columns from one vector to the next
-  unit: Unit                          # unit of the scores after a term: BASE2 or NATURAL
+  unit: ScoreUnit                     # unit of the scores after a term: BASE2 or NATURAL
   limits: tuple[UOp|None, UOp]        # first and last column that the row sees, counted from the lane's first column; None: no mask hides the first
   @property
   def over(self) -> str:
@@ -78,13 +79,13 @@ class TermRegisters(IntEnum):
   SCORES = 2     # a number for each score
 
 # (scores, their positions, their unit) -> the scores after the term, in the unit of the fragment
-TermValue = Callable[[list[UOp], Fragment, Unit], list[UOp]]
+TermValue = Callable[[list[UOp], Fragment, ScoreUnit], list[UOp]]
 # (scores before the term, scores after it, their positions, their unit before it) -> the derivative of the natural score, at each score
-TermDerivative = Callable[[list[UOp], list[UOp], Fragment, Unit], list[UOp]]
+TermDerivative = Callable[[list[UOp], list[UOp], Fragment, ScoreUnit], list[UOp]]
 # (natural scores (B, Hkv, query heads of each, Sq, Sk), the problem, positions, the optional tensors by name) -> the natural scores after the term
 PlainTerm = Callable[[Tensor, Problem, Positions, Mapping[str, Tensor]], Tensor]
 
-def one(before:list[UOp], after:list[UOp], at:Fragment, unit:Unit) -> list[UOp]:
+def one(before:list[UOp], after:list[UOp], at:Fragment, unit:ScoreUnit) -> list[UOp]:
   """Returns 1, the derivative of a score term that only adds to a score, such as a bias."""
   return [ops.splat(1.0, ops.length(x)) for x in after]
 
@@ -116,14 +117,14 @@ class TermTensor:
 
 @dataclass(frozen=True)
 class ScoreTerm:
-  """One row of the table of score terms (softcap, ALiBi, bias, score_mod): an operation on scores between Q K^T and the softmax. Kernels, tensor
-  operations and checks all read this row.
+  """One entry of the table of score terms (softcap, ALiBi, bias, score_mod): an operation on scores between Q K^T and the softmax. Kernels, tensor
+  operations and checks all read this entry.
 
     derivative: computes the derivative in the backward kernels. None: they cannot, and tinygrad differentiates `plain`
     differentiable: whether the term has a derivative at all. If not, asking for a gradient raises an error with the term's name
-    of: returns the row for one problem, where it depends on the problem. None: the row is the same for all problems
-    placed: whether the term depends on how far a query and a key are apart in their sequence
-    moves: whether scores stay the same if queries and keys are both counted from another row (as in Mask)"""
+    of: returns the entry for one problem, where it depends on the problem. None: the entry is the same for all problems
+    placed: whether the term depends on the distance between a query and a key in their sequence
+    moves: whether the term stays the same if queries and keys are both counted from a later row, as on a device that holds part of a sequence"""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
   derivative: TermDerivative|None

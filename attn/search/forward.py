@@ -1,13 +1,13 @@
 """Search that makes the tables of forward tiles in attn/chips. It predicts times from machine code and measures nothing. The command is attn/tune.py.
 
-A table row is for one family of matrix units and for head dimensions up to one of CLASSES. The search looks at those tiles of `candidates` that do
-not spill. The best tile has the greatest `Bound`: its prediction by attn.isa.timing counts first, and each figure is the worst over fp16 and bf16,
-full and causal. If the best tile has more than SMALL_TILE queries, a second row has the best tile with at most SMALL_TILE queries, for grids too
-small to fill a chip.
+A table row is for one family of matrix units and for head dimensions up to one of CLASSES. The search looks at those tile descriptions of
+`candidates` that do not spill. The best one has the greatest `Bound`: its prediction by attn.isa.timing counts first, and each figure is the worst
+over fp16 and bf16, full and causal. If the best tile has more than SMALL_TILE queries, a second row has the best tile with at most SMALL_TILE
+queries, for grids too small to fill a chip.
 
 Rows belong to the release of LLVM that the search ran with: the release of the clang of the pip extra `isa` (pip install '.[isa]'), or of the one
-that ATTN_CLANG names. Rows of an older release serve it and all releases before it. They stand in the table only if their tiles differ. On a GPU,
-TUNE=1 of bench.py chooses by time instead."""
+that ATTN_CLANG names. Rows of the newest release are for every compiler. Rows of an older release replace them for compilers of that release and
+before; the table has such rows only if their tiles differ from those of the newest release. On a GPU, TUNE=1 of bench.py chooses by time instead."""
 from __future__ import annotations
 import functools, itertools, multiprocessing, re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -192,9 +192,10 @@ class Class:
   rows: tuple[RankedTile, ...]
 
 def search_class(arch:str, d:int, each:Each=map) -> Class:
-  """Searches for the best tiles for head dimensions up to `d` on a chip. Tiles without prefetch, and tiles that need too many registers for ENOUGH
-  waves per SIMD, are tried only if the tiles tried before are not good enough. Tiles with a second LDS buffer are tried only for the LEADING best
-  tiles, and for the LEADING best tiles with at most SMALL_TILE queries, because a second buffer changes little else."""
+  """Searches for the best tile descriptions for head dimensions up to `d` on a chip. `each` maps a function over tiles, possibly in parallel. Tiles
+  without prefetch, and tiles that need too many registers for ENOUGH waves per SIMD, are tried only if the tiles tried before are not good enough.
+  Tiles with a second LDS buffer are tried only for the LEADING best tiles, and for the LEADING best with at most SMALL_TILE queries: a second buffer
+  hardly changes which tile is best."""
   chip, ranked, rows = get_chip(arch), list[RankedTile](), list[RankedTile]()
   space = candidates(chip, d)
   def look(tiles:list[UpTo[ForwardShape]]) -> list[RankedTile]:

@@ -58,11 +58,12 @@ def copied_anew(graph:Any, moved:list[int]) -> None:
 
 @functools.cache
 def with_selected_inputs(graph:type, copy_anew:Callable[[Any, list[int]], None]=copied_anew) -> type:
-  """Makes a subclass of a class of tinygrad's graphs under TinyJit, `graph`. In the subclass, every node of a graph uses the buffers of the current
-  call's inputs. tinygrad does this only for an input that a kernel or a copy uses as a whole. If a kernel or a copy uses one device's part of an
-  input, or a region of it, tinygrad keeps the buffers of the first call. If an input has the same address as in the call before, its nodes stay
-  unchanged: finding a region takes the host a tenth of a millisecond, and changing the graph takes time too. `copy_anew` updates copies of inputs
-  that have moved."""
+  """Returns a subclass of `graph`, a class of tinygrad's graphs under TinyJit. In each call of such a graph, every node (a kernel or a copy) uses the
+  buffers of this call's inputs. tinygrad does this only for a node that uses an input as a whole: a node that uses one device's part of an input, or
+  a region of it, would keep the buffer of the first call.
+
+  A node stays unchanged if its input has the same address as in the call before, because finding the region takes the host a tenth of a millisecond,
+  and changing the graph takes time too. `copy_anew(graph, nodes)` gives copies their new addresses."""
   class SelectedInputs(graph):   # type: ignore[misc, valid-type]
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()):
       with at_least_one_block(): super().__init__(linear, input_uops)

@@ -1,5 +1,5 @@
-"""Queries tinygrad's devices, and gives access to tinygrad's parts for AMD's machine code: the compiler comgr, tables of instructions, exponentials
-of doubles."""
+"""Queries tinygrad's devices, and gives access to what tinygrad has for AMD's machine code: the compiler comgr, tables of instructions, and patterns
+that replace exp2 and log2 of doubles, which AMD's hardware does not have."""
 from __future__ import annotations
 import contextlib, ctypes, os, sys, types
 from collections.abc import Iterator

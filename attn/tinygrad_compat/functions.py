@@ -47,8 +47,8 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers that belong to a FUNCTION, tinygrad's UOp for a call of a `@function`. They are the buffers that `new_buffer` made, and those
-  that tinygrad's own code finds, whose first content is Invalid."""
+  """Returns the buffers that belong to a FUNCTION, tinygrad's UOp for a call of a `@function`: the buffers that `new_buffer` made, and the buffers
+  without initial content that tinygrad's own code makes inside the function (`Tensor.invalids`)."""
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}
 
 def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
@@ -60,9 +60,10 @@ def with_own_buffers(body:UOp, slots:Iterator[int]) -> UOp:
 
 def with_shared_outputs(body:UOp) -> UOp:
   """Changes what the body of a `@function` returns, so that tinygrad does not compute an output twice. If the body copies an output to a buffer
-  because a kernel reads it there, the body now returns this copy. An output on several devices whose buffers are filled one device after another is
-  copied to a new buffer, and the body returns the new buffer. Otherwise tinygrad would put the caller's buffer in place of the output on all devices,
-  but not in the statements that fill the buffer of a single device."""
+  because a kernel reads it there, the body now returns this copy.
+
+  If the buffers of an output on several devices are filled one device after another, the body returns a copy of the output in a new buffer. tinygrad
+  replaces a returned buffer by the caller's buffer, but only where all devices use the buffer together, and not where one device fills its part."""
   if body.op is not Ops.TUPLE: return body
   inside = body.toposort(enter_calls=False)
   buffers = {u.src[0]: u for u in inside if u.op is Ops.CONTIGUOUS}
@@ -81,8 +82,8 @@ def with_inlined_functions(body:UOp) -> UOp:
 
 def numbered(uret:UOp) -> UOp:
   """Prepares the body of a `@function`, in place of tinygrad's own step for this. The buffers inside get the numbers -1, -2 and so on, so that equal
-  functions are the same UOp. tinygrad gives the numbers 0, 1 and so on, by one replacement after another. Then two buffers may become the same: if a
-  new number is the old number of another buffer in the function, or of a tensor's buffer."""
+  functions are the same UOp. tinygrad gives the numbers 0, 1 and so on, and renames one buffer after another. If the new number of a buffer is the
+  present number of another buffer, two buffers become one UOp."""
   return with_shared_outputs(with_own_buffers(with_inlined_functions(uret), itertools.count(-1, -1)))
 
 tinygrad_function = importlib.import_module("tinygrad.function")     # the package has the decorator under this name

@@ -50,8 +50,8 @@ def method_of_tinygrad(name:str) -> FunctionType|None:
   return own if method is own or (method.__module__ == own.__module__ and inspect.unwrap(method) is own) else None
 
 def maker_of_latent_cache() -> FunctionType|None:
-  """Returns the method by which tinygrad's language models make the cache of a block with latent attention. Returns None if tinygrad.llm cannot be
-  imported, as in the wheel of release 0.14.0."""
+  """Returns the method by which tinygrad's language models make the KV cache of a transformer layer with latent attention. Returns None if
+  tinygrad.llm cannot be imported, as in the wheel of release 0.14.0."""
   try: from tinygrad.llm.model import MLATransformerBlock
   except ImportError: return None
   return MLATransformerBlock._init_state     # type: ignore[return-value]
@@ -126,9 +126,9 @@ def _around(own:Callable[..., Any], within:Callable[[UOp], contextlib.AbstractCo
   return taken
 
 def watch_kernels(device:str, built:Callable[[UOp, Callable[[], Any]], None]) -> None:
-  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on. `again()` makes the AST a second
-  time. The outputs of such a kernel become sources of the AST's root. So an output stays a parameter of the program even if simplification removes
-  all its stores."""
+  """Makes tinygrad call `built(ast, again)` for each kernel of `Tensor.custom_kernel` on `device`, from now on. `ast` is the kernel; `again()` makes
+  the kernel a second time. `watch_kernels` also adds the outputs of each such kernel to the sources of the AST's root. So an output stays a parameter
+  of the program even if simplification removes all its stores."""
   making: list[Callable[[], Any]] = []
   custom_kernel, call = UOp.custom_kernel, UOp.call
   @functools.wraps(custom_kernel)

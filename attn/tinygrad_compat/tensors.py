@@ -9,8 +9,8 @@ from tinygrad.uop.ops import Ops, UOp
 from attn.tinygrad_compat.uops import new_uop, on_top
 
 def written_to(buffer:UOp, kernel:UOp) -> None:
-  """Makes every Tensor that is `buffer`, or a view of `buffer`, refer to the buffer's content after `kernel`, which writes to the buffer.
-  (Tensor.assign does this for views. It also does it for values computed from views that are not yet realized, which this function leaves alone.)"""
+  """Makes every Tensor that is `buffer`, or a view of `buffer`, refer to the buffer's content after `kernel`, which writes to the buffer. A Tensor
+  that is computed from such a view, but not realized yet, keeps the old content. (Tensor.assign would change such a Tensor too.)"""
   after = buffer.after(kernel)
   for t in [t for ref in list(all_tensors) if (t := ref()) is not None]:
     if (view := on_top(t.uop, buffer, after)) is not None: t.uop = view

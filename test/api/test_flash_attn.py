@@ -59,8 +59,9 @@ def agrees(ours_:dict[str, Any], **theirs:Any) -> Callable[[str], None]:
   return run
 
 def close_packed(function:str) -> None:
-  """Compares causal attention with float64: each element must be within its error limit (docs/contract.md). The results of packed and of separate
-  sequences need not be equal bit by bit, because dispatch may choose another tile for packed sequences."""
+  """Compares causal attention by `function`, of packed or separate sequences, with float64: each element must be within its error limit
+  (docs/contract.md). (Packed and separate sequences are not compared with each other bit by bit, because dispatch may choose another tile for packed
+  sequences.)"""
   o = array(whole(function, causal=True)).reshape(B, SQ, H, D).swapaxes(1, 2)
   k, v = (x[:, :SQ].repeat(2, 2) if "qkvpacked" in function else x for x in (K, V))
   x = [a.astype(np.float32).swapaxes(1, 2) for a in (Q, k, v)]

@@ -12,7 +12,7 @@ from attn.ops.plain import plain
 from attn.problem import EXTRAS, OF_TERMS, TENSORS_OF_TERMS, Problem
 from attn.reference import Options, exact, exact_backward
 from attn.score import terms
-from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
+from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, ScoreUnit, one, raw_unit
 from attn.score.places import Walk
 from attn.score.terms import TERMS
 from attn.tinygrad_compat import AxisType, KernelInfo, Tensor, UOp, dtypes
@@ -38,7 +38,7 @@ def test_the_fields_of_a_problem_are_the_terms() -> None:
 def test_dimensions_that_a_tensor_cannot_have(name:str, value:Any, message:str) -> None:
   with pytest.raises(ValueError, match=message): replace(problem(), **{name: value})
 
-def applied(term:ScoreTerm, p:Problem, unit:Unit, to:Unit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def applied(term:ScoreTerm, p:Problem, unit:ScoreUnit, to:ScoreUnit, given:dict[str, np.ndarray], x:np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Applies a term (bias, softcap, ...) to the scores of one query. Returns the new scores, in units of the natural logarithm, and the derivative of
   the term at each score."""
   def kernel(out:UOp, scores:UOp, *tensors:UOp) -> UOp:
@@ -60,7 +60,7 @@ def applied(term:ScoreTerm, p:Problem, unit:Unit, to:Unit, given:dict[str, np.nd
 @pytest.mark.parametrize("to", (BASE2, NATURAL), ids=("base2", "natural"))
 @pytest.mark.parametrize("raw", (True, False))
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
-def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:Unit) -> None:
+def test_a_derivative_is_that_of_the_value(term:ScoreTerm, raw:bool, to:ScoreUnit) -> None:
   p = problem(H=2, Sq=5, Sk=N, dtype="float32", softmax_scale=0.7, **OPTIONS[term.name])
   unit, given = raw_unit(p) if raw else to, {name: a for name, a in OPTIONS[term.name].get("extras", {}).items()}
   x, step = np.linspace(-4, 4, N)/unit.natural, 0.02/unit.natural

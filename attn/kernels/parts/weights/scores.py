@@ -16,7 +16,7 @@ from attn.ops import common as ops
 from attn.problem import Problem
 from attn.score.masks import first_seen, last_seen, scattered, seen_each
 from attn.score.places import Walk
-from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, Unit, one, raw_unit
+from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, ScoreUnit, one, raw_unit
 from attn.score.terms import score_terms
 from attn.tinygrad_compat import UOp
 from attn.values import LOG2E
@@ -43,11 +43,11 @@ class Scores:
   @property
   def raw(self) -> bool: return not self.terms
   @property
-  def unit(self) -> Unit:
+  def unit(self) -> ScoreUnit:
     """Unit in which the scores are measured after all score terms (softcap, ALiBi, bias) are applied, for example logarithms to base 2."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
-  def unit_of_terms(self) -> Unit: return NATURAL if self.natural else BASE2
+  def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
   @property
   def to_log2(self) -> float:
     """Factor by which the softmax multiplies scores to get base-2 logarithms."""
