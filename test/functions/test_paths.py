@@ -85,8 +85,8 @@ def gradients(attend:Callable[..., Tensor], inputs:list[Tensor]) -> list[Array]:
 @pytest.mark.parametrize("axis, with_gradients", ((0, False), (1, False), (2, False),
                                                   *[pytest.param(axis, True, marks=pytest.mark.thorough) for axis in range(3)]))
 def test_shards(axis:int, with_gradients:bool) -> None:
-  """Two devices share the batches, heads or rows of a call. On each device, score_mod and mask_mod get the indices that queries and keys have in the
-  whole problem."""
+  """Two devices each compute a part of a call: half of the batches, of the heads or of the sequence. On each device, score_mod and mask_mod get the
+  indices that queries and keys have in the whole call."""
   x, devices = [drawn(B, H, 32, D, seed=1), drawn(B, HKV, 32, D, seed=2), drawn(B, HKV, 32, D, seed=3)], ("EMU:1", "EMU:2")
   with emulated("gfx942"):
     def shard(t:Tensor) -> Tensor: return attn.shard_sequence(t, devices, 2, "contiguous") if axis == 2 else t.shard(devices, axis)

@@ -215,7 +215,8 @@ def dbias_text(arch:str) -> str:
   return render(dbias_of(p, chip, choose_bias_tile(p, chip))(*args), arch)
 
 def test_stored_values_are_computed_before_branches(monkeypatch:pytest.MonkeyPatch) -> None:
-  """The kernels compute values that a branch stores before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`."""
+  """If a branch stores a value, the kernels compute the value before the branch. Otherwise clang 22 moves matrix instructions into `if (row < Sq)`,
+  where some lanes are not active."""
   def found() -> list[str]: return [x for x in findings(assembly(dbias_text("gfx1100"), "gfx1100")) if x.startswith("across lanes")]
   assert found() == []
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
@@ -238,8 +239,8 @@ def run(*args:object) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def ours(monkeypatch:pytest.MonkeyPatch) -> list[Spec]:
-  """Replaces the sources of attn's kernels by small sample kernels, and the list of kernels to check by three. In the sample for gfx1100 some lanes
-  leave before the end. In the sample for gfx1201 they leave only if the problem has uneven rows."""
+  """Replaces attn's kernels by three small sample kernels, one for each of three chips. The sample for gfx1100 has a fault: some lanes return before
+  an operation across lanes. The sample for gfx1201 has this fault only if it is made for lengths that are not powers of two."""
   specs = [Spec("gfx942", 64), Spec("gfx1100", 64), Spec("gfx1201", 64)]
   def kernel_source(spec:Spec, llvm:int, shape:Shape|None) -> source.Source:
     text, leave = sample(spec.arch, spec.d), "  if (t&1) return;\n  l = __builtin_amdgcn_update_dpp(0.0f, l, 0xb1, 15, 15, true);\n"

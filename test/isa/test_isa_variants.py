@@ -1,5 +1,5 @@
-"""Compiles every kernel that dispatch chooses on every chip. No kernel spills or has a slow idiom, and the costs of each kernel equal those in
-docs/costs.txt."""
+"""Compiles every kernel that dispatch chooses on every chip. No kernel spills registers or has a slow instruction sequence that `costs.defects`
+finds, such as a maximum by compare and select. The costs of each kernel equal those in docs/costs.txt."""
 from __future__ import annotations
 import functools, re
 from dataclasses import replace
@@ -40,8 +40,8 @@ BARRIERS = ("s_barrier", "s_barrier_signal -1")      # barriers of a workgroup; 
 LOADS = {"vmcnt", "loadcnt"}                         # counters of loads from memory
 
 def test_the_page_has_the_files_figures() -> None:
-  """The table in docs/isa.md shows the figures of docs/costs.txt for the two backward kernels: instructions of each kernel and in total, registers in
-  memory, and `useful` (share of the matrix unit's peak rate that goes to useful products)."""
+  """The table in docs/isa.md shows the figures of docs/costs.txt for the two backward kernels: instructions of each kernel and in total, spilled
+  registers, and `useful` (share of the matrix unit's peak rate that goes to useful products)."""
   header, *lines = [[cell.strip() for cell in line.split("|")] for line in FILE.read_text().splitlines()[1:]]
   of = {line[0]: dict(zip(header, line)) for line in lines}
   rows = re.findall(r"^\| (gfx\w+/\d+/\w+) \| ([\d.]+): ([\d.]+) \+ ([\d.]+) \| (\d+%) \| (\d+)", (FILE.parent/"isa.md").read_text(), re.M)
@@ -73,9 +73,9 @@ def wrong_in_staggered(report:Report) -> list[str]:
   return [what for what in right if not right[what]]
 
 def wrong_in_dual_wave(report:Report) -> list[str]:
-  """Returns the wrong waits and barriers in a dual-wave kernel. An iteration handles two tiles in four clusters each, with a barrier after each
-  cluster. After each memory cluster a wait ends the loads that were issued four clusters before; the two products of a tile run during these loads.
-  Loads of two later tiles are always pending."""
+  """Returns which waits and barriers of a dual-wave kernel are wrong. An iteration computes two tiles of keys. Each tile takes four steps, two of
+  computation and two of memory access, and a barrier ends each step. A wait at the end of each step of memory access is for the loads that were
+  issued four steps before: the two matrix products of a tile hide them. Loads of two later tiles are always under way."""
   assert report.loop is not None
   waits = [x for x in report.waits if x.what.startswith("vmcnt")]
   barriers = [x for x in report.waits if x.what in BARRIERS]
@@ -184,7 +184,8 @@ def test_lazy_and_eager(arch:str) -> None:
 
 @functools.cache
 def both(spec:Spec) -> list[tuple[Report, list[str]]]:
-  """Returns the reports on the two kernels that compute the gradients of a problem, and the slow idioms in these kernels."""
+  """Returns the reports on the two kernels that compute the gradients for `spec`, each with the slow instruction sequences that `costs.defects` finds
+  in the kernel."""
   sources = [kernel_source(x) for x in spec.together]
   texts = [assembly(source.text, spec.arch) for source in sources]
   reports = [costs.report_of_text(x, source, text) for x, source, text in zip(spec.together, sources, texts)]
@@ -201,8 +202,8 @@ def sampled(arch:str, d:int, dtype:str, mask:str) -> Any:
 
 @pytest.mark.parametrize("spec", [sampled(x.arch, x.d, x.dtype, x.mask) for x in GRADIENTS])
 def test_gradients(spec:Spec) -> None:
-  """Backward kernels do not spill up to D=128. For larger D no hot loop spills, and at most OUTSIDE registers stay in memory during a loop. An
-  iteration has only the barriers that separate readers of LDS from writers; on gfx12 a barrier is two instructions."""
+  """Backward kernels do not spill up to D=128. For larger D at most OUTSIDE vector registers spill, and no hot loop accesses them. An iteration has
+  only the barriers that separate readers of LDS from writers; on gfx12 a barrier is two instructions."""
   for one, (r, slow) in zip(spec.together, both(spec), strict=True):
     held, loop, tile = r.resources, r.loop, chosen(one)[1]
     assert isinstance(tile, BackwardTile) and loop is not None

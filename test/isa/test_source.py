@@ -58,7 +58,7 @@ def printed_bounds(x:UOp, name:str, value:Callable[[UOp], UOp]) -> str:
 @pytest.mark.parametrize(("name", "axis", "held"), (("attn_clamped", AxisType.GLOBAL, True), ("attn_clamped", AxisType.WARP, False),
                                                     ("clamped", AxisType.GLOBAL, False)))
 def test_the_second_of_two_bounds_is_hidden(name:str, axis:AxisType, held:bool) -> None:
-  """If an integer is clamped between two bounds and is equal in all lanes, the printed source of an attn kernel hides the second bound from clang.
+  """The rendered source of an attn kernel hides the second bound from clang if an integer is clamped between two bounds and is equal in all lanes.
   clang then computes the integer in scalar registers. The source does not hide the bounds of other integers."""
   x = UOp.range(64, 0, axis)
   text = printed_bounds(x, name, lambda x: (x*3 - 5).maximum(0).minimum(100))
@@ -74,7 +74,7 @@ BOUNDED: list[tuple[Callable[[Any], Any], Callable[[int], int]]] = [
 
 @pytest.mark.parametrize("value, known", BOUNDED)
 def test_hidden_bounds_hold(value:Callable[[UOp], UOp], known:Callable[[int], int]) -> None:
-  """The printed source of an integer whose bounds are hidden from clang gives the right value when its expressions are evaluated."""
+  """The rendered source of an integer whose bounds are hidden from clang gives the right value when its expressions are evaluated."""
   text = printed_bounds(UOp.range(64, 0, AxisType.GLOBAL), "attn_clamped", value)
   statements = [re.sub(r"\(\((.*?)<(.*?)\)\?(.*?):(.*?)\)", r"(\3 if \1<\2 else \4)", x) for x in re.findall(r"(alu\d+ = .*|= .*alu\d.*);", text)]
   assert re.search(r"= ~?not_(above|below)\(", text)

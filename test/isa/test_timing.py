@@ -177,10 +177,10 @@ TWO_LOOPS = "\n".join([
   "s_branch .LBB0_3", ".LBB0_2:", "{vector}", "s_barrier", "{matrix}", "s_barrier", "s_cbranch_scc1 .LBB0_2", ".LBB0_3:", "s_endpgm"])
 
 def test_halves_of_a_workgroup_take_loops_of_their_own() -> None:
-  """The predicted time of an iteration is right if the two halves of a workgroup run different loops, which overlap. On each SIMD there are two
-  waves, one of each half: one multiplies (8 MFMAs of 32 cycles) while the other adds (60 additions of 4 cycles), and then they change places. Each of
-  the two phases takes 60*4 + 8*4 = 272 cycles of vector issue and a barrier, and the iteration takes a branch of 32 cycles. If all waves ran the
-  first loop, an iteration would take 2*256 + 2*240 cycles."""
+  """The predicted time of an iteration is right if the two halves of a workgroup run different loops, which overlap. A SIMD has one wave of each
+  half: while one multiplies, the other adds, and then they change places. The SIMD issues an MFMA or an addition every 4 cycles, and an MFMA keeps
+  the matrix unit busy for 32 cycles. So each of the two phases takes 60*4 + 8*4 = 272 cycles for 60 additions and 8 MFMAs, plus a barrier, and a
+  branch of 32 cycles ends the iteration. If all waves ran the first loop, an iteration would take 2*256 + 2*240 cycles."""
   sums = [f"v[{16*(i % 4)}:{16*(i % 4) + 15}]" for i in range(8)]
   matrix = "\n".join(f"v_mfma_f32_32x32x8_f16 {x}, v[80:81], v[82:83], {x}" for x in sums)
   text = kernel(threads=512).replace("next_free_vgpr 128", "next_free_vgpr 256")
@@ -310,8 +310,9 @@ def test_memory_moves_every_tensor_once() -> None:
   assert moved(p, Division(64, 32, products=((2, 1),))) == pytest.approx(20*row + 2*4*256*4)
 
 def test_key_ranges_and_packed_heads_divide_a_problem() -> None:
-  """Key ranges and packed heads divide a problem into workgroups. Each of 2 key heads serves one query of 8 query heads, which one workgroup packs
-  together. The 1024 keys take 32 iterations of 32 keys, divided into 4 key ranges. So there are 2*4 = 8 workgroups, of 8 iterations each."""
+  """Key ranges and packed heads divide a problem into workgroups. There is one query for each of 16 heads. A workgroup computes the 8 heads that use
+  the same key/value head. The 1024 keys take 32 iterations of 32 keys, divided into 4 key ranges. So there are 2*4 = 8 workgroups, of 8 iterations
+  each."""
   p = Problem(1, 16, 2, 1, 1024, 64, 64, softmax_scale=0.125, num_splits=4)
   x = Division(32, 32, heads=8, splits=4)
   assert trips_of_blocks(p, x) == [32] and blocks_of_grid(p, 32, heads=8) == 8

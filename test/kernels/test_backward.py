@@ -195,8 +195,9 @@ ROWS_OF_PLAIN = [(arch, c, keys) for arch in ("gfx90a", *ARCHS) for keys in (Fal
 
 @amd_in_turn("read_ahead", (3,))
 def test_tiles_of_few_registers(arch:str, read_ahead:int) -> None:
-  """Tiles with all options that save registers give right gradients. With these options the own rows stay in LDS, a thread loads one 16-byte item
-  after another, rows are read in pieces, and the operands of `read_ahead` matrix tiles are read ahead of the compiler fences."""
+  """Tiles with all options that save registers give right gradients. The rows that a workgroup owns stay in LDS, other rows are loaded 16 bytes at a
+  time, and a compiler fence after each two units of a row keeps reads from LDS near the products that use them. With `read_ahead`, operands of that
+  many matrix tiles are read before the fence nevertheless."""
   few = dict(own_in_lds=(True, True), fenced=2, prefetch=0, sparing=True, by_item=True, read_ahead=read_ahead)
   check_backward_kernels(arch, H=1, Sq=40, Sk=65, D=53, Dv=46, causal=True, tiles=lambda t: replace(t, **few))
 
@@ -212,8 +213,9 @@ def test_tiles_for_problems_without_options(arch:str, row:UpTo[BackwardShape], k
                          only="dkdv" if keys else "dq")
 
 def test_part_of_an_operand_is_refused() -> None:
-  """Dispatch refuses a tile for RDNA3 whose fences would separate the two 16-byte units of an operand. With such a tile the kernel would compute no
-  product, and only its wrong results would show this."""
+  """Dispatch refuses a tile for RDNA3 with fenced=1, which puts a compiler fence after every 16-byte unit of a row. RDNA3's matrix instruction needs
+  two units as an operand, so no operand would be whole between two fences. The kernel would compute no product, and only its wrong results would show
+  this."""
   p, chip = problem(D=64), get_chip("gfx1100")
   one, two = (UpTo(64, BackwardShape(4, 16, fenced=n)) for n in (1, 2))
   assert "fenced=1 is less than the number of units in one operand" in str(misfit(p, chip, one, backward_tile(p, chip, one, False)))
@@ -458,7 +460,7 @@ def unmasked(over:str) -> Callable[[pytest.MonkeyPatch], None]:
 def unwritten(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "cleared_gradients", lambda self, names: [])
 
 def blind_row(Sq:int) -> np.ndarray:
-  """Makes a bias that hides all keys from one query. The query lies in tiles of which no mask hides scores."""
+  """Makes a bias that is -inf for all keys of query 7. The query sees no key, although no mask such as causal=True hides one."""
   bias = floats(1, 1, Sq, 1)
   bias[0, 0, 7] = -np.inf
   return bias

@@ -109,7 +109,8 @@ HARD = {f"{make.__module__.removeprefix('test_')}-{make.__name__}": make for mak
                                                   else pytest.mark.thorough) for name in HARD for D in (16, 40)])
 def test_adversarial(name:str, D:int) -> None:
   """Gradients are within their error limits on hard inputs. If one key dominates, P is exactly 1 only if backward rounds the scores as forward did
-  for lse. If all scores are near -300, dO V^T and delta must use equal P."""
+  for lse. If all scores are near -300, the terms P*(dO V^T - delta) of a query must cancel. They do only if P equals the P by which forward computed
+  O, from which delta comes."""
   check_all(make=HARD[name], Sq=40, Sk=50, D=D)
 
 @pytest.mark.thorough
@@ -172,8 +173,8 @@ def test_same_in_every_run() -> None:
 
 def without_delta(m:pytest.MonkeyPatch) -> None: m.setattr(plain_backward, "scaled_delta", lambda delta, p: UOp.const(0.0, dtypes.float))
 def unguarded(m:pytest.MonkeyPatch) -> None:
-  """Plants a fault: the kernel does not set P and dS of hidden pairs to 0. For a query that sees no key, lse is -inf, and the kernel subtracts inf
-  from the scores instead. The fault also removes this inf, because by itself it would make P 0 and prevent NaN."""
+  """Plants a fault: the kernel does not set P and dS of hidden pairs to 0. A query that sees no key has lse = -inf; kernels use +inf in its place,
+  which also makes P 0. The fault removes this second protection too, so that the gradients become NaN."""
   m.setattr(gradients, "reference", lambda x: x)
   m.setattr(Scores, "clear", lambda self, x, row, tile: x)
 def of_another_head(m:pytest.MonkeyPatch) -> None:

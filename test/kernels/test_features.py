@@ -196,8 +196,8 @@ def test_scores_far_below_zero(arch:str, option:dict[str, Any]) -> None:
   assert lse is not None and (lse < -5e4).all()
 
 def huge(p:Problem) -> Inputs:
-  """Makes inputs with scores of 1.3e10 that are no powers of two, so their product with the scale is inexact. A kernel that rounds the difference of
-  score and maximum once more than the maximum gives results that are wrong by hundreds of powers of two."""
+  """Makes inputs with scores of 1.3e10 whose products with the softmax scale are inexact. If a kernel rounds the product of the maximum but not the
+  products of the scores, as an fma does, the differences are wrong by hundreds, and so is P by hundreds of powers of two."""
   x = normal(p)
   k = np.full_like(x.k, 16384)
   k[:, :, ::3] = 16256               # the next lower bfloat16

@@ -94,8 +94,8 @@ def creeping(p:Problem) -> Inputs:
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Makes inputs whose row maxima rise by more than 2^128 from tile to tile. Relative to the maximum of one tile, no weight of the next tile is
-  finite."""
+  """Makes inputs whose largest score in a row rises by more than 89 from tile to tile. A weight relative to the maximum of the tile before, exp(more
+  than 89), then overflows float32."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()
   return Inputs(np.full_like(x.q, 0.5), k, x.v)

@@ -1,5 +1,5 @@
-"""Tests of multi-head latent attention, where values are the first columns of the keys. They cover the kernels mla and mla_mma, whose waves share the
-computation with V, and attention and caches with one tensor for keys and values."""
+"""Tests of multi-head latent attention, where values are the first columns of the keys: of the kernels mla and mla_mma, in which each wave multiplies
+P by its own part of V's columns, and of attention and caches with one tensor for keys and values."""
 from __future__ import annotations
 import contextlib
 from dataclasses import replace
@@ -50,8 +50,9 @@ def latent(make:Maker) -> Maker:
 def tile_for(arch:str, p:Problem) -> MlaTile|MlaMmaTile: return (mla_mma_tile if arch.startswith("sm") else mla_tile)(p, get_chip(arch))
 
 def check_mla(arch:str, make:Maker=normal, **parameters:Any) -> None:
-  """Compares o and lse of a problem with float64: each element must be within its error limit (docs/contract.md). The tile is the one that dispatch
-  chooses for this number of rows, for any head dimension."""
+  """Compares o and lse of latent attention with float64: each element must be within its error limit (docs/contract.md). The kernel is mla or
+  mla_mma, with the tile that fits the number of query rows (queries times heads), although dispatch would choose another kernel for such a small head
+  dimension."""
   parameters = {**NARROW, "Sq": 1, "v_in_k": True, **parameters}
   check_kernels(arch, latent(make), tile=lambda _: tile_for(arch, problem(**parameters)), **parameters)
 
@@ -218,8 +219,8 @@ def test_other_kernels_read_v_in_k(arch:str, Dv:int) -> None:
   with emulated(arch): check_against_exact(array(attn.attention(tensor(q, "float16"), tensor(k, "float16"), None, v_dim=Dv, causal=True)), q, k, Dv)
 
 def test_no_kernel_has_its_gradient() -> None:
-  """No kernel computes gradients of a problem with v_dim. Dispatch says this also for short rows and for float32. An earlier version raised
-  KeyError."""
+  """No kernel computes the gradients of a call with v_dim (latent attention, where V is the first v_dim columns of K): tinygrad differentiates tensor
+  operations instead. `explain` gives this reason also for small head dimensions and float32, where an earlier version raised KeyError."""
   for arch, dtype, D in (("gfx942", "float16", 32), ("sm_80", "float32", 32), ("sm_90", "float16", 576)):
     with emulated(arch):
       choice = backward_choice_of(draw(1, 4, 3, D, dtype=dtype), draw(1, 1, 40, D, dtype=dtype), None, v_dim=20)
@@ -228,7 +229,8 @@ def test_no_kernel_has_its_gradient() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch, D, Dv", (("gfx942", 32, 20), ("sm_80", 264, 257)))
 def test_gradient(arch:str, D:int, Dv:int) -> None:
-  """The gradient of K is the sum of the gradient of K as keys and the gradient of its first columns as values."""
+  """The gradient of a call with v_dim, which tinygrad computes from tensor operations, equals that of a call with V as a tensor of its own. The
+  gradient of K is the sum of its gradient as keys and of the gradient of its first columns as values."""
   with emulated(arch):
     q, k = (tensor(x, "float16").realize() for x in (drawn(1, 4, 3, D), drawn(1, 1, 40, D, seed=1)))
     found, want = (attn.attention(q, k, v, causal=True, **options).float().square().sum().gradient(q, k)
@@ -270,8 +272,9 @@ def test_every_tile_that_is_timed(arch:str, tile:MlaTile|MlaMmaTile) -> None:
 
 @pytest.mark.parametrize("arch", ("gfx942", "sm_90"))
 def test_a_tile_that_was_timed(arch:str, monkeypatch:pytest.MonkeyPatch, tmp_path:Path, recwarn:pytest.WarningsRecorder) -> None:
-  """Tuning by time (TUNE=1) stores the fastest tile for latent attention, and dispatch uses it for all problems of its class, with caches and
-  without. Dispatch ignores a stored tile that the chip does not have, with a warning."""
+  """Tuning by time (TUNE=1) stores the fastest tile for latent attention. Dispatch uses the tile for all problems with the same head dimensions and
+  options whose lengths and number of heads round up to the same powers of two, with caches and without. Dispatch ignores a stored tile that the chip
+  does not have, with a warning."""
   monkeypatch.setattr(tuned, "path", lambda: tmp_path/"tune.json")
   monkeypatch.setattr(tuned, "stamp", lambda: {"attn": "0"})
   row, chip, seen = decode.DecodeStep(2, 128, 1, 4000, 576, v_dim=512), get_chip(arch), list[Any]()

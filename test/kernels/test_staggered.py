@@ -1,5 +1,5 @@
-"""Tests of the staggered kernel of CDNA2 and CDNA3, whose waves alternate: its results agree with float64, and the emulator finds a missing
-barrier."""
+"""Tests of the staggered kernel of CDNA2 and CDNA3, in which the two halves of a workgroup's waves take turns: one half multiplies while the other
+computes weights. The kernel's results agree with float64, and the emulator finds a missing barrier."""
 from __future__ import annotations
 from dataclasses import replace
 import pytest

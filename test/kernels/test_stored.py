@@ -35,7 +35,7 @@ def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> St
 def rows_like(p:Problem, width:int, seed:int=5) -> np.ndarray: return np.random.default_rng(seed).standard_normal((p.B, p.Hkv, p.Sk, width))
 
 def tiny_values(p:Problem) -> Stored:
-  """Makes rows of V whose scales are about 1e-8: with a weight of 1 they would be 0 in float16."""
+  """Makes rows of V whose scales are about 1e-8. The product of a softmax weight and such a scale would be 0 in float16."""
   return with_values(p, v=rows_like(p, p.Dv)*4e-7)
 def large_values(p:Problem) -> Stored:
   """Makes rows of V with the largest numbers of float16: their scales are 516."""
@@ -144,7 +144,7 @@ def test_rows_beyond_the_lengths_have_no_effect_in_plain_uops(arch:str) -> None:
 
 @in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=1)
 def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
-  """If one key has all the weight, O is its stored row: its numbers times the scale, in float32 with two roundings."""
+  """If one key has all the weight, O is the stored row of this key times the row's scale, up to rounding in float32."""
   make_tile = (lambda p: tiled_tile(p, chip(arch))) if dtype == "float32" else None
   p = stored_problem(Sq=16, Sk=96, D=64, H=2, dtype=dtype, out_dtype="float32")
   x = normal_rows(p)

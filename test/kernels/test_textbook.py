@@ -19,7 +19,8 @@ with patch.dict(os.environ):   # the example sets DEV itself
   import removed_example_defects as defects
 
 def check(make:Callable[[Problem], Inputs]=normal, **parameters) -> None:
-  """Builds the problem, runs the textbook kernel, and compares o with float64: each element must be within its error limit (docs/contract.md)."""
+  """Runs the textbook kernel on a problem made from `parameters` (the arguments of `problem`), and compares o with float64: each element must be
+  within its error limit (docs/contract.md)."""
   p = problem(lse=False, out_dtype="float32", **parameters)
   x, dtype = make(p), {"float16": np.float16, "float32": np.float32}[p.dtype]
   inputs = [a.astype(dtype) for a in (x.q, x.k, x.v)]
@@ -45,7 +46,7 @@ def test_shapes_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="the head dimension of q is 16"): Tensor.empty(1, 2, 8, 24).custom_kernel(q, k, k, fxn=textbook())
 
 def test_it_is_plain_and_fits_on_a_screen() -> None:
-  """The textbook kernel has at most 60 lines, and no line is text in another language."""
+  """The textbook kernel has at most 60 lines, and consists of tinygrad's own UOps, without source text of HIP or CUDA."""
   assert len(inspect.getsource(attn.kernels.textbook).splitlines()) <= 60
   p = problem(Sq=8, D=16)
   sink = textbook(True)(*[UOp.placeholder(p.shapes[n][0], dtypes.half, i) for i, n in enumerate("oqkv")])

@@ -131,8 +131,8 @@ def test_nan_beyond_the_lengths_has_no_effect() -> None:
     assert np.isfinite(o).all() and np.isfinite(lse).all()
 
 def test_one_thread_without_workgroups() -> None:
-  """The kernel of plain UOps is right with one thread and a CPU's grid: it computes the parts in the order of the grid, and loops over the heads of
-  each part. The test runs on the emulator."""
+  """The kernel of plain UOps is right on a device without workgroups, such as a CPU: the grid goes over the blocks of queries, and one thread loops
+  over the batches and heads. The test runs on the emulator."""
   serial = replace(get_chip("gfx1030"), lds=0, serial=True)
   p = problem(B=2, H=2, Sq=20, Sk=30, D=16, dtype="float32", lse=False, causal=True)
   kernel = forward_of(p, serial, ONE_THREAD)
@@ -247,8 +247,9 @@ def test_an_instruction_without_plain_uops_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
 def test_a_program_takes_every_tensor_of_its_call(dtype:str) -> None:
-  """A program keeps every tensor of its call as a parameter. The merge of `tiled` gets q, k and v only because the gradient needs them. When an
-  earlier version dropped these parameters, a CUDA graph on an H200 failed with "invalid argument"."""
+  """A compiled kernel keeps every tensor of its call as a parameter, also a tensor that it does not read. The kernel that merges the results of key
+  ranges gets q, k and v only so that gradients find the inputs of attention. When an earlier version dropped these parameters, a CUDA graph on an
+  H200 failed with "invalid argument"."""
   with emulated("sm_90"):
     q, k = draw(1, 2, 1, 64, dtype=dtype), draw(1, 2, 4096, 64, dtype=dtype)
     assert choice_of(q, k, k, num_splits=4).kernel == {"float16": "split_kv", "float32": "tiled"}[dtype]

@@ -53,7 +53,8 @@ def test_adversarial(chip:str, make) -> None:
 @in_turn("D, on", WIDTHS, [("sm_90", *mask) for mask in DTYPES_AND_MASKS],
          [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
-  """forward_wgmma is right for every class of head dimensions, in both dtypes, with causal masks of both alignments and without a mask."""
+  """forward_wgmma is right for every head dimension that has a tile of its own, in float16 and bfloat16, with causal masks of both alignments and
+  without a mask."""
   chip, dtype, causal = on
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 

@@ -164,8 +164,8 @@ def test_the_comparison_without_pytorch_is_one_clear_line(monkeypatch:pytest.Mon
   with Context(DEV="CUDA"), pytest.raises(bench.BadSetting, match="COMPARE=1 needs PyTorch, which is not installed"): bench.compare_all(True)
 
 def test_the_sweep_of_the_backward_is_written(monkeypatch:pytest.MonkeyPatch, tmp_path:Path) -> None:
-  """bench.py with BWD=1, COMPARE=1 and SWEEP=1 writes the table and the picture of its list of shapes, also for shapes that are too large to be
-  computed a second time. Stand-ins replace the device and PyTorch."""
+  """bench.py with BWD=1, COMPARE=1 and SWEEP=1 writes the table and the picture of its list of shapes, also for shapes whose gradients are too large
+  to be checked against float64. Stand-ins replace the device and PyTorch."""
   pytest.importorskip("matplotlib")
   def row(p:Problem, causal:bool) -> dict[str, object]:
     theirs = {"TFLOP/s cuDNN": 2.0} if p.D < 256 else {}

@@ -21,7 +21,8 @@ from cases import problem
 
 def test_ways_of_backward_give_the_same_gradients() -> None:
   """attn.measure.at_once compares three ways to compute gradients: by two kernels, by one kernel that adds to dq in no order, and by one kernel that
-  adds to dq in a fixed order. All three give the same gradients up to rounding. In its problems the keys fill whole blocks of the one kernel."""
+  adds to dq in a fixed order. All three give the same gradients up to rounding. The problems that it measures have numbers of keys that are multiples
+  of a workgroup's keys in the single kernel."""
   p = problem(H=2, Sq=100, Sk=128, D=64, dtype="float16", causal="top-left")
   with emulated("sm_90"):
     have = {name: Tensor.randn(1, 2, rows, 64, device="EMU").half().realize() for name, rows in (("q", 100), ("k", 128), ("v", 128), ("do", 100))}

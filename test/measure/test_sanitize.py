@@ -24,8 +24,8 @@ SEVERAL_DEVICES = {"merge", "in_order"}      # kernels of tensors that are shard
 WITHOUT_CUDA = {"dual_wave", "textbook"}
 
 def kernels_for_nvidia() -> set[str]:
-  """Returns the beginnings of the names of all kernels that an NVIDIA GPU may run: from the records by which dispatch chooses kernels, and from the
-  texts in attn/kernels for the other kernels."""
+  """Returns the beginnings of the names of all kernels that an NVIDIA GPU may run. The names of the forward and backward kernels come from the tables
+  by which dispatch chooses them. Other names are found in attn/kernels, as text in quotes that begins with "attn_"."""
   chip = get_chip("sm_90")
   found = {{"forward_wgmma": "wgmma", "forward_mma": "mma", "mla_mma": "mla"}.get(name, name) for name, kernel in KERNELS.items()
            if kernel.program is not None and kernel.lacks(chip) is None and name != "split_kv"}

@@ -1,6 +1,6 @@
-"""Small programs that call attention in the way of tinygrad's examples and models of release 0.14.0, which the wheel of tinygrad does not have. Each
-program has one layer with random weights. It calls the methods of Tensor that the example calls, with the same kinds of arguments, dtypes, caches
-and masks."""
+"""Small programs that call attention as tinygrad's examples and models of release 0.14.0 do, which the wheel of tinygrad does not have. Each program
+has one layer with random weights. It calls the methods of Tensor that the example calls, with the same kinds of arguments, dtypes, caches and
+masks."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def heads(x:Tensor) -> Tensor: return x.reshape(*x.shape[:2], HEADS, D).transpos
 def merged(x:Tensor) -> Tensor: return x.transpose(1, 2).flatten(2)
 
 class Bert(Program):
-  """Small program in the way of tinygrad's extra/models/bert.py. Its mask is computed from Python floats and integers, and therefore has tinygrad's
-  weak float dtype (one that adapts to the other operand). Its dropout does nothing outside training."""
+  """Small program that calls attention as tinygrad's extra/models/bert.py does. Its mask is computed from Python floats and integers, and therefore
+  has tinygrad's weak float dtype (one that adapts to the other operand). Its dropout does nothing outside training."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -37,7 +37,7 @@ class Bert(Program):
     return [merged(Tensor.scaled_dot_product_attention(heads(x @ self.q), heads(x @ self.k), heads(x @ self.v), mask, .1))]
 
 class Clip(Program):
-  """Small program in the way of tinygrad's extra/models/clip.py: the text model, with a mask of -inf above the diagonal."""
+  """Small program that calls attention as the text model of tinygrad's extra/models/clip.py does, with a mask of -inf above the diagonal."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -45,7 +45,7 @@ class Clip(Program):
     return [merged(Tensor.scaled_dot_product_attention(heads(x @ self.q), heads(x @ self.k), heads(x @ self.v), attn_mask=mask))]
 
 class Vit(Program):
-  """Small program in the way of tinygrad's extra/models/vit.py and extra/models/transformer.py: attention gets keyword arguments and no mask."""
+  """Small program that calls attention as tinygrad's extra/models/vit.py and extra/models/transformer.py do, without a mask."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -54,8 +54,8 @@ class Vit(Program):
     return [Tensor.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, -1, WIDTH)]
 
 class Unet(Program):
-  """Small program in the way of tinygrad's extra/models/unet.py: attention over a picture, and over the words of a prompt. The program took a
-  reference to tinygrad's attention when the module was imported."""
+  """Small program that calls attention as tinygrad's extra/models/unet.py does: over a picture, and over the words of a prompt. The module takes
+  Tensor.scaled_dot_product_attention when it is imported, before attn replaces this method. attn must compute the calls nevertheless."""
   calls = 2
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -64,15 +64,16 @@ class Unet(Program):
     return [x]
 
 class Vae(Program):
-  """Small program in the way of tinygrad's examples/stable_diffusion.py: the autoencoder's attention, with one head as wide as its channels, on
-  tensors of three dimensions."""
+  """Small program that calls attention as the autoencoder of tinygrad's examples/stable_diffusion.py does: on tensors of three dimensions, with one
+  head as wide as the channels."""
   calls = 1
   def run(self) -> list[Tensor]:
     q, k, v = (self.draw(1, WIDTH, 4, 4).reshape(1, WIDTH, 16).transpose(1, 2) for _ in range(3))
     return [Tensor.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(1, WIDTH, 4, 4)]
 
 class Gpt2(Program):
-  """Small program in the way of tinygrad's examples/gpt2.py: K and V in one cache, and a Variable that says where the newest token goes."""
+  """Small program that calls attention as tinygrad's examples/gpt2.py does: K and V are in one cache, and a Variable says where the newest token
+  goes."""
   calls = 3
   def start(self, at:int) -> int|UOp: return at if not at else Variable("start_pos", 1, ROWS - 1).bind(at)
   def step(self, x:Tensor, start:Any) -> Tensor:
@@ -94,8 +95,8 @@ class Gpt2(Program):
     return found
 
 class Llama(Gpt2):
-  """Small program in the way of tinygrad's extra/models/llama.py without TinyJit: an int says where the newest token goes, and key/value heads are
-  repeated."""
+  """Small program that calls attention as tinygrad's extra/models/llama.py does without TinyJit: an int says where the newest token goes, and
+  key/value heads are repeated."""
   calls = 4
   def run(self) -> list[Tensor]:
     self.weights("q")
@@ -116,8 +117,8 @@ class Llama(Gpt2):
     return (x + merged(q.transpose(1, 2).scaled_dot_product_attention(keys.transpose(1, 2), values.transpose(1, 2), mask))).realize()
 
 class Whisper(Program):
-  """Small program in the way of tinygrad's examples/whisper.py. Caches are float32 whatever the weights are, keys are a slice of the cache and the
-  newest row, and the mask is the corner of a larger mask. A second attention sees the encoder's rows."""
+  """Small program that calls attention as tinygrad's examples/whisper.py does. Self-attention reads the cache, which is float32 whatever the weights
+  are, up to the newest row, and its mask is the corner of a larger mask. Cross-attention to the output of the encoder follows."""
   calls = 6
   def step(self, x:Tensor, start:Any) -> Tensor:
     q, k, v = x @ self.q, x @ self.k, x @ self.v
@@ -139,8 +140,8 @@ class Whisper(Program):
     return found
 
 class T5(Program):
-  """Small program in the way of tinygrad's extra/models/t5.py: attention written out in tensor operations, without a scale, with a learned bias of
-  positions and softmax in float32."""
+  """Small program that calls attention as tinygrad's extra/models/t5.py does: written out in tensor operations, without a scale, with a learned bias
+  of positions and softmax in float32."""
   calls = 1
   def run(self) -> list[Tensor]:
     self.weights("q", "k", "v")
@@ -152,8 +153,8 @@ class T5(Program):
     return [Tensor.matmul(weights, v).transpose(1, 2).contiguous().view(2, -1, WIDTH)]
 
 class Mla(Program):
-  """Small program in the way of the latent blocks of tinygrad/llm/model.py. Attention is written out in tensor operations. Values are the first
-  columns of the keys, all query heads share one head of keys, and the cache is read after the store of the newest rows."""
+  """Small program that computes latent attention (MLA) as tinygrad/llm/model.py does, written out in tensor operations. Values are the first columns
+  of the keys, all query heads use one head of keys, and the cache is read after the store of the newest rows."""
   calls = 3
   latent = 24
   def step(self, x:Tensor, start:Any) -> Tensor:

@@ -1,5 +1,5 @@
-"""Tests of the attention of tinygrad's examples/mlperf/models/flat_llama.py and gpt_oss.py. Small trainers make the same calls in the same places,
-inside a precompiled function of a layer: once by attn's kernels, and once by tinygrad's own expressions."""
+"""Tests of the attention of tinygrad's examples/mlperf/models/flat_llama.py and gpt_oss.py. Small trainers call attention inside a
+`@function(precompile=True)` for each layer, as these models do: once with attn's kernels, and once with tinygrad's own expressions."""
 from __future__ import annotations
 import itertools, math
 from collections.abc import Callable
@@ -75,8 +75,8 @@ def gpt_oss_by_tinygrad(xqkv:Tensor, freqs:Tensor, sinks:Tensor, sliding:bool) -
   return (w @ v).permute(0, 3, 1, 2, 4), []
 
 class Trainer:
-  """A small model of LAYERS layers. A layer is a precompiled function: a normalization, attention with its projections, and a product of width
-  DIM."""
+  """A small language model of LAYERS layers. Each layer is a `@function(precompile=True)`. It has a normalization, attention with its projections,
+  and a product with a matrix DIM x DIM."""
   def __init__(self, attend:Attend, dtype:str, devices:tuple[str, ...], shared:str) -> None:
     self.attend, self.devices, self.shared = attend, devices, shared
     rng = np.random.default_rng(0)
@@ -130,8 +130,8 @@ CASES = [("flat_llama.py", "float16", "EMU::gfx942", ""), ("flat_llama.py", "bfl
 @pytest.mark.thorough
 @pytest.mark.parametrize("program, dtype, on, shared", CASES)
 def test_losses(program:str, dtype:str, on:str, shared:str) -> None:
-  """A small trainer has the same losses in 20 training steps with attn's attention and with tinygrad's own, up to rounding, also on two devices that
-  share the batch or the heads."""
+  """A small trainer has the same losses in 20 training steps with attn's attention and with tinygrad's own, up to rounding, also if the batch or the
+  heads are divided over two devices."""
   ours, own = PROGRAMS[program]
   kind = on.split(":")[0]
   devices = (kind, f"{kind}:1") if shared else (kind,)
