@@ -39,14 +39,14 @@ class BackwardTrip(Protocol[Carry]):
     that `derivatives` names. The result is then, for each score, the gradient of the bias, or of the value that score_mod reads from a tensor."""
   def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype. It is an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
-  def add(self, s:Carry, name:str, weights:Any) -> Carry: """Multiplies `weights` (P or dS) by rows of the tile, and adds the product to the gradient
-                                                          `name`."""
+  def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
+    """Multiplies P or dS, which `p_or_ds` holds, by rows of the tile, and adds the product to the gradient `name`."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The operations on a tile of queries, if workgroups that own keys also add up dQ. The fp32 accumulator of dQ lies in memory, because all
   workgroups add to it."""
-  def start_dq(self, s:Carry, weights:Any) -> Carry:
-    """Starts the product of dS (`weights`) and K that gives dQ of the tile, summed over all keys of the workgroup."""
+  def start_dq(self, s:Carry, ds:Any) -> Carry:
+    """Starts the product of dS and K that gives dQ of the tile, summed over all keys of the workgroup. `ds` holds dS, rounded."""
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory."""
 
 class OwnUnit(Protocol[Carry]):
@@ -71,7 +71,6 @@ class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name` to memory."""
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
-  """A workgroup that owns queries."""
   def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, from where the other kernels read it."""
 
 class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
@@ -139,26 +138,27 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 # ***** makers of kernels: from a problem, a chip and a tile they make the kernel, a function of its placeholders *****
 
 class UnitOf(Protocol):
-  def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], names:Shapes, parts:int) -> Any:
-    """Makes the object with the steps of a backward kernel for one workgroup (an `OwnUnit`), or one object for each pass over the tiles. `args` are
-    the kernel's placeholders. `names` maps the placeholders' names, in order, to their shapes and dtypes."""
+  def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> Any:
+    """Makes the steps of a backward kernel for one workgroup, an `OwnUnit`. For a workgroup that owns keys, makes a list with one `OwnUnit` for each
+    pass over the queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. If `parts` is above 0, the
+    rows that the workgroups loop over are divided into `parts` parts, and each workgroup loops over one part."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, dlse=False, parts=0), which returns the kernel that computes dq, and delta for the other kernels. The kernel's
-  placeholders have the order of `tensors.dq_arguments(p, dlse, parts)`. dq of a query that sees no key is 0. dq and delta of a row that belongs to no
-  sequence are 0. With `parts` > 0 the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up.
-  The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  """Returns maker(p, arch, tile, dlse=False, parts=0), which returns the kernel that computes dq, and delta for the other kernels. The kernel takes
+  the tensors of `tensors.dq_arguments(p, dlse, parts)`, in this order. dq of a query that sees no key is 0. dq and delta of a row that belongs to no
+  sequence are 0. If `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them
+  up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, dlse:bool=False, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradient_of_q(unit(p, arch, tile, args, dq_arguments(p, dlse, parts), parts))
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv, given delta. The kernel's placeholders have the order of
-  `tensors.dkdv_arguments(p, parts)`. dk and dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the key belongs to
-  no sequence. With `parts` > 0 the query heads that share keys, and the queries of these heads, are divided into `parts` parts: the kernel stores an
-  fp32 dk and dv for each part, and the caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward`
-  rejects."""
+  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv, given delta. The kernel takes the tensors of
+  `tensors.dkdv_arguments(p, parts)`, in this order. dk and dv of a key are 0 if no query sees the key, if the key lies beyond kv_lengths, or if the
+  key belongs to no sequence. If `parts` is above 0, the loop over the queries of all heads that share keys is divided into `parts` parts, first by
+  heads, then by queries: the kernel stores an fp32 dk and dv for each part, and the caller adds them up. The maker raises NotImplementedError for a
+  problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, dkdv_arguments(p, parts), parts))
@@ -166,19 +166,21 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dk and dv as `backward_dkdv` does, and adds dq, without the factor
-  softmax_scale, to fp32 sums in memory. The kernel's placeholders have the order of `tensors.all_arguments(p, parts)`. Many workgroups add to each
-  sum: in a fixed order if p.deterministic is true, otherwise in no order, and then the last bits of dq differ from run to run. The maker raises
-  NotImplementedError for a problem that `tensors.check_backward` rejects."""
+  softmax_scale, to fp32 sums in memory. The kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each
+  sum of dq. If p.deterministic is true, they add one after another in a fixed order. Otherwise they add in any order, and the last bits of dq differ
+  from run to run. If `parts` is above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller adds them up. The maker
+  raises NotImplementedError for a problem that `tensors.check_backward` rejects."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv(passes(p, arch, tile, args, all_arguments(p, parts), parts))
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dbias, given delta. The kernel's placeholders have the order of
-  `tensors.dbias_arguments(p, parts)`. With `parts` > 0 the sum is divided into `parts` parts: the kernel stores fp32 sums for each part, and the
-  caller adds them up. The maker raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError if there are more
-  parts than iterations of the loop that sums."""
+  """Returns maker(p, arch, tile, parts=0), which returns the kernel that computes dbias, given delta. The kernel takes the tensors of
+  `tensors.dbias_arguments(p, parts)`, in this order. A workgroup sums dS over the batches, heads and blocks of queries that share its block of the
+  bias. If `parts` is above 0, this loop is divided into `parts` parts: the kernel stores fp32 sums for each part, and the caller adds them up. The
+  maker raises NotImplementedError for a problem that `tensors.check_backward` rejects, and ValueError if there are more parts than iterations of the
+  loop."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     BiasShare(p, tile.block_m, tile.block_n).check_parts(parts)

@@ -82,8 +82,8 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
 # DOT by dot products of a lane's pairs with ones (the first term may be a product with a matrix of ones),
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
 # UNPACKED by converting a lane's own elements back from 16 bits to fp32.
-# SCALED is for weights that include the scales of stored rows of V (attn/ops/stored.py): it adds the weights without the scales.
-LANE, DOT, ONES, UNPACKED, SCALED = "lane", "dot", "ones", "unpacked", "scaled"
+# UNSCALED is for weights that include the scales of stored rows of V (attn/ops/stored.py): it adds the weights without the scales.
+LANE, DOT, ONES, UNPACKED, UNSCALED = "lane", "dot", "ones", "unpacked", "unscaled"
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
   """Adds P to a lane's sums. If the lane has several rows, it keeps one sum for each row. If the lane has one row, it keeps two sums, one of the even
@@ -179,7 +179,7 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
   says how rows lie in a vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
   unscaled: Variable|None = None if scales is None else c.variable("unscaled", c.splat(c.number(0.0), rows.rows))
-  kind = next((x for x in sums if x not in (LANE, SCALED)), "")
+  kind = next((x for x in sums if x not in (LANE, UNSCALED)), "")
   rounded = None
   for i in range(0, count, together):
     found = [weigh(j) for j in range(i, i + together)]
@@ -195,7 +195,7 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
       for x in found: lane_sums(c, total, x, rows.rows)
   if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
   if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
-  if unscaled is not None: c.store(part, sums.index(SCALED)*tiles + t, unscaled.value)
+  if unscaled is not None: c.store(part, sums.index(UNSCALED)*tiles + t, unscaled.value)
 
 @compound("correct", suffix="_{count}")
 def _correct(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Value, scores:Value, part:Value, **how:Any) -> Value:

@@ -65,7 +65,7 @@ def test_at_once_in_any_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, resi
   monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
   check_backward_kernels("gfx942", H=2, Sq=100, Sk=400, D=64, causal=True, deterministic=False, only="all")
 
-def keys_beyond_the_last(m:pytest.MonkeyPatch) -> None: m.setattr(AmdTrip, "of_key_there", lambda self, weights: weights)
+def keys_beyond_the_last(m:pytest.MonkeyPatch) -> None: m.setattr(AmdTrip, "zero_for_missing_keys", lambda self, weights: weights)
 def test_keys_beyond_the_last_reach_no_query(monkeypatch:pytest.MonkeyPatch) -> None:
   """The kernel that computes dq, dk and dv at once gives the right dq with kv_lengths, although P of a key beyond the length may be inf. P is inf if
   all scores are far below 0. A kernel without the step that sets this P to 0 fails the check."""

@@ -21,7 +21,7 @@ from attn.ops.branches import ACROSS_LANES
 from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
-from attn.ops.softmax import (LANE, LOWEST, ONES, SCALED, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, scaled_weights,
+from attn.ops.softmax import (LANE, LOWEST, ONES, UNSCALED, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, scaled_weights,
                               sum_without_scales, weigh, weights_from)
 from attn.ops.stored import scale_in_range, widen_all, widen_pair, zero_or_nan
 from attn.score.alibi import alibi
@@ -126,7 +126,7 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   unrounded P. With `scaled`, packed P includes scales of V's rows."""
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
-  kinds = (kind, *[SCALED]*scaled, *[LANE]*lse)
+  kinds = (kind, *[UNSCALED]*scaled, *[LANE]*lse)
   shapes = dict(reference=(1, 1), bias=(1, 1), l=(len(kinds), 1), acc=(2, n), p=(2, n//2), scores=(2, n), part=(len(kinds), 1))
   if scaled: shapes |= {"scales": (2, n)}
   rows = RowLanes(1, matrix.group_steps, matrix.exchange)
@@ -137,7 +137,7 @@ def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:f
   become one tile of P. This operation computes P again if the number that the softmax subtracts from a row's scores must be raised."""
   kinds = len(sums)
   shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
-  if SCALED in sums: shapes |= {"scales": (4, 2)}
+  if UNSCALED in sums: shapes |= {"scales": (4, 2)}
   return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
@@ -195,8 +195,8 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(arch, name): make for arch, n in ((AMD, 8), (RDNA, 8), (NVIDIA, 4)) for name, make in of_scales(n).items()},
   **{(arch, f"correct with scales, {dtype}"): functools.partial(by_columns, arch, 1, 2.0, dtype, scaled=True)
      for arch in (AMD, RDNA) for dtype in ("float16", "bfloat16")},
-  (NVIDIA, "correct with scales"): functools.partial(by_rows, (ONES, SCALED, LANE)),
-  (NVIDIA, "correct with scales, in the middle"): functools.partial(by_rows, (ONES, SCALED), "bfloat16", **MIDDLE),
+  (NVIDIA, "correct with scales"): functools.partial(by_rows, (ONES, UNSCALED, LANE)),
+  (NVIDIA, "correct with scales, in the middle"): functools.partial(by_rows, (ONES, UNSCALED), "bfloat16", **MIDDLE),
   **{(arch, f"widen int8 to {dtype}"): lambda dtype=dtype: widen_all(u(2), "int8", dtype) for arch in HIPS for dtype in MMA},
   **{(NVIDIA, f"widen bytes {places} of int8 to {dtype}"): lambda places=places, dtype=dtype: widen_pair(u(), places, "int8", dtype)
      for places in ((0, 1), (2, 3), (0, 2), (1, 3)) for dtype in MMA},

@@ -43,15 +43,16 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class TripStores:
-  """The stores at the end of an iteration of the loop over tiles. The loop ends with these stores; no statement inside the iteration waits for
-  them."""
+  """The stores that an iteration of the loop over tiles has made so far, to registers, LDS or memory. The iteration ends when all of them are done.
+  Inside the iteration only the barrier before the product for dQ waits for them. `after` returns an object without stores, because each iteration
+  begins with none."""
   found: tuple[UOp, ...] = ()
   def after(self, *deps:UOp) -> TripStores: return TripStores()
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """The state between iterations of a loop over keys: tiles of K and V in LDS, the sums of the gradient as C fragments, and the stores of an
-  iteration."""
+  """The state between iterations of a loop over keys: tiles of K and V in LDS, the sums of the gradient in registers as C fragments, and the stores
+  that the current iteration has made so far."""
   k: StagedTile
   v: StagedTile
   acc: UOp
@@ -59,8 +60,8 @@ class KeysState(TripState):
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """The state between iterations of a loop over queries: tiles of Q and dO in LDS, lse and delta of the queries in LDS, the sums of the gradients as
-  C fragments, and the stores of an iteration."""
+  """The state between iterations of a loop over queries: tiles of Q and dO in LDS, lse and delta of the queries in LDS, the sums of the gradients in
+  registers as C fragments, and the stores that the current iteration has made so far."""
   q: StagedTile
   do: StagedTile
   numbers: QueryValues
@@ -75,9 +76,9 @@ class AllState(QueriesState):
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A backward kernel of one problem, or one pass of the kernel, as one thread sees it: the values that stay equal while the workgroup loops over the
-  rows of `head`, and one method for each operation of the algorithm. `own` holds the rows that the workgroup owns: rows of q and dO, or rows of k and
-  v."""
+  """A backward kernel of one problem as one thread sees it, or one pass of the kernel over its tiles. The fields are equal in all iterations of the
+  loop over the tiles of one head. Each method is an operation of the algorithm. `own` holds the rows that the workgroup owns, of q and dO, or of k
+  and v. `head` is the query head that the loop works on."""
   tile: BackwardTile
   new: Allocator
   statements: Statements
@@ -92,30 +93,33 @@ class AmdBackward:
   sharing: DqOfTile|None = None    # what the workgroup needs to add its part of dQ to memory, if it owns keys and does so
 
   @staticmethod
-  def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBackward:
-    """Makes the kernel for a workgroup that owns queries."""
+  def of_queries(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> AmdBackward:
+    """Makes the steps of the kernel for a workgroup that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes,
+    in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one part."""
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     k_rows, v_rows = (LdsTile.of(new, both_ways_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv))
     k_columns = LdsTile.of(new, column_layout(mat, tile.block_n, p.D), tile.buffers)
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, lies, turned) for lies, turned in ((k_rows, k_columns), (v_rows, None)))
-    group, statements = Workgroup.of(p, arch, tile, args, grid, at, names, parts), Statements.of(new)
+    group, statements = Workgroup.of(p, arch, tile, args, grid, at, shapes, parts), Statements.of(new)
     own = own_rows(group, tile, at, statements, tile.own_in_lds)
     dq = new.registers(round_up(p.D, mat.M)//mat.M, ops.f32(mat.accumulator))
     self = AmdBackward(tile, new, statements, KeysState(k, v, dq, TripStores()), group, at, own, ("dq",), group.first_head)
     return replace(self, known=(normaliser_of(group, self.row), self.delta))
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[AmdBackward]:
-    """Makes the passes of a workgroup that owns keys: one pass for dK and dV together, or one for each. The passes share the tiles in LDS."""
-    if "dq_turns" in names and tile.prefetch > 1:
+  def of_keys(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[AmdBackward]:
+    """Makes the steps of the kernel for a workgroup that owns keys, as a list with one object for each pass over the queries: one pass for dK and dV
+    together, or one for each. The passes share the tiles in LDS. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the
+    same order. If `parts` is above 0, the queries are divided into `parts` parts, and each workgroup loops over one part."""
+    if "dq_turns" in shapes and tile.prefetch > 1:
       raise NotImplementedError(f"prefetch={tile.prefetch}: a kernel that adds to dq in a fixed order has one LDS buffer for each tile")
     mat, n, grid = tile.matrix, tile.block_n, kv_head_fastest(p, tile, tile.matrix, arch)
     at, new = Lane(grid.lane, grid.wave, mat), grid.allocator
     q_rows, do_rows = (LdsTile.of(new, both_ways_layout(mat, n, width), tile.buffers) for width in (p.D, p.Dv))
-    q_columns, do_columns = columns_in_turn(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
+    q_columns, do_columns = transposed_tiles(new, tile, *[column_layout(mat, n, width) for width in (p.D, p.Dv)])
     numbers, statements = QueryValues.of(p, mat, n, new, tile.buffers, at.thread), Statements.of(new)
-    group = Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts, new.lds(1, dtypes.int)[0] if "dq_turns" in names else None)
+    group = Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, new.lds(1, dtypes.int)[0] if "dq_turns" in shapes else None)
     own = own_rows(group, tile, at, statements, tile.own_in_lds)
     sharing = DqOfTile.of(group, tile, at) if tile.adds_dq else None
     def one(wanted:tuple[str, ...]) -> AmdBackward:
@@ -142,7 +146,7 @@ class AmdBackward:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead)
   def accumulators(self, name:str) -> range:
-    """Indices of the accumulators of the gradient `name`."""
+    """Indices of the gradient `name` in the registers `acc` of the state, which hold the sums of all gradients of this pass as C fragments."""
     names = self.wanted[:self.wanted.index(name) + 1]
     *before, own = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in names]
     return range(sum(before), sum(before) + own)
@@ -178,8 +182,9 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Waits until this wave's additions are complete, and passes the turn if it ends with tile t. Comes after the operation `done`. Returns a
-    store."""
+    """Ends the workgroup's turn, the period in which it may add to dQ in memory, if the turn ends with tile t: waits until this wave's additions are
+    complete, and lets the next workgroup add. Comes after the operation `done`. `last` says that the workgroup has no further tile. Returns a store.
+    """
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
@@ -245,9 +250,9 @@ class AmdTrip:
   def kept(self, weights:Weights) -> list[UOp]:
     return [self.left.packed(ops.pack_weights(x, self.of.group.p.dtype), i) for i, x in enumerate(weights.p)]
   def rounded(self, ds:list[UOp]) -> list[UOp]: return [ops.pack(x, self.of.group.p.dtype) for x in ds]
-  def add(self, s:Any, name:str, weights:list[UOp]) -> Any:
+  def add(self, s:Any, name:str, p_or_ds:list[UOp]) -> Any:
     of, places = self.of, self.of.accumulators(name)
-    columns, operands = self.lds(s, WEIGHTED[name][0]).column_tile, fragment_operands(of.at, weights)
+    columns, operands = self.lds(s, WEIGHTED[name][0]).column_tile, fragment_operands(of.at, p_or_ds)
     found = of.products.with_columns(columns, of.tile.block_n, [operands], [[s.acc[i].load() for i in places]])[0]
     stores = [of.statements.do(amd.made_here(*found)), *[s.acc[i].store(x) for i, x in zip(places, found)]]
     return replace(s, stores=TripStores((*s.stores.found, *stores)))
@@ -258,18 +263,19 @@ class AmdTrip:
     assert self.of.sharing is not None
     return self.of.sharing
 
-  def start_dq(self, s:Any, weights:list[UOp]) -> Any:
-    """Stores dS of the lane's key to LDS, for all queries of the tile."""
+  def start_dq(self, s:Any, ds:list[UOp]) -> Any:
+    """Stores dS of the lane's key to LDS, for all queries of the tile. `ds` holds dS as C fragments, rounded and packed. Returns the state, to which
+    these stores are added."""
     of = self.of
     first = [] if of.turns is None else [of.turn_ended(of.turns, self.t - 1, s.acc[0].load())]
-    return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.of_key_there(weights)))))
+    return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
 
-  def of_key_there(self, weights:list[UOp]) -> list[UOp]:
-    """Returns dS, or 0 if the lane's key does not exist. P = exp(0 - lse) of such a key may be inf. It would not change the gradients of other keys,
-    but it would change dQ, which sums over the keys."""
+  def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
+    """Returns `ds`, dS of the lane's key, or 0 if the lane's key lies beyond the last key. P = exp(0 - lse) of such a key may be inf. It would not
+    change the gradients of other keys, but it would change dQ, which sums over the keys."""
     there = below(self.of.row.index, self.of.group.sequence.n_k)
-    if there.op is Ops.CONST and there.arg: return weights
-    return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in weights]
+    if there.op is Ops.CONST and there.arg: return ds
+    return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def add_dq(self, s:Any) -> Any:
     """Waits until all waves have stored dS, and adds this wave's part of the tile's dQ to the sums in memory."""
@@ -301,12 +307,12 @@ class DqOfTile:
   @property
   def matrix(self) -> Matrix: return self.at.matrix
 
-  def store(self, lds:LdsTile, weights:list[UOp]) -> list[UOp]:
-    """Returns the stores of dS of the lane's key to LDS, 16 bits each. `weights` are the C fragments, rounded and packed."""
+  def store(self, lds:LdsTile, ds:list[UOp]) -> list[UOp]:
+    """Returns the stores of dS of the lane's key to LDS, 16 bits for each query. `ds` holds dS as C fragments, rounded and packed."""
     mat, key, stores = self.matrix, self.at.wave*self.matrix.N + self.at.n, list[UOp]()
     to, stride = lds.buffer.bitcast(dtypes.ushort), self.stride*mat.unit
     begin = self.at.h*mat.block*stride + key
-    for j, words in enumerate(weights):
+    for j, words in enumerate(ds):
       for i in range(ops.length(words)):
         word, row = ops.extract(words, i), j*mat.M + mat.c_row(0, 2*i)
         stores += [to[begin + (row + k)*stride].store((word >> 16*k).cast(dtypes.ushort)) for k in range(2)]
@@ -331,15 +337,16 @@ class DqOfTile:
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """Returns the rows that the lane owns of two tensors: of q and dO, or of k and v."""
+  """Returns the rows that the lane owns of two tensors, of q and dO, or of k and v. `in_lds` says for each of the two whether LDS keeps the rows,
+  instead of registers. `statements` gives the loads an order where registers are short."""
   own = OF_KEYS if tile.keys else OF_QUERIES
   first, second = (OwnRows.of(at, group.operand_rows(name), group.first_row, tile.block_m, group.grid.allocator, kept, tile.sparing, statements)
                    for name, kept in zip(own, in_lds))
   return first, second
 
-def columns_in_turn(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
-  """Reserves LDS for one tile of each layout, in the order of `layouts`. If the kernel makes several passes over its tiles, all these tiles share one
-  piece of LDS: each pass uses only one of them."""
+def transposed_tiles(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]:
+  """Reserves LDS for transposed tiles, one for each of `layouts`. If the kernel makes several passes, these tiles share one piece of LDS, because
+  each pass uses only one of them."""
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]
   place = LdsTile.of(new, max(layouts, key=lambda x: x.size), tile.buffers)
   return [replace(place, layout=x) for x in layouts]

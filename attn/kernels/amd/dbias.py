@@ -28,9 +28,10 @@ from attn.problem import Problem
 from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns the `AmdBackward` that owns the queries of one loop iteration. `group` is the part of the problem on which the workgroup works in this
-  iteration. Sets P to 0 for queries beyond the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are
-  read from global memory in every iteration."""
+  """Returns a copy of `of` that owns the queries of one iteration of the outer loop. `group` is the part of the problem on which the workgroup works
+  in this iteration. `number` is the index of the iteration if all iterations read the same tile of keys, otherwise None. P is 0 for queries beyond
+  the last query, because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are read from global memory in every
+  iteration."""
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
   first, second = (replace(x, anew=anew) for x, anew in zip(own, of.tile.own_in_lds))
   there = replace(of, group=group, own=(first, second), outer_trip=number)
@@ -44,7 +45,7 @@ class AmdBias:
   bias: BiasPart
 
   @staticmethod
-  def of_block(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> AmdBias:
+  def of_block(p:Problem, arch:Chip, tile:BackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> AmdBias:
     mat, new, share = tile.matrix, Allocator(), BiasShare(p, tile.block_m, tile.block_n)
     if share.owns_keys: tile = replace(tile, prefetch=0)       # no prefetch of a next tile: all iterations read one tile
     bias = BiasPart.of(share, parts, mat.wave, tile.waves, new)
@@ -52,7 +53,7 @@ class AmdBias:
     lies = [LdsTile.of(new, row_layout(mat, tile.block_n, width), tile.buffers) for width in (p.D, p.Dv)]
     k, v = (StagedTile.of(mat, tile.block_n, tile.threads, at.thread, x, None) for x in lies)
     state = KeysState(k, v, new.registers(tile.block_n//mat.M, ops.f32(mat.accumulator)), TripStores())
-    group = Workgroup.of(p, arch, tile, args, bias.first_place, at, names)
+    group = Workgroup.of(p, arch, tile, args, bias.first_place, at, shapes)
     first = AmdBackward(tile, new, statements, state, group, at, own_rows(group, tile, at, statements, (False, False)), (), group.first_head)
     return AmdBias(_queries_of(first, group, UOp.const(0) if share.owns_keys else None), bias)
 
@@ -85,12 +86,13 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of `values` to neighbouring elements of the bias's gradient, from column `column` on. They go to the row of the lane's
-    query, or to the only row if all queries share one row of the bias."""
+    """Returns the stores of `values` to neighbouring elements of the bias's gradient, from column `column` on. Where `there` is false, nothing is
+    stored. The elements are in the row of the lane's query, or in the only row if all queries share one row of the bias."""
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of this lane's elements of dS for tile t. One store writes several neighbouring keys."""
+    """Returns the stores of dS to the bias's gradient, for the lane's query and the lane's keys of tile t. `ds` holds dS as C fragments. One store
+    writes the elements of several neighbouring keys."""
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
             for x in self.stores_of_row(of, t*of.tile.block_n + of.at.h*n + keys[i], ops.slice_(values, i, n), self.bias.stored(of.row))]
@@ -100,9 +102,10 @@ class AmdBias:
     return self.stores(self.of, t, zeros(self.of.tile.matrix, 1, self.of.tile.block_n//self.of.tile.matrix.M)[0])
 
   def sums(self, s:Any) -> list[UOp]:
-    """Returns the stores of the sums. If all keys share the elements of the bias, first adds up the keys in registers. If all queries share them,
-    adds up the rows in LDS. If each score has an element of the bias to itself, each iteration has already stored its tile of dS: then only returns
-    the stores of 0 to the tiles of keys that no query sees."""
+    """Returns the stores of the summed dS to the bias's gradient. If all keys share one element of the bias, first sums dS over the keys, in
+    registers. If all queries share one row of the bias, first sums dS over the queries, in LDS. If each score has an element of the bias to itself,
+    there is nothing to sum: each iteration has already stored its tile of dS, and this method returns only the stores of 0 to the tiles of keys that
+    no query sees."""
     of, share = self.of, self.bias.share
     if share.stored_at_once: return [*self.bias.outside(of.group.walked, self.nothing), of.statements.do(amd.sched_barrier(), s.k.row_tile.buffer)]
     ds = [s.acc[i].load() for i in range(s.acc.max_numel())]

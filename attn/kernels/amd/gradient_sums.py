@@ -1,8 +1,9 @@
 """The fp32 accumulator of dQ in memory, on AMD. Three kernels use it, one after another. The first computes delta and sets the accumulator to 0. In
 the second, each workgroup owns some keys and adds what they contribute to dQ. The third turns the accumulator into dq.
 
-The accumulator is stored in matrix tiles, row by row of tiles. In a tile the numbers of one accumulator register of all lanes lie side by side, then
-those of the next register. So a wave adds each register of its fragments to neighbouring numbers."""
+The accumulator is stored in matrix tiles, row by row of tiles. A wave adds a C fragment to a matrix tile, one register at a time. So a matrix tile
+lies in memory as follows: first the numbers that the first registers of all lanes add to, then those of the second registers, and so on. Neighbouring
+lanes then add to neighbouring numbers."""
 from __future__ import annotations
 from collections.abc import Callable
 from attn.chips import Chip
@@ -28,8 +29,9 @@ def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column
   return rows*group.p.D + column*(mat.M*mat.N)
 
 def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
-  """Computes delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `together` lists the lane's 16-byte units
-  of dO, in groups that may be loaded at the same time. `fence` returns what the loads of a group wait for, given the sum so far."""
+  """Computes delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `in_block` is the index of the query in the
+  workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group may be loaded at the same time. `fence` gets the
+  sum of the groups so far, and returns the operations after which the next group is loaded."""
   mat = tile.matrix
   rows, total = ((group.rows_of("o"), group.p.out_dtype), (group.operand_rows("do"), group.p.dtype)), ops.splat(0.0, mat.unit)
   for some in together:
@@ -41,14 +43,14 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
   if not mat.duplicated: total = sum_over_groups(total, mat)
   return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
 
-def of_queries(p:Problem, arch:Chip, names:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
+def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
   """Makes three things for a kernel of which each workgroup owns some queries of the fp32 accumulator of dQ: its `Workgroup`, the sizes of its tile
   (`BackwardTile`), and this thread's position (`Lane`)."""
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
   grid = head_fastest(p, tile, mat, arch)
   at = Lane(grid.lane, grid.wave, mat)
-  return Workgroup.of(p, arch, tile, args, grid, at, names), tile, at
+  return Workgroup.of(p, arch, tile, args, grid, at, shapes), tile, at
 
 def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
   """Lists the pieces of dQ, 16 bytes of fp32 numbers each, that this thread handles for the workgroup's queries: (row, first column)."""
@@ -65,8 +67,8 @@ def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
   return flat(group.given["dq_sums"]).bitcast(ops.f32(NUMBERS_OF_PIECE))[(tile + element*mat.wave + h*mat.N + column%mat.N)//NUMBERS_OF_PIECE]
 
 def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. Its placeholders have the order of `tensors.delta_arguments(p,
-  dlse)`."""
+  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. The kernel takes the tensors of `tensors.delta_arguments(p,
+  dlse)`, in this order. `dlse` says whether lse has a gradient."""
   def kernel(*args:UOp) -> UOp:
     group, tile, at = of_queries(p, arch, delta_arguments(p, dlse), args)
     in_block = at.wave*tile.matrix.N + at.n
@@ -80,8 +82,8 @@ def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp
   return kernel
 
 def amd_finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. Its placeholders have the order
-  of `tensors.finish_arguments(p)`."""
+  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. The kernel takes the tensors of
+  `tensors.finish_arguments(p)`, in this order."""
   def kernel(*args:UOp) -> UOp:
     group, tile, _ = of_queries(p, arch, finish_arguments(p), args)
     sums = [(row, column, sums_at(group, tile.matrix, row, column).load()) for row, column in pieces(group, tile)]

@@ -123,7 +123,9 @@ class AmdLatent:
     return replace(known.lds_after(told), k=s.k), None      # reads of K need no barrier: K was complete in LDS before
 
   def add_to_o(self, s:LatentState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O^T += V^T P^T for the columns of O that belong to this wave, one part of the keys after another."""
+    """Computes O^T += V^T P^T for tile t of keys and the columns of O that belong to this wave. P comes from LDS, where `weigh` has put it: `p` is
+    None. `part` is None, too. The product is computed for a few of the tile's keys at a time, to save registers. Returns the stores of O^T to
+    registers."""
     keys, v, done = self.tile.block_n//self.tile.weight_parts, LdsColumns(self.k_tile(s, t), self.mat, self.first_column), list[UOp]()
     s = s.after(UOp.group(*store_all(s.factors, [s.told.load(self.names.factor, self.in_block(tile)) for tile in self.row_tiles])))
     s = s.after(self.statements.do(rescale(s.acc, s.factors)))
@@ -157,7 +159,8 @@ class AmdLatent:
     return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:
-    """Returns the largest score of a row, over all lanes and waves that compute scores of this row."""
+    """Returns the largest score of the lane's query, over all lanes and waves that compute scores of this query. `top` is the largest score that this
+    lane has found."""
     for step in self.mat.group_steps:
       pair = amd.pair(top, step, self.mat)
       top = ops.max_(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -190,7 +193,8 @@ class AmdLatent:
     return s.lds_after(UOp.group(*stores, s.told.store(self.names.reference, self.own, s.m[0].load(), first & self.share.part.eq(0))))
 
   def outputs(self, s:LatentState, tile:int) -> list[UOp]:
-    """Returns the stores of O = O^T / l for the wave's columns. The first wave also stores LSE = m + ln l."""
+    """Returns the stores of O = O^T / l for the wave's columns. The first wave also stores LSE = m + ln l. `tile` is the index of a matrix tile of
+    the workgroup's queries."""
     mat, names, in_block = self.mat, self.names, self.in_block(tile)
     row, totals = self.group.row(in_block), [functools.reduce(ops.add, [s.told.load(names.total(kind, part), in_block)
                                                                         for part in range(self.share.key_parts)]) for kind in range(names.kinds)]

@@ -33,7 +33,9 @@ class OwnRows:
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the `OwnRows` of a kernel in which each wave owns one matrix tile of rows."""
+    """Makes the `OwnRows` of a kernel in which each wave owns one matrix tile of rows. `in_lds` says whether LDS keeps the rows, instead of
+    registers. `sparing` says that registers are short: then at most WAITED_FOR units are loaded at the same time, and `statements` gives the loads an
+    order."""
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
     return OwnRows(at, rows, first, block_m, [at.wave*mat.N + at.n], units, lds, statements=statements if sparing else None)
@@ -45,9 +47,9 @@ class OwnRows:
   @functools.cached_property
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
-  def held(self, row:UOp) -> UOp:
-    """Clamps `row`, the index of a row of the block, to the block's rows. tinygrad cannot see that the number lies within these bounds, because it
-    depends on a value that is hidden from the compiler."""
+  def clamped(self, row:UOp) -> UOp:
+    """Clamps `row`, an index in the block, to the block's rows. The index always lies within these bounds. tinygrad cannot see this, because the
+    index has gone through `amd.opaque`, which hides values so that addresses are computed again."""
     return bounded(row, 0, self.block_m - 1)
 
   @property
@@ -65,7 +67,7 @@ class OwnRows:
       fence = [self.statements.do(amd.sched_barrier(), *stores)] if self.statements is not None and stores else []
       found = self.load(units, rows, *fence)
       # Opaque row numbers: clang keeps no addresses of one tensor for the next. (Rows in pieces have too many addresses for tinygrad.)
-      if sparing and not stores: rows = [self.held(amd.opaque(i, ops.extract(found[0][0], 0))) for i in rows]
+      if sparing and not stores: rows = [self.clamped(amd.opaque(i, ops.extract(found[0][0], 0))) for i in rows]
       stores += [self.lds.store(i, u, x, own) for i, xs in zip(self.in_block, found) for u, x in zip(units, xs)]
     # An explicit barrier is needed: delta's fences come after these stores, and without it tinygrad would put a barrier before each later read.
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
@@ -76,7 +78,7 @@ class OwnRows:
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
-    if self.anew: return [operands(mat, units) for units in self.load(self.units[steps], [self.held(i) for i in rows], *after)]
+    if self.anew: return [operands(mat, units) for units in self.load(self.units[steps], [self.clamped(i) for i in rows], *after)]
     return [operands(mat, [self.kept.after(*after).load(row, u) for u in self.units[steps]]) for row in rows]
 
 @dataclass(frozen=True)
@@ -97,10 +99,9 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a loop iteration. `fenced` limits how far the compiler reads operand A ahead, which saves registers. With `fenced` = 0 the
-  compiler reads ahead as it likes. With `fenced` > 0 there are fences in the code. In products with rows, a fence follows the products of each
-  `fenced` 16-byte units of a row of A. In products with columns, a fence follows each matrix tile of A. Operand A after a fence is read from LDS only
-  when the products before the fence are done."""
+  """The matrix products of a loop iteration. `fenced` limits how far the compiler reads operand A ahead, which saves registers; 0 sets no limit.
+  Otherwise the code has fences: operand A after a fence is read from LDS only when the products before the fence are done. In `with_rows` there is a
+  fence after every `fenced` 16-byte units of a row of A. In `with_columns` there is a fence after each matrix tile of A."""
   at: Lane
   fenced: int
   statements: Statements
@@ -128,8 +129,8 @@ class Products:
 
   def with_columns(self, tile:LdsTile, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
-    """Computes `accs` + A B. A is a tile of `block_n` rows that lies transposed in LDS. B is `weights` (P or dS), one matrix for each tile of own
-    rows. The product sums over the `block_n` rows. `first` is operand A of the first matrix tile, if it has been read already."""
+    """Computes `accs` + A B. A is a tile of `block_n` rows that lies transposed in LDS. B is `weights`: P, or in backward P or dS, one matrix for
+    each tile of own rows. The product sums over the `block_n` rows. `first` is operand A of the first matrix tile, if it has been read already."""
     mat, accs = self.matrix, [list(column) for column in accs]
     for dt in range(len(accs[0])):
       done = dt - 1 - self.read_ahead      # index of the tile whose product comes before this read; if negative, only the weights come before

@@ -119,8 +119,8 @@ class StagedTile(InLds):
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def anew(self, t:UOp) -> StagedTile:
-    """Returns this tile for iteration t of the loop. A thread computes the addresses of the data that it copies again in each iteration, instead of
-    keeping them in registers."""
+    """Returns this tile for iteration t of the loop. The thread then computes its addresses once more in this iteration, and no register holds them
+    during the loop."""
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 

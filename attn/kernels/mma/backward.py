@@ -59,18 +59,21 @@ class MmaBackward:
   known: OwnQueryValues|None = None      # lse and delta of the own queries; None if keys are owned
 
   @staticmethod
-  def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> MmaBackward:
-    """Makes the kernel for a block that owns queries."""
-    warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
+  def of_queries(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> MmaBackward:
+    """Makes the steps of the kernel for a block that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in
+    the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
+    warps = Warps.of(p, arch, tile, tile.matrix, args, shapes, parts)
     state = MmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix))
     rows: WarpRows[SwizzledRows] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
     return MmaBackward(rows, tile, state, OwnQueryValues(rows.normalisers, rows.deltas))
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[MmaBackward]:
-    """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
-    after another."""
-    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts), gradients_of_passes(tile.passes)
+  def of_keys(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[MmaBackward]:
+    """Makes the steps of the kernel for a block that owns keys, as a list with one object for each pass over the queries: one pass for dK and dV
+    together, or one for each. The passes use the same accumulators, one pass after another. `args` are the kernel's tensors. `shapes` has their
+    names, shapes and dtypes, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each block loops over one
+    part."""
+    warps, passes = Warps.of_keys(p, arch, tile, tile.matrix, args, shapes, parts), gradients_of_passes(tile.passes)
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = MmaBackwardState.of(warps, tile, max(sum(accs[name] for name in wanted) for wanted in passes))
     return [MmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state) for wanted in passes]
@@ -195,12 +198,12 @@ class MmaTrip(WarpTrip[SwizzledRows]):
     dp = self.product(s, 1, [dp_start(x, left) for x, left in zip(minus_delta, self.left)])
     return s, [less_delta(x, left, delta) for x, left, delta in zip(dp, self.left, minus_delta)]
 
-  def add(self, s:MmaBackwardState, name:str, weights:list[list[UOp]]) -> MmaBackwardState:
+  def add(self, s:MmaBackwardState, name:str, p_or_ds:list[list[UOp]]) -> MmaBackwardState:
     mat, first, row_tiles = self.mat, self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)
     tile, (row, unit) = self.of.walked(WEIGHTED[name][0], self.t), mat.b_transposed_address(self.warp_rows.warps.at.lane)
     accs = [[s.acc[j].load() for j in self.warp_rows.accumulators(name, i)] for i in row_tiles]
     for step, pair in itertools.product(range(self.of.tile.part_n//mat.K), range(self.warp_rows.accs(name)//2)):
       b = s.read(tile, row, unit, first + step*mat.K, 2*pair, transposed=True)
       for i, half in itertools.product(row_tiles, range(2)):
-        accs[i][2*pair + half] = nv.mma(mat, weights[i][step], b, half, accs[i][2*pair + half])
+        accs[i][2*pair + half] = nv.mma(mat, p_or_ds[i][step], b, half, accs[i][2*pair + half])
     return s.store([s.acc[j].store(x) for i, xs in enumerate(accs) for j, x in zip(self.warp_rows.accumulators(name, i), xs)])

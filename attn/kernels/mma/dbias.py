@@ -1,10 +1,10 @@
-"""The gradient of a bias, with NVIDIA's mma.sync: the block of the bias that a thread block owns, the loop over all scores to which this block is
-added, and the stores of the sums.
+"""The gradient of a bias, with NVIDIA's mma.sync: the elements of the bias that a thread block owns, the loop over all scores to which these elements
+are added, and the stores of the sums.
 
-One iteration computes what an iteration of attn/kernels/mma/backward.py computes for a block that owns queries. In each iteration Q and dO of a block
-of queries of one head are copied to shared memory. If the thread block owns a tile of keys, this tile of K and V is copied in each iteration, too.
-Otherwise (all keys share the elements of the bias, or no two scores do) all tiles of K and V pass through a ring buffer in each iteration. The sums
-are fp32 numbers in registers."""
+One iteration computes what an iteration of attn/kernels/mma/backward.py computes for a thread block that owns queries. In each iteration Q and dO of
+some queries of one head are copied to shared memory. K and V come in one of two ways. If the thread block owns a tile of keys, this tile is copied in
+each iteration, too. If all keys share one element of the bias, or each score has an element to itself, an iteration loops over all tiles of K and V,
+which pass through a ring buffer. The sums are fp32 numbers in registers."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass
@@ -42,11 +42,11 @@ class MmaBias:
   bias: BiasPart
 
   @staticmethod
-  def of_block(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> MmaBias:
+  def of_block(p:Problem, arch:Chip, tile:MmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> MmaBias:
     mat = tile.matrix
     bias = BiasPart.of(BiasShare(p, tile.block_m, tile.block_n), parts, mat.wave, tile.waves, Allocator())
     at = MmaLane(bias.grid.lane, bias.grid.wave, mat)
-    group = Workgroup.of(p, arch, tile, args, bias.first_place, at, names)
+    group = Workgroup.of(p, arch, tile, args, bias.first_place, at, shapes)
     state = MmaBackwardState.of(Warps(group, at), tile, tile.block_n//mat.N)
     return MmaBias(_queries_of(group, at, tile, state), bias)
 
@@ -84,20 +84,20 @@ class MmaBias:
     return s.store([s.acc[at].store(ops.add(s.acc[at].load(), y)) for own, x in zip(places, ds) for at, y in zip(own, x)])
 
   def fragments(self, i:int) -> range:
-    """Indices of the accumulators that hold the gradient of the bias for the i-th tile of queries."""
+    """Indices of the accumulators that hold the gradient of the bias for the i-th matrix tile of queries."""
     n = self.of.tile.block_n//self.of.tile.matrix.N
     return range(i*n, (i + 1)*n)
 
   # ***** the stores *****
-  def of_rows(self, of:MmaBackward, tiles:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
-    """Splits the C fragments of each tile of queries by row. Returns (row, elements) for each of the lane's rows; the elements are vectors of
-    neighbouring keys."""
-    return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, tiles) for r, row in enumerate(rows)]
+  def of_rows(self, of:MmaBackward, ds:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
+    """Splits the C fragments of each matrix tile of queries, `ds`, by row. Returns (row, elements) for each of the lane's rows; the elements are
+    vectors of neighbouring keys."""
+    return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, ds) for r, row in enumerate(rows)]
 
-  def stores(self, of:MmaBackward, t:UOp, tiles:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of dS to memory. `tiles` are the C fragments of dS for some keys of tile t: the keys of part `part`."""
+  def stores(self, of:MmaBackward, t:UOp, ds:list[list[UOp]], part:int=0) -> list[UOp]:
+    """Returns the stores of dS to memory, for the keys of part `part` of tile t. `ds` has, for each matrix tile of queries, the C fragments of dS."""
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
-    return [x for row, columns in self.of_rows(of, tiles) for n, values in enumerate(columns)
+    return [x for row, columns in self.of_rows(of, ds) for n, values in enumerate(columns)
             for x in self.bias.stores(of.group, row, first + n*of.tile.matrix.N, values, self.bias.stored(row))]
 
   def nothing(self, t:UOp) -> list[UOp]:
@@ -105,9 +105,10 @@ class MmaBias:
     return self.stores(self.of, t, [[ops.splat(0.0, 4)]*len(self.fragments(0))]*self.of.tile.row_tiles)
 
   def sums(self, s:MmaBackwardState) -> list[UOp]:
-    """Returns the stores of the sums. If keys or rows share elements of the bias, first sums over keys, in registers and over the lanes of a row, and
-    over rows through shared memory. If nothing is summed, each iteration has stored its tile of dS itself: then only returns the stores of 0 to tiles
-    of keys that no query sees."""
+    """Returns the stores of the summed dS to the bias's gradient. If all keys share one element of the bias, first sums dS over the keys, in
+    registers and over the lanes of a row. If all queries share one row of the bias, first sums dS over the queries, through shared memory. If each
+    score has an element of the bias to itself, there is nothing to sum: each iteration has already stored its tile of dS, and this method returns
+    only the stores of 0 to the tiles of keys that no query sees."""
     if self.share.stored_at_once: return [*self.bias.outside(self.group.walked, self.nothing), s.statements.do(s.done)]
     tiles = [[s.acc[j].load() for j in self.fragments(i)] for i in range(self.of.tile.row_tiles)]
     rows = self.of_rows(self.of, tiles)

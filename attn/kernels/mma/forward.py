@@ -21,7 +21,7 @@ from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import MmaTile, fragments
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LANE, ONES, SCALED, correct, lane_sum, rounded_sum, scaled_weights, sum_without_scales
+from attn.ops.softmax import LANE, ONES, UNSCALED, correct, lane_sum, rounded_sum, scaled_weights, sum_without_scales
 from attn.ops.stored import scale_in_range
 from attn.problem import Problem
 from attn.score.term import Row
@@ -80,7 +80,7 @@ class MmaForward:
   def kinds(self) -> tuple[str, ...]:
     """Names of the sums of P that the kernel adds up for each row: of P after rounding; if V is stored in 8 bits, of P without the scales of V's
     rows; and for the LSE, of P before rounding."""
-    return (ONES, *[SCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
+    return (ONES, *[UNSCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
   @property
   def kinds_of_result(self) -> tuple[str, ...]:
     """Names of the sums of P (see `kinds`) by which O is divided and from which the LSE is computed. If V is stored in 8 bits, O is divided by a sum
@@ -151,19 +151,20 @@ class MmaForward:
     """Loads the scales of V of tile t to registers. A scale of NaN makes l NaN in the rows that see its key."""
     q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
     nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
-    places = [q_tiles*self.kinds.index(SCALED) + qt for qt in range(q_tiles)]
+    places = [q_tiles*self.kinds.index(UNSCALED) + qt for qt in range(q_tiles)]
     assert s.scales.value is not None
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), [s.l[i].store(ops.add(s.l[i].load(), x)) for i, x in zip(places, nans)])
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns the weights `p` of a C fragment as they are multiplied by V: with the scales of V's rows, if V is stored in 8 bits."""
+    """Returns the weights of a C fragment in the form in which they multiply V: `p` itself, or `p` times the scales of V's rows if V is stored in 8
+    bits. `tile` is the index of the fragment's matrix tile of keys."""
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
   def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
     stores, q_tiles, kinds, to_log2 = [], self.tile.q_tiles, self.kinds, self.warps.group.scores.to_log2
     for qt in range(q_tiles):
       packed = list[UOp]()
-      sums: dict[str, UOp] = dict.fromkeys((LANE, SCALED), ops.splat(0.0, 2))
+      sums: dict[str, UOp] = dict.fromkeys((LANE, UNSCALED), ops.splat(0.0, 2))
       for step in steps:
         pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.addend[qt].load(), to_log2) for i in range(2)]
         low, high = (self.factors(s, y, 2*step + i) for i, y in enumerate(pair))
@@ -171,7 +172,7 @@ class MmaForward:
         for i, y in enumerate(pair):
           sums[LANE] = lane_sum(sums[LANE], y, nv.ROWS)
           if (of_v := s.scales.value) is not None:
-            sums[SCALED] = sum_without_scales(sums[SCALED], ops.slice_(packed[-1], 2*i, 2), y, of_v[2*step + i].load(), self.p.dtype)
+            sums[UNSCALED] = sum_without_scales(sums[UNSCALED], ops.slice_(packed[-1], 2*i, 2), y, of_v[2*step + i].load(), self.p.dtype)
         stores.append(s.weights[qt*self.k_tiles//2 + step].store(packed[-1]))
       sums[ONES] = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
       stores += [s.l_of_trip[i*q_tiles + qt].store(sums[kind]) for i, kind in enumerate(kinds)]
@@ -181,7 +182,8 @@ class MmaForward:
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(len(kinds)*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
-    """Computes O += P V. Applies dropout to P first."""
+    """Computes O += P V for the keys of `steps`, some steps of the sum over the tile's keys. P comes from the state, where `weigh` has put it: `p` is
+    None. Weights that dropout drops are 0. Returns the stores of O to registers."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
     mat, q_tiles = self.mat, range(self.tile.q_tiles)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]

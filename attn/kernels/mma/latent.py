@@ -117,7 +117,8 @@ class MmaLatent:
     return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0)))), None
 
   def add_to_o(self, s:LatentMmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
-    """Computes O += P V for the columns of O that belong to this warp."""
+    """Computes O += P V for tile t of keys and the columns of O that belong to this warp. P comes from shared memory, where `weigh` has put it: `p`
+    is None. `part` is None, too, because a tile's keys are not divided. Returns the stores of O to registers."""
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
@@ -147,7 +148,7 @@ class MmaLatent:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
     """Returns the statements that store a number for each of this lane's two rows to shared memory, where all warps can read them. `values` holds the
-    two numbers; `i` says what they are, such as a maximum or a sum."""
+    two numbers; `i` says what they are, such as a maximum or a sum. Where `gate` is false, nothing is stored."""
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
@@ -202,9 +203,9 @@ class MmaLatent:
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout of the rows of K in shared memory, moved so that it begins in this warp's columns of V. These columns take several lines of
-    128 bytes, and `line` is the index of the line at which the layout begins. If the warp has no such line, the last line is read instead: the
-    columns of O that are computed from it are not stored."""
+    """Returns where the rows of V lie in shared memory, for some of the columns that this warp multiplies. V is the first columns of K, so the result
+    is the layout of K's rows, moved to these columns. The warp's columns take several lines of 128 bytes, and `line` is the index of one of them. If
+    the warp has no such line, the last line is read instead: the columns of O that are computed from it are not stored."""
     k = self.k_rows(t)
     return k.moved_to(k.base + (self.warps.at.wave*(self.columns//LINE) + line).minimum(k.panels - 1)*LINE)
 
@@ -218,7 +219,8 @@ class MmaLatent:
     return self.met(s.do(*told, *self.tell(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
 
   def outputs(self, s:LatentMmaState, tile:int) -> list[UOp]:
-    """Returns the stores of O = O / l for the warp's columns. The first warp also stores LSE = m + ln l."""
+    """Returns the stores of O = O / l for the warp's columns. The first warp also stores LSE = m + ln l. `tile` is the index of a matrix tile of the
+    block's queries."""
     group, mat, names, stores = self.warps.group, self.mat, self.names, list[UOp]()
     accs, first = [s.acc[tile*self.columns + i].load() for i in range(self.columns)], self.warps.at.wave*(self.columns*mat.N)
     for r, (row, in_block) in enumerate(zip(self.warps.queries(UOp.const(tile*mat.M)), self.in_block(tile*mat.M))):

@@ -34,9 +34,9 @@ class QueriesOfSums:
   rows: WarpRows[SwizzledRows]
 
   @staticmethod
-  def of(p:Problem, arch:Chip, names:Shapes, args:tuple[UOp, ...]) -> QueriesOfSums:
+  def of(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> QueriesOfSums:
     tile = MmaBackwardTile(1, MMA[p.dtype].K, MMA[p.dtype].K, QUERIES_OF_SUMS//MMA[p.dtype].M, matrix=MMA[p.dtype])
-    warps = Warps.of(p, arch, tile, tile.matrix, args, names)
+    warps = Warps.of(p, arch, tile, tile.matrix, args, shapes)
     return QueriesOfSums(WarpRows(warps, tile, (), warps.group.first_head))
 
   @property
@@ -49,8 +49,8 @@ class QueriesOfSums:
     return [flat(group.given["dq_sums"]).bitcast(nv.F4)[first + i*(mat.M*mat.N//4)] for i in range(fragments(group.p.D, mat))]
 
 def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. Its placeholders have the order of `tensors.delta_arguments(p,
-  dlse)`."""
+  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. The kernel takes the tensors of `tensors.delta_arguments(p,
+  dlse)`, in this order. `dlse` says whether lse has a gradient."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)
     stores = [*x.rows.kept_deltas(), *[at.store(nv.zero(UOp.const(0))) for at in x.sums()], *first_turns(x.group, x.rows.warps.at.thread)]
@@ -58,8 +58,8 @@ def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
   return kernel
 
 def finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. Its placeholders have the order
-  of `tensors.finish_arguments(p)`."""
+  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it. The kernel takes the tensors of
+  `tensors.finish_arguments(p)`, in this order."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, finish_arguments(p), args)
     sums, scale = [at.load() for at in x.sums()], UOp.const(p.softmax_scale)

@@ -51,8 +51,8 @@ class OwnQueryValues:
 
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
-  """The rows (queries or keys) that the warps of a block own, while the block loops over the other rows of `head`. `wanted` lists the gradients that
-  the warps compute, in the order of their accumulators."""
+  """The rows that the warps of a block own: queries, if the block loops over keys, or keys, if it loops over queries. `head` is the query head that
+  the loop works on. `wanted` lists the gradients that the warps compute, in the order of their accumulators."""
   warps: Warps
   tile: WarpsTile[L]
   wanted: tuple[str, ...]
@@ -98,8 +98,8 @@ class WarpRows(Generic[L]):
 
   # ***** shared memory: own rows, then tiles of walked rows *****
   def lies(self, name:str, rows:int, first:UOp|int) -> L:
-    """Returns the layout in shared memory of `rows` rows of the tensor `name`. Shared memory holds rows of q or k, from the 16-byte unit with index
-    `first` on, followed by the same number of rows of do or v."""
+    """Returns where rows of the tensor `name` lie in shared memory. A piece of shared memory that begins at the 16-byte unit with index `first` holds
+    `rows` rows of q or k, and then as many rows of do or v. `name` is one of these four tensors."""
     of_d, of_dv = self.tile.layouts(self.p, rows)
     return of_d.moved_to(first) if name in ("q", "k") else of_dv.moved_to(first + of_d.size)
   def kept(self, name:str) -> L:

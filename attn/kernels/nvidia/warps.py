@@ -32,20 +32,23 @@ class Warps:
   at: MmaLane
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes|None=None, parts:int=0) -> Warps:
-    """Makes the warps of a block that owns queries. `names` and `parts` are explained at `Workgroup.of`."""
+  def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], shapes:Shapes|None=None, parts:int=0) -> Warps:
+    """Makes the warps of a block that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes in the same order;
+    by default they are the tensors of `arguments(p)`. If `parts` is above 1, the keys are divided into `parts` parts, and each block loops over one
+    part."""
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
-    return Warps(Workgroup.of(p, arch, tile, args, grid, at, names, parts), at)
+    return Warps(Workgroup.of(p, arch, tile, args, grid, at, shapes, parts), at)
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], names:Shapes, parts:int=0, grid:Grid|None=None,
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], shapes:Shapes, parts:int=0, grid:Grid|None=None,
               lds:UOp|None=None) -> Warps:
-    """Makes the warps of a block that owns keys. `grid` may give the grid of which the block is a part. `lds` is explained at
-    `Workgroup.of_keys`."""
+    """Makes the warps of a block that owns keys. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. If
+    `parts` is above 0, the queries are divided into `parts` parts, and each block loops over one part. `grid` may give the grid of which the block is
+    a part. `lds` is an int32 in shared memory, through which the warps learn the block's ticket if blocks add to dQ in a fixed order."""
     if grid is None: grid = kv_head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
-    return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, names, parts, lds), at)
+    return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
     """Returns a copy of this block for a kernel whose warps divide the keys of a tile: each warp computes `keys` of them."""

@@ -66,21 +66,24 @@ class PlainBackward(Rectangle):
   wanted: tuple[str, ...]
 
   @staticmethod
-  def of_queries(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> PlainBackward:
-    """Makes the kernel for a workgroup that owns queries."""
-    return PlainBackward.of(p, arch, tile, args, names, parts, ("dq",))
+  def of_queries(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> PlainBackward:
+    """Makes the steps of the kernel for a workgroup that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes,
+    in the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each workgroup loops over one part."""
+    return PlainBackward.of(p, arch, tile, args, shapes, parts, ("dq",))
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[PlainBackward]:
-    """Makes the kernel for a workgroup that owns keys. It computes dk and dv in a single pass over the queries."""
-    return [PlainBackward.of(p, arch, tile, args, names, parts, ("dk", "dv"))]
+  def of_keys(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[PlainBackward]:
+    """Makes the steps of the kernel for a workgroup that owns keys, as a list with one object: a single pass over the queries gives dk and dv. `args`
+    are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. If `parts` is above 0, the queries are divided into
+    `parts` parts, and each workgroup loops over one part."""
+    return [PlainBackward.of(p, arch, tile, args, shapes, parts, ("dk", "dv"))]
 
   @staticmethod
-  def of(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int, wanted:tuple[str, ...]) -> PlainBackward:
+  def of(p:Problem, arch:Chip, tile:TiledBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int, wanted:tuple[str, ...]) -> PlainBackward:
     rows, heads = (p.Sk, p.Hkv) if tile.keys else (p.Sq, p.H)
     grid, at = grid_of(p, arch, tile, ceildiv(rows, tile.block_m), p.B*heads)
     new, floats, quads = grid.allocator, tile.sections(p).floats, tile.own//QUAD
     memory = new.registers(floats) if tile.alone else new.lds(floats, dtypes.float)
-    group = (Workgroup.of_keys if tile.keys else Workgroup.of)(p, arch, tile, args, grid, at, names, parts)
+    group = (Workgroup.of_keys if tile.keys else Workgroup.of)(p, arch, tile, args, grid, at, shapes, parts)
     columns = [tile.width(p.Dv if name == "dv" else p.D)//tile.down for name in wanted]
     group = replace(group, scores=replace(group.scores, natural=True))
     apart, some, s, dp, high, deltas, *sums = (new.registers(n*quads, ops.f32(QUAD))
@@ -113,7 +116,7 @@ class PlainBackward(Rectangle):
       kept = [self.carried(Portion(*x, self.group.first_row, UOp.const(0), tile.block_m), items) for x in zip(KEPT, self.own)]
       ready = [*ready, self.barrier(*kept)]
     if self.keys: return replace(self.state, ready=tuple(ready)).after(*began)
-    known, s = self.known(ready)
+    known, s = self.deltas_and_normalisers(ready)
     return s.after(*began, known)
 
   def walk(self, s:PlainState, work:PlainWork) -> PlainState:
@@ -133,15 +136,15 @@ class PlainBackward(Rectangle):
     for name, columns in found.items():
       to = self.section(name, *ready, *loop)
       stores += [x for i, row in enumerate(self.by_walked_row(columns)) for j, y in enumerate(row)
-                 for x in to.store_quad(part*tile.walked + self.own_row(i), self.in_block(j), y)]
+                 for x in to.store_quad(part*tile.walked + self.result_row(i), self.in_block(j), y)]
     done = UOp.group(*stores).end(*loop)
     for acc, name in zip(s.sums, self.wanted): done = self.summed(acc, *WEIGHTED[name], t, [*ready, met := self.barrier(done)], [met])
     return done
 
   # ***** the numbers of own queries *****
-  def known(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
-    """Computes delta and the normaliser (its lse in the form in which exp2 takes it) of each query that the workgroup owns. Returns the stores of
-    both to registers, and the state with the stores of delta to memory."""
+  def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
+    """Computes delta and the normaliser of each query that the workgroup owns. A normaliser is a query's lse in the form in which exp2 takes it.
+    Returns the stores of both to registers, and the state with the stores of delta to memory."""
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
@@ -179,7 +182,7 @@ class PlainBackward(Rectangle):
     for row, column in zip(self.own_rows, columns):
       known = row.index < self.group.sequence.n_k if self.keys and self.p.kv_lengths else None
       factor = 1.0 if name == "dv" else self.p.softmax_scale
-      stores += self.group.gradient(name, row, [(block*self.tile.columns + self.own_row(k*QUAD), where_known(known, x, factor))
+      stores += self.group.gradient(name, row, [(block*self.tile.columns + self.result_row(k*QUAD), where_known(known, x, factor))
                                                 for k, x in enumerate(column)])
     return [UOp.group(*stores).end(*loop)]
   def deltas(self, s:PlainState) -> list[UOp]: return list(s.stores)
@@ -199,7 +202,7 @@ class PlainTrip:
   def firsts(self) -> list[UOp]:
     """Index, in the sequence, of the first row of each group of four neighbouring rows that this thread computes. These are rows over which the
     workgroup loops."""
-    return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.own_row(i) for i in range(0, self.of.tile.walked, QUAD)]
+    return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.result_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:
     return [x for j in self.of.quads for x in kept_here(self.of.part_scores, self.of.own_rows[j*QUAD:(j + 1)*QUAD], self.firsts)]
@@ -244,4 +247,4 @@ class PlainTrip:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def kept(self, weights:list[Weights]) -> Columns: return [left.numbers(w.p) for left, w in zip(self.left, weights)]
   def rounded(self, ds:Columns) -> Columns: return ds
-  def add(self, s:PlainState, name:str, weights:Columns) -> PlainState: return replace(s, weights={**s.weights, WEIGHTED[name][1]: weights})
+  def add(self, s:PlainState, name:str, p_or_ds:Columns) -> PlainState: return replace(s, weights={**s.weights, WEIGHTED[name][1]: p_or_ds})

@@ -138,12 +138,12 @@ class PlainForward(Rectangle):
     raw = [[s[i*len(self.quads) + j].load() for j in self.quads] for i in range(tile.walked)]
     if self.p.stored:
       first = self.group.scores.row(t*tile.block_n) + part*(tile.down*tile.walked)
-      raw = [[ops.mul(x, self.scale("k_scales", first, self.own_row(i), *loop)) for x in row] for i, row in enumerate(raw)]
+      raw = [[ops.mul(x, self.scale("k_scales", first, self.result_row(i), *loop)) for x in row] for i, row in enumerate(raw)]
     rows = self.finished(raw, t*tile.parts + part)
     tops, to = self.each(self.top.after(began, *loop)), self.section("p", *ready, *loop)
     stores = [top.store(functools.reduce(ops.max_, [row[j] for row in rows], top.load())) for j, top in enumerate(tops)]
     stores += [x for i, row in enumerate(rows) for j, y in enumerate(row)
-               for x in to.store_quad(part*tile.walked + self.own_row(i), self.in_block(j), y)]
+               for x in to.store_quad(part*tile.walked + self.result_row(i), self.in_block(j), y)]
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
@@ -161,7 +161,7 @@ class PlainForward(Rectangle):
     """Replaces the scores that this thread stored in local memory by P^T after dropout. Adds P before dropout to the row sums."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
-    rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.own_row(i) for i in range(tile.walked)]
+    rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.result_row(i) for i in range(tile.walked)]
     p, stores = self.section("p", *ready, *loop), []
     first = self.group.scores.row(t*tile.block_n)
     scores = [[p.quad(x, self.in_block(j)) for j in self.quads] for x in rows]
@@ -204,5 +204,5 @@ class PlainForward(Rectangle):
     columns = self.by_own_row([[part[i*n + j].load() for j in self.quads] for i in range(len(part)//n)])
     for row, (factor, _), column in zip(self.queries, ends, columns):
       for k, values in enumerate(column):
-        o += group.outputs(row, [(block*tile.columns + self.own_row(k*QUAD), ops.mul(values, factor))], None)
+        o += group.outputs(row, [(block*tile.columns + self.result_row(k*QUAD), ops.mul(values, factor))], None)
     return [*stores, UOp.group(*o).end(*loop)]

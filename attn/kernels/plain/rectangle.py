@@ -152,7 +152,7 @@ class Rectangle:
   def in_block(self, j:int) -> UOp:
     """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
     return (self.at.x + j*self.tile.across)*QUAD
-  def own_row(self, i:int) -> UOp:
+  def result_row(self, i:int) -> UOp:
     """Returns the index of this thread's i-th row of results. In a product of rows it is the index of a row of the tile's part. In a sum over rows it
     is the index of a column of the sum."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
@@ -207,7 +207,7 @@ class Rectangle:
     local memory, they are read from the section `kept`. `ahead` holds registers of rows that were loaded before."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
-    now, first, mine = [*ready, *loop], step*depth, [self.own_row(i) for i in range(tile.walked)]
+    now, first, mine = [*ready, *loop], step*depth, [self.result_row(i) for i in range(tile.walked)]
     long = width > LONG_SUM
     zeroed = self.zeroed(to.after(*ready))
     acc = self.apart.after(self.zeroed(self.apart.after(*now))) if long else to.after(zeroed, *loop)
@@ -237,7 +237,7 @@ class Rectangle:
       numbers = [x.load() for x in self.block_of(acc.after(*blocks), block)]
       if rescale is not None: numbers = [ops.mul(x, rescale[i%n]) for i, x in enumerate(numbers)]
       begun = to.after(UOp.group(*[y.store(x) for x, y in zip(numbers, self.all(to))]))
-    own = [self.own_row(i) for i in range(self.width(to))]
+    own = [self.result_row(i) for i in range(self.width(to))]
     if tile.alone:
       where, columns = WhereItLies(self.rows_of(tensor), first, False, self.converted(tensor)), [block*tile.columns + x for x in own]
       done = self.outer_products(begun, where, columns, self.section(weights, *ready, *weighed), UOp.const(0), tile.block_n)

@@ -52,7 +52,6 @@ class WgmmaBackwardState(Arrivals):
 
   @staticmethod
   def of(warps:Warps, tile:WgmmaBackwardTile, accs:int, shared:UOp) -> WgmmaBackwardState:
-    """Makes the state with `accs` accumulators."""
     new, mat, n = warps.group.grid.allocator, tile.matrix, tile.block_n
     of_dq = tile.dq_columns(warps.group.p)//mat.N if tile.adds_dq else 1
     return WgmmaBackwardState(shared, new.registers(accs, nv.F4), new.registers(n//mat.N, nv.F4), new.registers(n//mat.N, nv.F4),
@@ -63,7 +62,7 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 @dataclass(frozen=True)
 class RingPlace:
   """The position of a tile in the order in which a block uses the tiles. The block loops over the tiles of one head after another, in each pass.
-  `tile` is the index of the tile within the loop over one head, `turn` the index of that loop (counted over heads and passes), and `index` the
+  `tile` is the index of the tile within the loop over one head, `loop` the index of that loop (counted over heads and passes), and `index` the
   number of tiles that the block has used before."""
   tile: UOp
   turn: UOp|int
@@ -82,20 +81,23 @@ class WgmmaBackward:
   pass_number: int = 0
 
   @staticmethod
-  def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> WgmmaBackward:
-    """Makes the kernel for a block that owns queries."""
-    warps = Warps.of(p, arch, tile, tile.matrix, args, names, parts)
+  def of_queries(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> WgmmaBackward:
+    """Makes the steps of the kernel for a block that owns queries. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in
+    the same order. If `parts` is above 0, the keys are divided into `parts` parts, and each block loops over one part."""
+    warps = Warps.of(p, arch, tile, tile.matrix, args, shapes, parts)
     state = WgmmaBackwardState.of(warps, tile, fragments(p.D, tile.matrix), shared_memory(warps.group.grid, p, tile))
     rows: WarpRows[SwizzledPanels] = WarpRows(warps, tile, ("dq",), warps.group.first_head)
     return WgmmaBackward(rows, tile, state, OwnQueryValues(rows.normalisers, rows.deltas))
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], names:Shapes, parts:int) -> list[WgmmaBackward]:
-    """Makes the passes of a block that owns keys: one pass for dK and dV together, or one for each. The passes use the same accumulators, one pass
-    after another."""
-    grid, passes = kv_head_in_group_fastest(p, tile, tile.matrix, "dq_turns" in names), gradients_of_passes(tile.passes, tile.adds_dq)
+  def of_keys(p:Problem, arch:Chip, tile:WgmmaBackwardTile, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> list[WgmmaBackward]:
+    """Makes the steps of the kernel for a block that owns keys, as a list with one object for each pass over the queries: one pass for dK and dV
+    together, or one for each. The passes use the same accumulators, one pass after another. `args` are the kernel's tensors. `shapes` has their
+    names, shapes and dtypes, in the same order. If `parts` is above 0, the queries are divided into `parts` parts, and each block loops over one
+    part."""
+    grid, passes = kv_head_in_group_fastest(p, tile, tile.matrix, "dq_turns" in shapes), gradients_of_passes(tile.passes, tile.adds_dq)
     shared = shared_memory(grid, p, tile)
-    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, names, parts, grid, shared.bitcast(dtypes.int)[4*shared.max_numel() - 2])
+    warps = Warps.of_keys(p, arch, tile, tile.matrix, args, shapes, parts, grid, shared.bitcast(dtypes.int)[4*shared.max_numel() - 2])
     accs = {name: fragments(width, tile.matrix) for name, width in (("dk", p.D), ("dv", p.Dv))}
     state = WgmmaBackwardState.of(warps, tile, max(sum(accs.get(name, 0) for name in wanted) for wanted in passes), shared)
     return [WgmmaBackward(WarpRows(warps, tile, wanted, warps.group.first_head), tile, state, None, i) for i, wanted in enumerate(passes)]
@@ -126,7 +128,7 @@ class WgmmaBackward:
     """Returns where lse and delta of the tile's queries begin in shared memory, in units of 16 bytes."""
     p = self.group.p
     return place.index%RING*self.tile.numbers(p) + (self.warp_rows.size + RING*self.tile.stage(p) + self.tile.shared_dq(p))
-  def weights(self, place:RingPlace) -> SwizzledPanels:
+  def ds_in_shared(self, place:RingPlace) -> SwizzledPanels:
     """Returns where dS of the tile lies in shared memory, if the block adds to dQ. There is room for dS of two tiles: while one warpgroup stores dS
     of a tile, another warpgroup may still read dS of the previous tile."""
     ds = self.tile.ds
@@ -147,13 +149,13 @@ class WgmmaBackward:
     cleared = [s.acc] if self.tile.keys else [s.acc, s.scores, s.dp]     # a skipped product leaves what is there
     return s.store([x for to in cleared for x in store_all(to, [nv.zero(s.done)]*to.max_numel())])
 
-  def ring_at(self, t:UOp, turn:UOp|int) -> RingPlace: return RingPlace(t, turn, turn*(self.walked.end - self.walked.begin) + t - self.walked.begin)
+  def ring_at(self, t:UOp, loop:UOp|int) -> RingPlace: return RingPlace(t, loop, loop*(self.walked.end - self.walked.begin) + t - self.walked.begin)
   def next(self, place:RingPlace) -> RingPlace:
     """Returns the position of the tile that the block uses next."""
     t, index = place.tile + 1, place.index + 1
-    if self.loops == 1: return RingPlace(t, place.turn, index)
+    if self.loops == 1: return RingPlace(t, place.loop, index)
     same = t < self.walked.end
-    return RingPlace(same.where(t, self.walked.begin), same.where(place.turn, place.turn + 1), index)
+    return RingPlace(same.where(t, self.walked.begin), same.where(place.loop, place.loop + 1), index)
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
     """Starts this thread's copies of a tile, if the tile exists. If the block owns keys, also starts the copies of lse and delta of the tile's
@@ -161,7 +163,7 @@ class WgmmaBackward:
     group, n, i, floats = self.group, self.tile.block_n, self.warp_rows.warps.at.thread, s.shared.bitcast(dtypes.float)
     there, first_row = group.walked_end, group.scores.row(place.tile*n)
     if self.loops > 1: there = (place.index < self.loops*(self.walked.end - self.walked.begin)).where(there, 0)
-    head = group.first_head + place.turn%self.heads
+    head = group.first_head + place.loop%self.heads
     copies = [x for name in self.warp_rows.walked
               for x in self.warp_rows.warps.copies(self.warp_rows.walked_rows(name, head, there), s.shared, first_row, self.ring(name, place))]
     if self.tile.keys:
@@ -181,16 +183,18 @@ class WgmmaBackward:
     s = s.do(wgmma.wait_products(s.acc, s.done))
     return s.do(wgmma.sent(s.done)) if "dq" in self.wanted and self.tile.keys and self.turns is None else s
 
-  def over_head(self, s:WgmmaBackwardState, rows:WarpRows[SwizzledPanels], turn:UOp|int, work:WgmmaWork) -> WgmmaBackwardState:
+  def over_head(self, s:WgmmaBackwardState, rows:WarpRows[SwizzledPanels], loop:UOp|int, work:WgmmaWork) -> WgmmaBackwardState:
     def trip(s:WgmmaBackwardState, t:UOp, masked:bool) -> UOp:
-      place = self.ring_at(t, turn)
+      place = self.ring_at(t, loop)
       s = s.do(wgmma.arrived(s.arrivals, place.index, s.done))
       return work(s, WgmmaTrip(rows, rows.scores, t, masked, self, place)).done
     s = over_tiles(s, self.walked, self.group.grid.allocator, trip)
     return self.turn_ended(s, rows.head, self.walked.end - 1, True)
 
   def turn_ended(self, s:WgmmaBackwardState, head:UOp, t:UOp, last:bool=False) -> WgmmaBackwardState:
-    """If blocks add to dQ in turn: waits until what this warp has sent is added, and passes the turn if it ends with tile t."""
+    """Ends the block's turn, the period in which it may add to dQ in memory, if the turn ends with tile t: waits until all of dQ that this warp has
+    sent to memory is added there, and lets the next block add. `last` says that the block has no further tile of this head. Does nothing if blocks
+    add to dQ in no fixed order."""
     if self.turns is None: return s
     s = s.do(wgmma.sent(s.done))
     return s.do(self.turns.end(head, t, s.done, last))
@@ -229,7 +233,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
     """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. `which` chooses the two tensors of the product: 0
-    for S, 1 for dP. The result is written to `acc`. Warpgroups where `there` is false start an empty group."""
+    for S, 1 for dP. The result is written to `acc`. A warpgroup for which `there` is false skips the product, but starts a wgmma group without
+    instructions, so that all warpgroups wait for the same number of groups."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel
@@ -265,11 +270,11 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     dp, left = [s.dp[i].load() for i in self.columns], self.left[0]
     return s, [less_delta(dp if left.words else [ops.add(x, d) for x, d in zip(dp, minus_delta)], left, minus_delta)]
 
-  def add(self, s:WgmmaBackwardState, name:str, weights:list[list[UOp]]) -> WgmmaBackwardState:
-    """Starts the product of `weights` (P or dS) with the tile's rows. The product is added to the gradient `name`."""
+  def add(self, s:WgmmaBackwardState, name:str, p_or_ds:list[list[UOp]]) -> WgmmaBackwardState:
+    """Starts the product of P or dS, which `p_or_ds` holds, with the tile's rows. The product is added to the gradient `name`."""
     tensor, kind = WEIGHTED[name]
     b, rows = self.of.ring(tensor, self.ring_place), self.warp_rows
-    s = s.store(store_all(getattr(s, kind), weights[0]))
+    s = s.store(store_all(getattr(s, kind), p_or_ds[0]))
     return s.do(wgmma.output(s.acc, getattr(s, kind), s.shared[b.base], s.done, UNIT_BYTES*b.panel, rows.p.dtype, rows.accumulators(name),
                              self.there))
 
@@ -279,23 +284,23 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     """First column of the tile's dQ that this warpgroup computes."""
     return wgmma.group(self.warp_rows.warps.at.wave)*self.of.tile.dq_columns(self.warp_rows.p)
 
-  def start_dq(self, s:WgmmaBackwardState, weights:list[list[UOp]]) -> WgmmaBackwardState:
-    """Stores dS of the own keys to shared memory, and waits until all warpgroups have done so. Then starts the product for this warpgroup's columns
-    of the tile's dQ, summed over all keys of the block."""
-    at, ds, k, mat = self.warp_rows.warps.at, self.of.weights(self.ring_place), self.warp_rows.kept("k"), self.warp_rows.mat
+  def start_dq(self, s:WgmmaBackwardState, ds:list[list[UOp]]) -> WgmmaBackwardState:
+    """Stores dS of the own keys, which `ds` holds, to shared memory, and waits until all warpgroups have done so. Then starts the product for this
+    warpgroup's columns of the tile's dQ, summed over all keys of the block."""
+    at, lies, k, mat = self.warp_rows.warps.at, self.of.ds_in_shared(self.ring_place), self.warp_rows.kept("k"), self.warp_rows.mat
     row, unit, panel = at.wave*mat.M + at.lane%mat.M, at.lane//mat.M, LINE*mat.unit      # `panel`: columns of a panel
-    s = s.do(*[nv.stmatrix(s.shared[ds.place(row, unit + 2*i)], words) for i, words in enumerate(self.of_keys_there(weights[0]))])
+    s = s.do(*[nv.stmatrix(s.shared[lies.place(row, unit + 2*i)], words) for i, words in enumerate(self.zero_for_missing_keys(ds[0]))])
     s = s.do(wgmma.publish(s.done))
     s = s.after(workgroup_barrier(s.done))
     first, within = self.dq_column//panel, self.dq_column%panel//mat.unit
-    return s.do(wgmma.sums(s.dq, s.shared[ds.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
+    return s.do(wgmma.sums(s.dq, s.shared[lies.base], s.shared[k.base + first*k.panel], within, s.done, self.of.tile.block_m, self.warp_rows.p.dtype))
 
-  def of_keys_there(self, weights:list[UOp]) -> list[UOp]:
-    """Returns dS with 0 for keys that do not exist. For such a key P = exp(0 - lse) may be inf, and so may its dS. This dS does not enter the
+  def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
+    """Returns `ds` with 0 for keys beyond the last key. For such a key P = exp(0 - lse) may be inf, and so may its dS. This dS does not enter the
     gradients of other keys, but it would enter dQ, which sums over the keys."""
     there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
-    if all(x.op is Ops.CONST and x.arg for x in there): return weights
-    return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in weights]
+    if all(x.op is Ops.CONST and x.arg for x in there): return ds
+    return [ops.build(*[there[i%nv.ROWS].where(ops.extract(words, i), 0) for i in range(4)]) for words in ds]
 
   def add_dq(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
     """Waits until dQ of the tile is computed, but not for the product that was started after dQ. Adds dQ to the sums in memory."""

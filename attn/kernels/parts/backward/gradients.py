@@ -115,7 +115,7 @@ def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normalis
     return joined([scores.clear(part, row, tile) for part, row in zip(by_row(x), rows)]) if masked else x
   def of_row(part:list[UOp], row:Row, own:list[Normaliser]) -> tuple[list[UOp], dict[str, list[UOp]]]:
     steps = scores.steps(part, row, tile)
-    return [e.weight(y, scores.to_log2) for y, e in zip(scores.left(steps), own)], scores.derivatives(steps, row, tile)
+    return [e.weight(y, scores.to_log2) for y, e in zip(scores.final(steps), own)], scores.derivatives(steps, row, tile)
   found = [of_row(*of) for of in zip(by_row(raw), rows, normalisers)]
   derivatives = {name: joined([x[name] for _, x in found]) for name in found[0][1]}
   return Weights(visible(joined([p for p, _ in found])), derivatives, visible)
@@ -148,7 +148,7 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
     p = e.weight(y, scores.to_log2)
     return ops.mul(p, 1/scores.p.kept) if scores.p.dropout_p and e.low is None else p
   steps = scores.steps(raw, row, tile)
-  return Weights(visible([weight(y, e) for y, e in zip(scores.left(steps), normalisers)]), scores.derivatives(steps, row, tile), visible)
+  return Weights(visible([weight(y, e) for y, e in zip(scores.final(steps), normalisers)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
   """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta. With dropout they began with 0: then sets

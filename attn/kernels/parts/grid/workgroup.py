@@ -101,9 +101,9 @@ def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:
 
 KEY_TENSORS = ("k", "v", "k_scales", "v_scales", "dk", "dv")    # tensors whose rows are keys
 
-def by_name(names:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
-  if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
-  return dict(zip(names, args))
+def by_name(shapes:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
+  if len(args) != len(shapes): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(shapes)})")
+  return dict(zip(shapes, args))
 
 def scale_as_float(word:UOp, size:int) -> UOp:
   """Converts a loaded scale of `size` bytes to fp32."""
@@ -183,10 +183,10 @@ class Workgroup:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
-         names:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Makes a workgroup that owns queries, at the position `grid`. `args` are the kernel's placeholders for the tensors `names` (by default the names
+         shapes:Shapes|None=None, parts:int=0) -> Workgroup:
+    """Makes a workgroup that owns queries, at the position `grid`. `args` are the kernel's placeholders for the tensors `shapes` (by default the shapes
     of `arguments`). `at` is the thread's place in a matrix tile. If `parts` is above 1, the keys are divided into this number of parts."""
-    heads, given = heads_of(p, tile), by_name(names or arguments(p), args)
+    heads, given = heads_of(p, tile), by_name(shapes or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
     group = grid.head + p.first_head//heads
@@ -212,12 +212,12 @@ class Workgroup:
                      walked, part_of(split, parts))
 
   @staticmethod
-  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, names:Shapes,
+  def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, shapes:Shapes,
               parts:int=0, lds:UOp|None=None) -> Workgroup:
     """Makes a workgroup that owns keys of one key/value head. It loops over the queries of all query heads that share these keys; `first_head` is the
     first of these query heads. The queries of all these heads are divided into `parts` parts: first by heads, then by queries. If workgroups add to
     the sums of dQ in turn, they draw their work by tickets (`drawn`), and `lds` is an int32 in LDS for the ticket."""
-    given, split, group = by_name(names, args), ranges_of(grid, parts), p.H//p.Hkv
+    given, split, group = by_name(shapes, args), ranges_of(grid, parts), p.H//p.Hkv
     own_part = split
     if (turns := given.get("dq_turns")) is not None and lds is not None:
       grid, own_part = drawn(grid, split, turns[turns.max_numel() - 1], lds)

@@ -53,11 +53,11 @@ class Kept:
     words, places = self._of([(r, ((first + v)*len(pairs) + i)*2) for v in range(vectors) for r in rows for i in pairs])
     return bits.drop_packed(x, words, places, first)
 
-  def numbers(self, tiles:list[UOp]) -> list[UOp]:
+  def numbers(self, vectors:list[UOp]) -> list[UOp]:
     """Replaces dropped elements of fp32 vectors by 0. `tiles` are all vectors of a tile."""
-    if not self.words: return tiles
+    if not self.words: return vectors
     found, part = [], self.at.matrix.row_part
-    for kt, x in enumerate(tiles):
+    for kt, x in enumerate(vectors):
       words, places = self._of([(r, kt*part + i) for r in range(len(self.words)) for i in range(part)])
       found.append(bits.drop_numbers(x, words, places, kt))
     return found
@@ -105,9 +105,10 @@ class KeptHere:
   scores there is a vector of dwords. `places` holds the (dword, position) of the bit of each element."""
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
-  def numbers(self, tiles:list[UOp]) -> list[UOp]:
+  def numbers(self, vectors:list[UOp]) -> list[UOp]:
     """Replaces dropped elements of fp32 vectors by 0. `tiles` are all vectors of a tile."""
-    return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(tiles, self.words, strict=True))] if self.words else tiles
+    if not self.words: return vectors
+    return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
   """Returns which scores dropout keeps, for four neighbouring rows that the thread owns, one entry for each of these rows. The scores pair each of

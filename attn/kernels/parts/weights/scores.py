@@ -84,9 +84,9 @@ class Scores:
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
     """Applies the problem's score terms (softcap, ALiBi, bias) to raw scores. Without terms, only converts the scores to natural logarithms, if
     `natural` is set."""
-    return self.left(self.steps(x, row, tile))
+    return self.final(self.steps(x, row, tile))
 
-  def left(self, steps:list[list[UOp]]) -> list[UOp]:
+  def final(self, steps:list[list[UOp]]) -> list[UOp]:
     """Returns the scores that the softmax uses, before masks are applied: the last of the `steps` (see the method `steps`), in natural logarithms if
     `natural` is set."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]

@@ -20,7 +20,7 @@ from attn.kernels.parts.program.statements import Carried, Optional, store_all
 from attn.kernels.parts.weights.dropout import Kept
 from attn.kernels.parts.weights.scores import Scores
 from attn.ops import amd, common as ops
-from attn.ops.softmax import (DOT, LANE, LOWEST, ONES, SCALED, UNPACKED, RowLanes, correct, rounded_sum, scaled_weights, sum_without_scales)
+from attn.ops.softmax import (DOT, LANE, LOWEST, ONES, UNSCALED, UNPACKED, RowLanes, correct, rounded_sum, scaled_weights, sum_without_scales)
 from attn.ops.stored import zero_or_nan
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
@@ -28,7 +28,7 @@ from attn.tinygrad_compat import UOp
 @dataclass(frozen=True)
 class Sums:
   """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If P includes the scales of
-  V's rows, this sum only shows whether P is too large, and the next kind, SCALED, sums P without the scales. If an LSE is written, the last kind sums
+  V's rows, this sum only shows whether P is too large, and the next kind, UNSCALED, sums P without the scales. If an LSE is written, the last kind sums
   P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if
   the chip has a better way. `dual` says whether the chip issues two dot products in one cycle."""
   dtype: str
@@ -42,7 +42,7 @@ class Sums:
     with `lse` the sum of P before rounding."""
     matrix = arch.unit.sums.get(dtype)
     kind = DOT if dtype in arch.unit.dots else UNPACKED if matrix is None else ONES
-    return Sums(dtype, (kind, *[SCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
+    return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
     """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list with one vector for each
@@ -81,7 +81,7 @@ class Softmax(Carried):
     totals = len(sums.kinds)*q_tiles
     kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (totals, ops.f32(1)),
              (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (totals, ops.f32(1)))
-    scales = new.registers(k_tiles, ops.f32(matrix.accumulator)) if SCALED in sums.kinds else None
+    scales = new.registers(k_tiles, ops.f32(matrix.accumulator)) if UNSCALED in sums.kinds else None
     acc, m, addend, l, p, scores, l_of_trip = (new.registers(n, dtype) for n, dtype in kinds)
     return Softmax(acc, m, addend, l, p, scores, l_of_trip, Optional(scales))
 
