@@ -22,12 +22,12 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreUnit:
-  """Unit of scores. A score s in this unit stands for the weight e^(s*natural) = 2^(s*base2) in the softmax."""
+  """Unit of scores: the base of which they are exponents. A score s in this unit stands for the weight e^(s*natural) = 2^(s*base2) in the softmax."""
   natural: float
   base2: float
   @property
   def of_natural(self) -> float:
-    """Factor that converts a score in natural logarithms to this unit."""
+    """Factor that converts a score in base e to this unit."""
     return LOG2E/self.base2
 
 BASE2, NATURAL = ScoreUnit(LN2, 1.0), ScoreUnit(1.0, LOG2E)
@@ -37,7 +37,7 @@ def raw_unit(p:Problem) -> ScoreUnit:
   return ScoreUnit(p.softmax_scale, p.softmax_scale*LOG2E)
 
 def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
-  """Converts scores from the unit `unit` to the unit `to`, for example from base-2 logarithms to natural logarithms."""
+  """Converts scores from the unit `unit` to the unit `to`, for example from base 2 to base e: both give the same weights."""
   return x if unit == to else [ops.mul(y, unit.base2/to.base2) for y in x]
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 gradient of this block in a loop.
 
 The same kernels sum the gradients of the tensors that a caller's score_mod reads (attn/score/sums.py). Such a sum is divided like the gradient of a
-bias of the same shape. If scores with equal i - j are added up, each workgroup owns a diagonal of tiles instead of a block."""
+bias of the same shape. If scores with equal i - j (query number minus key number) are added up, each workgroup owns a diagonal of tiles instead of a
+block."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable
@@ -176,7 +177,8 @@ class BiasPart:
     return self.part*(batches*heads*rows*keys) + ((batch*heads + head)*rows + own)*keys
 
   def stores(self, group:Workgroup, row:Row, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of consecutive elements to a row of the gradient, in the order of the keys."""
+    """Returns the stores of `values` to neighbouring elements of a row of the gradient, from column `column` on. Where `there` is false, nothing is
+    stored."""
     found, gradient = self.share.summed, flat(group.given[f"d{self.share.summed.name}"])
     dtype = "float32" if self.parts else found.dtype
     return store_row(group.arch, gradient, dtype, self.share.shape[3], self.row_start(group, row), column, values, there)

@@ -1,5 +1,5 @@
-"""Turns scores and dP into P and dS. They need these values of each query: its lse, its delta, and with wide scores (scores that may be as large
-as fp32 allows) also lse_rest, the part of the lse that rounding to fp32 lost."""
+"""Turns scores and dP into P and dS. This takes three values of each query: its lse, its delta, and with wide scores (scores that may be as large as
+fp32 allows) lse_rest, the part of the lse that rounding to fp32 lost."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Collection, Sequence
@@ -35,8 +35,8 @@ class Normaliser:
   `high`. Both values are scalars, or vectors of the same length as the scores. With dropout P is the weight times 1/(1 - dropout_p), like the P of a
   kept score in forward.
 
-  For scores in natural logarithm `high` is the lse. It is subtracted first, because the difference is exact where score and lse are close. If scores
-  may be as large as fp32 allows (wide scores), `low` holds the part of the lse that rounding lost."""
+  For scores in base e, with P = e^(score - lse), `high` is the lse. It is subtracted first, because the difference is exact where score and lse are
+  close. If scores may be as large as fp32 allows (wide scores), `low` holds the part of the lse that rounding lost."""
   low: UOp|None
   high: UOp|None = None
 
@@ -70,8 +70,8 @@ class Normaliser:
     return ops.exp2(ops.mul(x, to_log2) if self.low is None else ops.fma(x, to_log2, self.low))
 
 def shared_query_values(p:Problem, log_sum:UOp, delta:UOp, *rest:UOp) -> list[UOp]:
-  """Lists the values of a query that a kernel keeps in shared memory if its workgroups own keys. The first is `low` of the query's normaliser (its
-  lse in the form in which exp2 takes it). The second is -delta, with dropout times 1 - dropout_p (`scaled_delta`). The third is `high` of the
+  """Lists the values of a query that a kernel keeps in shared memory if its workgroups loop over queries. The first is `low` of the query's
+  normaliser, the form of the lse that exp2 takes. The second is -delta, or with dropout -delta*(1 - dropout_p). The third is `high` of the
   normaliser, unless it is None."""
   normaliser = Normaliser.of(p, log_sum, *rest)
   return [x for x in (normaliser.low, scaled_delta(delta, p), normaliser.high) if x is not None]
@@ -82,8 +82,8 @@ def kinds_of_normalisers(p:Problem) -> range:
   return range(0, len(query_value_names(p)), 2)
 
 def scaled_delta(delta:UOp, p:Problem) -> UOp:
-  """Returns -delta, or with dropout -delta*(1 - dropout_p). With dropout delta is multiplied by a P that is 1/(1 - dropout_p) times as large as the
-  weight."""
+  """Returns -delta, or with dropout -delta*(1 - dropout_p). With dropout the kernels' P is the softmax weight divided by 1 - dropout_p, but in dS
+  delta is multiplied by the weight itself. The factor 1 - dropout_p makes up for the difference."""
   return ops.mul(delta, -p.kept)
 
 def dp_start(minus_delta:list[UOp], kept:Kept) -> list[UOp]:
@@ -131,13 +131,13 @@ def normaliser_of(group:Workgroup, row:Row) -> Normaliser:
   return Normaliser.of(group.p, *[group.number(name, row) for name in log_sums(group.given)])
 
 def exact_normaliser(p:Problem, log_sum:UOp, *rest:UOp) -> Normaliser:
-  """Makes the `Normaliser` of a query, which turns its scores into P, from its lse. The scores are natural logarithms. `rest`, if given, is the part
-  of the lse that rounding lost."""
+  """Makes the `Normaliser` of a query from its lse, `log_sum`, for scores in base e: P = e^(score - lse). `rest`, if given, is the part of the lse
+  that rounding lost."""
   return Normaliser.of(p, log_sum, *rest) if rest else Normaliser(None, reference(log_sum))
 
 def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P from raw scores (Q K^T) for float32 inputs. First turns the scores into natural logarithms, with the same roundings as forward. So the
-  difference of score and lse has the same roundings, too. If one key dominates a row, its difference is exactly 0.
+  """Computes P = e^(score - lse) from raw scores (Q K^T) for float32 inputs. The scores are computed with the same roundings as in forward. So if one
+  key dominates a row, the difference of its score and the row's lse is exactly 0.
 
   Between the multiplication that makes a score and the subtraction of the lse, the kernel takes max(score, LOWEST). This changes no score. It stops
   compilers from joining the two operations into a multiply-add, which would leave out a rounding. Wide scores (scores that may be as large as fp32
@@ -212,8 +212,8 @@ class QueryValues(InLds):
             for i, x in enumerate(shared_query_values(self.p, *parts))]
 
   def load(self, at:Lane) -> tuple[list[Normaliser], list[UOp]]:
-    """Loads from LDS, for the queries in a lane's column of C fragments, the normalisers and -delta (with dropout times 1 - dropout_p). A normaliser
-    is the lse of a query in the form in which exp2 takes it."""
+    """Loads from LDS, for the queries in a lane's column of C fragments, two lists. The first has the normalisers, the form of the lse that exp2
+    takes. The second has -delta, or with dropout -delta*(1 - dropout_p)."""
     mat, units = self.matrix, self.matrix.accumulator//4
     def fragment(kind:int, kt:int) -> UOp:
       first = self.base + kind*(self.block_n//4) + (kt*mat.groups + at.h)*units

@@ -73,16 +73,17 @@ def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
   return ((p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS), QUERIES_OF_SUMS*p.D), "float32")
 
 def dq_turns(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the counters by which workgroups add to the sums of dQ in a fixed order, by name: the counters of turns, and last the
-  counter of tickets. Empty if workgroups add in no order."""
+  """Returns (shape, dtype), by name, of the int32 counters with which workgroups add to the sums of dQ in a fixed order. A counter of turns says how
+  many blocks of keys have added to a tile of queries. The last counter says how many workgroups have drawn a ticket, the number that decides which
+  block of keys a workgroup owns. Returns an empty dictionary if workgroups add in no order."""
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
 def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and fills dq_sums, the fp32
-  accumulator of dQ, with 0. Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it. It also fills the
-  counters `dq_turns` with 0. The kernel reads o, do, kv_lengths if the problem has it, and with `dlse` the gradient of lse."""
+  """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and sets to 0 dq_sums, the fp32
+  accumulator of dQ, and the counters of `dq_turns`. It reads o, do, kv_lengths if the problem has it, and with `dlse` the gradient of lse. Later
+  `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
   x = of_backward(p).shapes
   return {"dq_sums": dq_sums(p), **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
@@ -98,18 +99,19 @@ def finish_arguments(p:Problem) -> Shapes:
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dbias` takes, by name and in order. The first one is the kernel's output, the sum
-  `sum_over_scores(p)`, from which the gradient of a bias or of a tensor of mod_tensors is made. If `parts` is above 0, the kernel writes this number
-  of partial sums (`in_parts`). If the sum is over diagonals (scores with equal i - j), its shape depends on `tile`; without `tile` the shape is that
-  of the complete sum. The kernel reads q, k, v, lse, lse_rest if scores may be as large as fp32 allows (`Problem.wide_scores`), delta, do, and the
-  optional tensors."""
+  `sum_over_scores(p)` of dS, from which the gradient of a bias, or of a tensor that score_mod reads, is made. If `parts` is above 0, the kernel
+  writes `parts` partial sums instead. If dS of scores with equal query number minus key number is added up (diagonals), the output's shape depends on
+  `tile`; without `tile` it is the shape of the finished sum. The kernel reads q, k, v, lse, lse_rest if scores may be as large as fp32 allows
+  (`Problem.wide_scores`), delta, do, and the optional tensors."""
   x, found = of_backward(p).shapes, sum_over_scores(p)
   size = found.sizes if tile is None else size_of_sum(p, tile.block_m, tile.block_n)
   return {f"d{found.name}": in_parts((size, found.dtype), parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def size_of_sum(p:Problem, block_m:int, block_n:int) -> tuple[int, ...]:
-  """Returns the shape in which a kernel with tiles of this size writes a sum of dS, such as the gradient of a bias (`sum_over_scores(p)`). If dS is
-  added up along diagonals (scores with equal i - j), the kernel adds up whole tiles instead: the result has a tile for each diagonal of tiles."""
+  """Returns the shape in which a kernel with tiles of `block_m` queries and `block_n` keys writes a sum of dS, such as the gradient of a bias
+  (`sum_over_scores(p)`). A sum over diagonals adds dS of all scores with equal query number minus key number. For such a sum the kernel adds up whole
+  tiles that lie on one diagonal, and writes one tile for each diagonal."""
   found = sum_over_scores(p)
   if not found.diagonals: return found.sizes
   return (*found.sizes[:2], Diagonals(p.Sq, p.Sk, block_m, block_n).count*block_m, block_n)

@@ -27,8 +27,8 @@ CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should s
 
 @dataclass(frozen=True)
 class Grid:
-  """Ranges of a kernel's program: over the workgroups of the grid, and over the threads of a workgroup. The ranges say which head and which block of
-  rows a workgroup computes, and which lane and wave a thread is."""
+  """The ranges of a kernel's program (UOps that are indices): over the workgroups of the grid, and over the threads of a workgroup. The head and the
+  block of rows that a workgroup computes are computed from these ranges."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # index of the workgroup's head, or group of heads, among all that are computed
@@ -37,9 +37,10 @@ class Grid:
   wave: UOp
 
 def drawn(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Lets workgroups draw their work by tickets (attn/ops/atomics.py): ticket n stands for the workgroup that is number n of the grid. Returns the
-  grid and the range `split` in which the indices of the workgroup are replaced by those that the workgroup has drawn. `counter` counts the tickets,
-  and `lds` is an int32 in LDS."""
+  """Lets workgroups draw their work by tickets (attn/ops/atomics.py): the workgroup that draws ticket n does the work of workgroup n of the grid. So
+  work is begun in the order of the grid, in whatever order the hardware starts workgroups. Returns `grid` and `split` (the index of a part of a
+  divided sum), computed from the ticket. `counter` counts the tickets. `lds` is an int32 in LDS, through which the waves of a workgroup learn its
+  ticket."""
   axes = [*grid.ranges[:-2], *split]
   number = functools.reduce(lambda n, axis: n*(axis.vmax + 1) + axis, axes, UOp.const(0))
   left, digits = bounded(ticket(counter, number, grid.lane.eq(0) & grid.wave.eq(0), lds=lds), 0, number.vmax), dict[UOp, UOp]()
@@ -55,8 +56,8 @@ def head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
 
 def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
   """Makes AMD's grid over blocks of keys. Consecutive workgroups take the same block of different key/value heads of a group, so that the blocks of
-  one head share the cache of an XCD (a die of the GPU). The cache that all XCDs share has room for the rows of the group over which its workgroups
-  loop."""
+  one head share the cache of an XCD (a die of the GPU). A group has as many heads as fit, with their rows of q and dO, into the cache that all XCDs
+  share."""
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
@@ -68,7 +69,7 @@ def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
   return largest_divisor(n, most) if room else n
 
 def largest_divisor(n:int, most:int) -> int:
-  """Returns the largest divisor of `n` that is at most `most`, or 1 if `most` is smaller."""
+  """Returns the largest divisor of `n` that is at most `most`. Returns 1 if `most` is less than 1."""
   return max(i for i in range(1, min(n, max(1, most)) + 1) if n % i == 0)
 
 def head_in_group_fastest(p:Problem, tile:BlockTile, mat:Mma) -> Grid:
@@ -106,11 +107,12 @@ def by_name(shapes:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   return dict(zip(shapes, args))
 
 def scale_as_float(word:UOp, size:int) -> UOp:
-  """Converts a loaded scale of `size` bytes to fp32."""
+  """Converts a loaded scale to fp32. `word` is a dword with the scale: a float32 if `size` is 4, or a float16 if `size` is 2."""
   return ops.as_float(word) if size == 4 else ops.widen_to_float(word, 1, "float16")
 
 def ranges_of(grid:Grid, parts:int) -> tuple[UOp, ...]:
-  """Returns a tuple with a range over the `parts` parts into which a sum is divided, or an empty tuple if there is at most one part."""
+  """Makes the index of the part that a workgroup computes, if a sum is divided into `parts` parts: a range of the grid. Returns the range as a tuple
+  with one element, or an empty tuple if there is at most one part."""
   return (grid.allocator.range(parts, AxisType.GLOBAL),) if parts > 1 else ()
 
 def part_of(split:tuple[UOp, ...], parts:int) -> UOp|None:
@@ -184,8 +186,9 @@ class Workgroup:
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace,
          shapes:Shapes|None=None, parts:int=0) -> Workgroup:
-    """Makes a workgroup that owns queries, at the position `grid`. `args` are the kernel's placeholders for the tensors `shapes` (by default the shapes
-    of `arguments`). `at` is the thread's place in a matrix tile. If `parts` is above 1, the keys are divided into this number of parts."""
+    """Makes the workgroup that owns the block of queries at the position `grid`. `args` are the kernel's tensors. `shapes` has their names, shapes
+    and dtypes in the same order; by default they are the tensors of `arguments(p)`. `at` is the thread's place in a matrix tile. If `parts` is above
+    1, the keys are divided into `parts` parts, and each workgroup loops over one part."""
     heads, given = heads_of(p, tile), by_name(shapes or arguments(p), args)
     groups = p.H//heads
     split = ranges_of(grid, number := max(p.num_splits, parts))
@@ -214,9 +217,11 @@ class Workgroup:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, args:tuple[UOp, ...], grid:Grid, at:Lane|MmaLane|ThreadPlace, shapes:Shapes,
               parts:int=0, lds:UOp|None=None) -> Workgroup:
-    """Makes a workgroup that owns keys of one key/value head. It loops over the queries of all query heads that share these keys; `first_head` is the
-    first of these query heads. The queries of all these heads are divided into `parts` parts: first by heads, then by queries. If workgroups add to
-    the sums of dQ in turn, they draw their work by tickets (`drawn`), and `lds` is an int32 in LDS for the ticket."""
+    """Makes the workgroup that owns the block of keys at the position `grid`. The workgroup loops over the queries of all query heads that share
+    these keys. `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the same order. `at` is the thread's place in a
+    matrix tile. If `parts` is above 0, the queries are divided into `parts` parts, first by heads, then by queries of a head, and each workgroup
+    loops over one part. If workgroups add to dQ in a fixed order, each draws its block by a ticket (`drawn`), and `lds` is an int32 in LDS for the
+    ticket."""
     given, split, group = by_name(shapes, args), ranges_of(grid, parts), p.H//p.Hkv
     own_part = split
     if (turns := given.get("dq_turns")) is not None and lds is not None:

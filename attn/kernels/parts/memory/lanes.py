@@ -110,8 +110,9 @@ def fragment_operands(at:Lane, packed:list[UOp], renewed:bool=False) -> list[UOp
   """Turns a column of C fragments, packed to the inputs' dtype, into the B operands of the next product. This product sums over the rows of C, in the
   order of `staging.key_rows`.
 
-  On some chips (`duplicated`) lanes 16-31 must repeat the operands of lanes 0-15. This needs the condition that a lane is one of lanes 0-15. With
-  `renewed` the kernel computes this condition here once more, instead of keeping it (see `amd.low_lanes`)."""
+  On some chips (`duplicated`) lanes 16-31 must repeat the operands of lanes 0-15. The instruction for this takes a boolean that says whether a lane
+  is one of lanes 0-15. With `renewed` the boolean is computed here, just before its use (see `amd.low_lanes`). Otherwise it is computed once in the
+  kernel, and stays in a register."""
   mat, words = at.matrix, UNIT_BYTES//4
   if mat.accumulator < mat.unit: packed = [ops.concat(a, b) for a, b in zip(packed[0::2], packed[1::2], strict=True)]
   units = [ops.slice_(y, i, words) for y in packed for i in range(0, ops.length(y), words)]

@@ -88,8 +88,9 @@ class GlobalRows:
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
 
   def _load(self, base:UOp, records:UOp, start:UOp, unit:UOp, gate:UOp|None) -> UOp:
-    """Loads one unit (`unit_bytes` bytes, by default 16) of the row that begins at index `start`. `unit` is the index of the unit within the row.
-    Elements beyond the row's width read as zero. If `gate` is false, all elements read as zero."""
+    """Loads one unit (`unit_bytes` bytes, by default 16) of the row that begins at index `start`, counted from the element `base`. `records` is the
+    number of bytes from `base` on that may be read; elements beyond read as zero. `unit` is the index of the unit within the row. Elements beyond the
+    row's width read as zero. If `gate` is false, all elements read as zero."""
     offset = (start + unit*self.unit)*self.size
     def load(i:int, inside:UOp, nbytes:int) -> UOp:
       return ops.buffer_load(base, records, inside.where(offset + self.size*i, ops.OUT_OF_RANGE), nbytes)
@@ -140,8 +141,8 @@ class Table:
 
 @dataclass(frozen=True)
 class PagedRows(GlobalRows):
-  """Rows of a sequence that lie in pages. `base` is the index of row 0 of a page, counted from the page's beginning. `begin` is the number, in the
-  sequence, of the first row of this object."""
+  """Rows of one head of a sequence that lie in pages. `base` is the index, in each page, at which the rows of this head begin. `begin` is the
+  position in the sequence at which the rows of this object begin."""
   table: Table|None = None
   begin: UOp|int = 0
 

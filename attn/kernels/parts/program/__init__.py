@@ -1,2 +1,2 @@
-"""Parts of every kernel's program: the ids of ranges and registers, the order of statements (operations with side effects), and the loops over
-tiles."""
+"""What the program of every kernel is made of: ranges (UOps that are indices) and registers, statements (operations with side effects) in their
+order, and the loops over tiles."""

@@ -1,5 +1,5 @@
-"""Ids by which tinygrad tells a kernel's ranges, registers and LDS buffers apart. An `Allocator` gives out all these ids. No kernel contains an id
-that is written by hand."""
+"""Makes the ranges (UOps that are indices of loops, workgroups or threads), the registers and the LDS buffers of a kernel. tinygrad tells them apart
+by numbers, and an `Allocator` gives out all these numbers. No kernel contains such a number that is written by hand."""
 from __future__ import annotations
 import itertools
 from typing import Self
@@ -13,12 +13,14 @@ class InLds:
   def after(self, *deps:UOp) -> Self: raise NotImplementedError
 
 class Allocator:
-  """Gives out the numbers by which tinygrad tells a kernel's ranges (by id) and placeholders (by slot) apart. Numbers rise with each request.
-  tinygrad nests ranges in the order of their ids, and places placeholders in the order of their slots if nothing else orders them."""
+  """Makes a kernel's ranges (UOps that are indices) and buffers, each with the number by which tinygrad tells it from others. The numbers rise with
+  each request. Of two ranges, tinygrad makes the one with the higher number the inner loop. Of two buffers that nothing else orders, the one with the
+  lower number comes first in the program."""
   def __init__(self) -> None: self._axes, self._slots = itertools.count(), itertools.count()
   def range(self, n:int|UOp, kind:AxisType) -> UOp:
-    """Makes a range over 0..n-1. Simplifies the bound n first. Otherwise tinygrad would simplify n later, but only inside the expressions that use
-    the range. It would take the changed range for another one, which no loop ends."""
+    """Makes a range, a UOp that is an index from 0 to n - 1. `kind` says of what: of a loop, of the grid, or of threads. Simplifies n first.
+    Otherwise tinygrad would simplify n in the expressions that use the range, but not in the operation that ends its loop, and would take the two for
+    different ranges."""
     return UOp.range(n.simplify() if isinstance(n, UOp) else n, next(self._axes), kind)
   def registers(self, n:int, dtype:DType=dtypes.float) -> UOp:
     """Allocates registers for n values per thread."""

@@ -1,4 +1,4 @@
-"""Arithmetic on whole numbers: rounding up, bounds of an index, and gates of accesses."""
+"""Arithmetic on whole numbers: rounding up, bounds of an index, and gates (the conditions of loads and stores)."""
 from __future__ import annotations
 from attn.tinygrad_compat import Ops, UOp, dtypes
 

@@ -11,8 +11,10 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """The diagonals of a problem's tiles: lists of tiles that have equal i - j at equal places. A diagonal has the index (phase, offset). Its n-th
-  tile has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`, for each n for which both exist."""
+  """The diagonals of a problem's tiles: lists of tiles that have equal i - j at equal places. From one tile of a diagonal to the next, the block of
+  queries rises by `step_m` and the tile of keys by `step_n`. A diagonal has two numbers. `phase` is its first block of queries. `offset` says how far
+  its tiles of keys are shifted: its n-th tile has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`, for
+  each n for which both exist. `offset_0` is the offset of an unshifted diagonal, so that no offset is negative."""
   queries: int
   keys: int
   block_m: int

@@ -24,9 +24,9 @@ class Statements:
   """Statements that a program has so far. A statement is an operation that is there for its effect, such as a barrier, and not for a value. tinygrad
   keeps only operations whose value is stored. A statement's value, 0, is therefore stored to a register that has no other use.
 
-  tinygrad orders statements only by their values. A statement comes after all operations that compute its operands, and before every value that is
-  `after` the statement's store. The property `done` is a value that depends on all statements so far: a new statement with this operand comes after
-  all of them."""
+  tinygrad orders two operations only if one is computed from the other. So a statement comes after its operands. A value that is read after the
+  statement's store (`value.after(store)`) comes after the statement. The property `done` is a value that is computed from all statements so far: a
+  new statement with this operand comes after all of them."""
   register: UOp
   effects: tuple[UOp, ...] = ()  # stores that something must still wait for, at the latest the end of the loop around them
   latest: UOp|None = None        # the register, after what `done` waits for; None before the first statement
@@ -43,8 +43,8 @@ class Statements:
     statement has stored one."""
     return self.do(UOp.const(0.0, dtypes.float))
   def begin(self, statement:UOp) -> Statements:
-    """Adds a statement that has `done` as an operand to the program. Returns the statements including this one. Later statements wait for it, but
-    other values of the kernel do not."""
+    """Adds to the program a statement that comes after the statements so far, because the property `done` is one of its operands. Returns the
+    statements including this one. Later statements come after it, but other values of the kernel do not wait for it."""
     return self.ran(self.do(statement))
   def ran(self, stored:UOp) -> Statements:
     """Adds to this object a statement that the program already contains, so that later statements wait for it. `stored` is the store that `do`
@@ -82,8 +82,9 @@ class InOrder(Carried):
     return type(self)(*[(bare_of(x) if said[awaited_by(x)] else x).after(*deps) for x in carried])
 
 def bare_of(x:Any) -> Any:
-  """Removes the AFTER operations around a UOp that a loop carries, so that the UOp waits for nothing. Other objects are returned unchanged.
-  `Statements` are such objects: if they did not wait, tinygrad would drop a register that they need, and the loop that ends with the stores to it."""
+  """Returns the UOp `x`, which a loop carries, without the operations that it comes after (tinygrad's AFTER), so that it waits for nothing. Other
+  objects are returned unchanged. `Statements` are such objects, and must keep waiting: only through them does the kernel use the stores with which a
+  loop ends, and tinygrad drops a loop that nothing uses."""
   while isinstance(x, UOp) and x.op is Ops.AFTER: x = x.src[0]
   return x
 
@@ -107,7 +108,7 @@ def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
   return not deps
 
 def store_all(to:UOp, values:Iterable[UOp]) -> list[UOp]:
-  """Stores values to a placeholder, one value to each element. Returns the stores."""
+  """Stores each of `values` to an element of `to`, such as an array of registers. Returns the stores."""
   return [to[i].store(x) for i, x in enumerate(values)]
 
 def workgroup_barrier(after:UOp) -> UOp:

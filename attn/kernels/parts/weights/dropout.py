@@ -54,7 +54,7 @@ class Kept:
     return bits.drop_packed(x, words, places, first)
 
   def numbers(self, vectors:list[UOp]) -> list[UOp]:
-    """Replaces dropped elements of fp32 vectors by 0. `tiles` are all vectors of a tile."""
+    """Replaces dropped elements by 0. `vectors` holds the fp32 values of all of the lane's scores of a tile."""
     if not self.words: return vectors
     found, part = [], self.at.matrix.row_part
     for kt, x in enumerate(vectors):
@@ -106,14 +106,15 @@ class KeptHere:
   words: tuple[UOp, ...]
   places: tuple[tuple[int, int], ...]
   def numbers(self, vectors:list[UOp]) -> list[UOp]:
-    """Replaces dropped elements of fp32 vectors by 0. `tiles` are all vectors of a tile."""
+    """Replaces dropped elements by 0. `vectors` holds the fp32 values of all of the thread's scores of a tile."""
     if not self.words: return vectors
     return [bits.drop_numbers(x, words, self.places, i) for i, (x, words) in enumerate(zip(vectors, self.words, strict=True))]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns which scores dropout keeps, for four neighbouring rows that the thread owns, one entry for each of these rows. The scores pair each of
-  them with groups of four neighbouring rows of a tile; `firsts` has the first row of each group. Either the thread's rows are keys, or the tile's
-  rows are. One random number gives the bits of eight keys (an octet, see attn/ops/dropout.py), so four neighbouring keys are half an octet."""
+  """Returns which scores dropout keeps, for four neighbouring rows that the thread owns, one entry for each of these rows. The other side of the
+  scores is rows of a tile, in groups of four neighbouring rows; `firsts` has the first row of each group. The thread's rows are queries and the
+  tile's rows are keys, or the other way round. One random number decides on eight neighbouring keys of a query (an octet, see attn/ops/dropout.py),
+  so four keys use half of its bits."""
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]
   if scores.walk.over == "keys":
     words = [[_kept_half(scores, row, row.index, first) for first in firsts] for row in rows]

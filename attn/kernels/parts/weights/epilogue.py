@@ -58,9 +58,9 @@ def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
   return number - p.rows_before, begin if p.layout == "bshd" else begin - p.rows_before*p.Dv
 
 def store_row(arch:Chip, o:UOp, dtype:str, length:int, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-  """Stores consecutive elements of a row of O, from `column` on. The row has `length` elements and begins at index `begin`. `values` are either fp32
-  numbers, which are converted to `dtype`, or dwords with pairs of elements of `dtype`. Each store writes 16 or 8 bytes if the alignment of rows
-  allows it."""
+  """Returns the stores of consecutive elements of a row of O, from `column` on. The row has `length` elements and begins at index `begin`. `values`
+  are either fp32 numbers, which are converted to `dtype`, or dwords with pairs of elements of `dtype`. Where `there` is false, nothing is stored.
+  Each store writes 16 or 8 bytes if the alignment of rows allows it."""
   size, packed = BYTES[dtype], values.dtype == ops.u32(ops.length(values))
   n = ops.length(values)*(2 if packed else 1)
   column, constant = column.pop_const()      # the common part of all columns of a lane is then computed only once
@@ -85,7 +85,7 @@ def clear_outside(p:Problem, arch:Chip, x:Extent, given:Mapping[str, UOp], batch
   """Returns a loop that stores o = 0 and lse = -inf to the rows that belong to no sequence (`blocks.outside`), for each of `heads`. Such rows exist
   if sequences are packed or if devices share a sequence. The stores are divided over blocks and threads: `block` is (index of the block, number of
   blocks), `thread` is (index of the thread, number of threads). If the keys are split into key ranges, these rows get the lse OF_NO_SEQUENCE instead
-  of -inf. From it `combine` knows that they get no sink, unlike rows that only see no key."""
+  of -inf, so that `combine` adds no sink to them. A row of a sequence that sees no key has lse -inf, and gets a sink."""
   if not p.has_rows_of_none: return []
   partial = "_partial"*bool(split)
   o, dtype, vec = given[f"o{partial}"], "float32" if split else p.out_dtype, math.gcd(p.Dv, 4)

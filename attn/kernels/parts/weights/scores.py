@@ -1,11 +1,11 @@
 """Turns raw scores Q K^T into the input of the softmax. First the problem's terms (bias, softcap, ALiBi: attn/score) change the scores, then masks
 hide some of them.
 
-Without a term the scores stay raw. One fma then multiplies a raw score by softmax_scale * log2(e) and subtracts the number that the softmax subtracts
-from the row's scores. With a term the scores become base-2 logarithms in fp32, and the softmax multiplies them by 1. For float32 inputs base-2
-logarithms are not exact enough. The scores then become natural logarithms (`natural`), with the roundings of the textbook formula, the same in
-forward and backward. Wide scores (Problem.wide_scores: scores as large as fp32 allows) become natural logarithms, too. A caller's bias may be the
-least float32, and this number times log2(e) overflows."""
+Scores are exponents, and leave this file in one of three bases. Without a term they stay raw: one fma multiplies a raw score by softmax_scale *
+log2(e) and subtracts the number that the softmax subtracts from the row's scores. After terms they are in base 2: multiplied by log2(e), in fp32, so
+that P = 2^(score - m). For float32 inputs the rounding of this multiplication would be too coarse. The scores are then in base e (`natural`): P =
+e^(score - m), with the roundings of the textbook formula, the same in forward and backward. Wide scores (Problem.wide_scores: scores as large as fp32
+allows) are in base e, too, because a caller's bias may be the least float32, and this number times log2(e) overflows."""
 from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class Scores:
   walk: Walk
   first: Row         # the workgroup's first head and first row (row 0 where a tile has rows of several heads); the same in the whole workgroup
   given: Mapping[str, UOp]   # the kernel's tensors by name, among them all that terms and dropout read
-  natural: bool = False      # whether terms leave natural logarithms instead of base-2 logarithms
+  natural: bool = False      # whether terms return scores in base e, P = e^(score - m), instead of base 2
   order: TileList|Descending|None = None      # the order in which the workgroup loops over tiles; None: ascending, without gaps
   cut: bool = True           # whether the interval of a row may begin or end inside a tile. If not, only mask_mod hides scores
 
@@ -44,13 +44,13 @@ class Scores:
   def raw(self) -> bool: return not self.terms
   @property
   def unit(self) -> ScoreUnit:
-    """Unit in which the scores are measured after all score terms (softcap, ALiBi, bias) are applied, for example logarithms to base 2."""
+    """Unit of the scores after all score terms (softcap, ALiBi, bias) are applied: base 2, base e, or raw scores."""
     return raw_unit(self.p) if self.raw else self.unit_of_terms
   @property
   def unit_of_terms(self) -> ScoreUnit: return NATURAL if self.natural else BASE2
   @property
   def to_log2(self) -> float:
-    """Factor by which the softmax multiplies scores to get base-2 logarithms."""
+    """Factor by which the softmax multiplies scores to get exponents of 2."""
     return LOG2E if self.natural else self.unit.base2
   @property
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
@@ -82,13 +82,13 @@ class Scores:
                     self.unit_of_terms, self.limits(row, tile))
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies the problem's score terms (softcap, ALiBi, bias) to raw scores. Without terms, only converts the scores to natural logarithms, if
-    `natural` is set."""
+    """Applies the problem's score terms (softcap, ALiBi, bias) to raw scores. Without terms, multiplies the scores by softmax_scale if `natural` is
+    set, and otherwise returns them unchanged."""
     return self.final(self.steps(x, row, tile))
 
   def final(self, steps:list[list[UOp]]) -> list[UOp]:
-    """Returns the scores that the softmax uses, before masks are applied: the last of the `steps` (see the method `steps`), in natural logarithms if
-    `natural` is set."""
+    """Returns the scores that the softmax uses, before masks are applied: the last of the `steps` (see the method `steps`), in base e if `natural` is
+    set."""
     return [ops.mul(y, self.unit.natural) for y in steps[-1]] if self.natural and self.raw else steps[-1]
 
   def steps(self, x:list[UOp], row:Row, tile:UOp) -> list[list[UOp]]:
@@ -100,7 +100,7 @@ class Scores:
     return found
 
   def derivatives(self, steps:list[list[UOp]], row:Row, tile:UOp) -> dict[str, list[UOp]]:
-    """Returns by name, for each score term (softcap, ALiBi, bias), the derivative of the score after the term by the score before it. `steps` has the
+    """Returns by name, for each score term (softcap, ALiBi, bias), the derivative of the term's result with respect to its input. `steps` has the
     scores that the method of this name returned. Leaves out terms whose derivative is always 1."""
     found, at, unit = dict[str, list[UOp]](), self.fragment(row, tile), raw_unit(self.p)
     for term, before, after in zip(self.terms, steps, steps[1:]):
@@ -118,7 +118,7 @@ class Scores:
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
     """Returns the first and the last column of a tile that a row sees, counted from the lane's first column. A column is a key if the row is a query,
-    and a query if the row is a key. The first column is None if no mask hides columns before it."""
+    and a query if the row is a key. The first is None if masks hide no columns at the beginning of a row."""
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 

@@ -28,9 +28,9 @@ from attn.tinygrad_compat import UOp
 @dataclass(frozen=True)
 class Sums:
   """Sums of P that a kernel computes, as a list of `kinds` (attn/ops/softmax.py). The first kind sums P after rounding. If P includes the scales of
-  V's rows, this sum only shows whether P is too large, and the next kind, UNSCALED, sums P without the scales. If an LSE is written, the last kind sums
-  P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if
-  the chip has a better way. `dual` says whether the chip issues two dot products in one cycle."""
+  V's rows, this sum only shows whether P is too large, and the next kind, UNSCALED, sums P without the scales. If an LSE is written, the last kind
+  sums P before rounding. `matrix` is the matrix instruction that can compute the first kind, as a product of P with ones; it is None if the chip sums
+  this dtype without a matrix instruction. `dual` says whether the chip issues two dot products in one cycle."""
   dtype: str
   kinds: tuple[str, ...]
   matrix: Any
@@ -38,20 +38,19 @@ class Sums:
 
   @staticmethod
   def of(arch:Chip, dtype:str, lse:bool, scaled:bool=False) -> Sums:
-    """Returns which sums of P a kernel computes for each row: the sum of rounded P, with `scaled` the sum without the scales that P includes, and
-    with `lse` the sum of P before rounding."""
+    """Returns which sums of P a kernel computes for each row: always the sum of rounded P, with `lse` also the sum of P before rounding. `scaled`
+    says that P includes the scales of V's rows; then the sum of P without these scales is computed, too."""
     matrix = arch.unit.sums.get(dtype)
     kind = DOT if dtype in arch.unit.dots else UNPACKED if matrix is None else ONES
     return Sums(dtype, (kind, *[UNSCALED]*scaled, *[LANE]*lse), matrix, dtype in arch.unit.dual_dots)
 
   def rounded(self, packed:list[list[UOp]]) -> list[UOp]:
-    """Returns the sum of the rounded P of each query tile. `packed` holds P of each query tile, packed to 16 bits: a list with one vector for each
-    S^T tile.
+    """Returns the sum of rounded P for each of the wave's matrix tiles of queries. `packed` has a list for each of them: vectors of P, packed to 16
+    bits, one for each matrix tile of S^T.
 
-    If the chip issues two dot products at once (`dual`), two chains of dot products run side by side. With two query tiles, each chain makes the sum
-    of one of them. With a single query tile, one chain takes the even S^T tiles and the other the odd ones. Two dot products issue at once only if
-    their operands lie in different register banks. The first dwords of all vectors lie in the same bank, so the second chain begins with another
-    dword of each vector."""
+    If the chip issues two dot products at once (`dual`), two chains of dot products run side by side. With two matrix tiles of queries, each chain
+    makes the sum of one of them. With one, a chain takes every second vector. Two dot products issue at once only if their operands lie in different
+    register banks. The first dwords of all vectors lie in the same bank. So the second chain begins with the second dword of each vector."""
     def total(column:list[UOp]) -> UOp: return rounded_sum(column, self.kinds[0], self.matrix, self.dtype, rows=1)
     chains = packed if len(packed) == 2 else [packed[0][0::2], packed[0][1::2]]
     if not self.dual or not all(chains): return [total(column) for column in packed]
@@ -62,10 +61,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """State of the online softmax in registers. `acc` holds the accumulators of O^T. Each query tile has the reference `m`, which is subtracted from
-  its scores, and `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the row sums, one for
-  each kind of sum (`Sums`). Three fields belong to the current iteration: `p` holds its weights, packed to 16 bits, `scores` its scores, and
-  `l_of_trip` what it adds to `l`."""
+  """State of the online softmax in registers. `acc` holds the accumulators of O^T. Each matrix tile of queries has the reference `m`, which is
+  subtracted from its scores, and `addend` = -m*to_log2 (NaN if the rounding error of this product is too large). `l` holds this lane's part of the
+  row sums, one for each kind of sum (`Sums`). Three fields belong to the current iteration: `p` holds its weights, packed to 16 bits, `scores` its
+  scores, and `l_of_trip` what it adds to `l`."""
   acc: UOp
   m: UOp
   addend: UOp
@@ -77,7 +76,8 @@ class Softmax(Carried):
 
   @staticmethod
   def create(matrix:Matrix, q_tiles:int, d_tiles:int, k_tiles:int, sums:Sums, new:Allocator) -> Softmax:
-    """Allocates the state for `q_tiles` tiles of queries, each with `d_tiles` tiles of O^T and `k_tiles` tiles of S^T."""
+    """Allocates the state for `q_tiles` matrix tiles of queries. Each of them has `d_tiles` matrix tiles of O^T, and `k_tiles` matrix tiles of S^T in
+    an iteration."""
     totals = len(sums.kinds)*q_tiles
     kinds = ((q_tiles*d_tiles, ops.f32(matrix.accumulator)), (q_tiles, ops.f32(1)), (q_tiles, ops.f32(1)), (totals, ops.f32(1)),
              (q_tiles*k_tiles, ops.u32(matrix.accumulator*matrix.size//4)), (q_tiles*k_tiles, ops.f32(matrix.accumulator)), (totals, ops.f32(1)))
@@ -90,11 +90,11 @@ class Softmax(Carried):
     return UOp.group(*[x[i].store(ops.splat(value, ops.length(x))) for x, value in begin for i in range(x.max_numel())])
 
   def addends(self, dual:bool) -> tuple[Softmax, list[UOp]]:
-    """Loads -m*to_log2 of each query tile (the field `addend`), in the form in which the method `weights` takes it. Returns the state and the loaded
-    addends.
+    """Loads -m*to_log2 of each matrix tile of queries (the field `addend`), in the form in which the method `weights` takes it. Returns the state and
+    the loaded addends.
 
-    With `dual` the chip issues two instructions at once if their operands are in neighbouring registers. The addends of two query tiles are then put
-    into neighbouring registers. The addend of a single query tile becomes a vector of two copies."""
+    With `dual` the chip issues two instructions at once if their operands are in neighbouring registers. The addends of two matrix tiles of queries
+    are then put into neighbouring registers. A single addend becomes a vector of two copies."""
     found = [self.addend[i].load() for i in range(self.addend.max_numel())]
     if not dual: return self, found
     both = amd.side_by_side(ops.build(found[0], found[-1]))
@@ -102,9 +102,9 @@ class Softmax(Carried):
     return kept, [kept.addend[i].load() for i in range(2)] if len(found) == 2 else [both]
 
   def weights(self, scores:list[UOp], addend:UOp, to_log2:float) -> list[UOp]:
-    """Computes P of a query tile from its scores. `addend` is -m*to_log2, where m is the number that the softmax at present subtracts from the
-    scores. If `addend` is a vector of two numbers, the first number is added to the first half of each vector of scores, and the second number to the
-    second half."""
+    """Computes P of a matrix tile of queries from its scores. `addend` is -m*to_log2, where m is the number that the softmax at present subtracts
+    from the scores. If `addend` is a vector of two numbers, the first number is added to the first half of each vector of scores, and the second
+    number to the second half."""
     if ops.length(addend) == 1: return [ops.weights(x, addend, to_log2) for x in scores]
     def exponents(x:UOp) -> UOp:
       n = ops.length(x)//2
@@ -115,8 +115,8 @@ class Softmax(Carried):
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
     """Adds the weights P of this iteration to the state. If a sum of P is above the limit `above` (see attn/ops/softmax.py), the reference m of a row
     is too low: raises m, and corrects the weights and the whole state for the new m. `do` adds a statement (an operation with a side effect) to the
-    program. The correction comes after the operations `before`. If V's rows have `scales`, P includes them where it is a factor of V; there is a
-    vector of scales for each vector of P."""
+    program. The correction comes after the operations `before`. If V's rows have `scales`, the P that will be multiplied by V includes them; there is
+    a vector of scales for each vector of P."""
     scaled = weights if scales is None else [[scaled_weights(x, y) for x, y in zip(column, scales)] for column in weights]
     packed = [[ops.pack_weights(x, sums.dtype) for x in column] for column in scaled]
     parts = sums.rounded(packed)
@@ -132,20 +132,21 @@ class Softmax(Carried):
     return s.after(UOp.group(*[s.l[i].store(ops.add(s.l[i].load(), s.l_of_trip[i].load())) for i in range(len(parts))]))
 
   def spoiled(self, nans:list[UOp]) -> Softmax:
-    """Adds `nans` to the row sums by which O is divided. `nans_of_scales` made these numbers, one for each query tile: NaN if a scale that the row
-    sees is NaN, otherwise 0."""
+    """Adds `nans` to the row sums by which O is divided. `nans_of_scales` made these numbers, one for each matrix tile of queries: NaN if a scale
+    that the row sees is NaN, otherwise 0."""
     q_tiles = self.m.max_numel()
     return self.after(UOp.group(*[self.l[q_tiles + i].store(ops.add(self.l[q_tiles + i].load(), x)) for i, x in enumerate(nans)]))
 
   def totals(self, qt:int, matrix:Matrix) -> list[UOp]:
-    """Returns the row sums of P of a query tile, added over all lanes that share a query. There is one for each kind of sum."""
+    """Returns the row sums of P for the matrix tile of queries with index `qt`, added over all lanes that share a query. There is one for each kind
+    of sum."""
     q_tiles, first = self.m.max_numel(), 0 if self.scales.value is None else 1       # with scales, the first sum only shows whether P is too large
     return [sum_over_groups(self.l[i].load(), matrix) for i in range(qt + first*q_tiles, self.l.max_numel(), q_tiles)]
 
   def operands(self, at:Lane, qt:int, k_tiles:int, kept:Kept, renewed:bool=False) -> list[UOp]:
-    """Returns the weights of a query tile as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. On some chips lanes 16-31 repeat the
-    operands of lanes 0-15, which needs the condition that a lane is one of lanes 0-15. With `renewed` the kernel computes this condition here again,
-    instead of keeping it in a register."""
+    """Returns the weights of the matrix tile of queries with index `qt`, as the B operands of O^T = V^T P^T. Weights that dropout drops are 0. On
+    some chips lanes 16-31 repeat the operands of lanes 0-15. The instruction for this takes a boolean that says whether a lane is one of lanes 0-15.
+    With `renewed` the boolean is computed here, just before its use, instead of being kept in a register."""
     return fragment_operands(at, [kept.packed(self.p[qt*k_tiles + kt].load(), kt) for kt in range(k_tiles)], renewed)
 
 def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> UOp:
@@ -156,7 +157,7 @@ def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, ma
   return ops.build(*[row_sum(x, False) for x in seen])
 
 def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str) -> UOp:
-  """Sums the weights of a query tile without the scales that packed P includes."""
+  """Sums the weights of a matrix tile of queries without the scales that packed P includes."""
   total = ops.splat(0.0, 1)
   for x, y, scale in zip(packed, p, scales): total = sum_without_scales(total, x, y, scale, dtype)
   return total
