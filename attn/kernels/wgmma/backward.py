@@ -65,7 +65,7 @@ class RingPlace:
   `tile` is the index of the tile within the loop over one head, `loop` the index of that loop (counted over heads and passes), and `index` the
   number of tiles that the block has used before."""
   tile: UOp
-  turn: UOp|int
+  loop: UOp|int
   index: UOp
 
 WgmmaWork = Callable[[WgmmaBackwardState, "WgmmaTrip"], WgmmaBackwardState]
