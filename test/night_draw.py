@@ -31,9 +31,10 @@ class Call:
 
 @dataclass
 class Posed:
-  """A random call while it is being drawn. `arrays` holds the code of the inputs by name, in shape (B, H, S, D). `outside` holds the code of the
-  tensors that are made from the inputs. `inside` holds the code of the step, beginning with views of these tensors. `restored` holds the code that
-  brings a result to the shape of its expected values."""
+  """A random call of attention while it is being drawn. The result is a script with a function `step` that makes the call. `arrays` holds the code of
+  the inputs as numpy arrays (B, H, S, D), by name. `outside` holds the code of the arguments of `step`: tensors that are made from these arrays.
+  `inside` holds the lines of `step`, first those that make views of its arguments. `restored` holds the code that brings a result to the shape of its
+  expected values."""
   rng: random.Random
   on: str
   backward: bool
@@ -488,7 +489,7 @@ class Posed:
   # ***** several devices *****
 
   def shards(self) -> None:
-    """Draws a call over several devices. The devices share the batch, heads, rows or keys, or each device holds everything."""
+    """Draws a call over several devices. Each device holds a part of the batch, heads, rows or keys, or all of them."""
     self.device_count = n = self.one(*COUNTS)
     shared = self.one("batch", "heads", "rows", "rows", "rows", "keys", "keys", "none", "one head")
     self.layout = self.one("bhsd", "bhsd", "bshd") if shared in ("batch", "none") else self.one("bhsd", "bshd", "nsd")
@@ -542,8 +543,9 @@ class Posed:
     self.common(lse, back)
 
   def dealt(self, name:str, text:str, dtype:str, shape:tuple[int, ...], axis:int, order:str) -> None:
-    """Adds a tensor whose rows several devices share to the drawn script. The script shards it before the call or inside the step. If it shards
-    inside the step, the gradient is the gradient of the whole tensor."""
+    """Adds q, k or v to the drawn script, as a tensor whose sequence (`axis`) is divided over devices in the given `order`. `text` is the code of its
+    array. `attn.shard_sequence` divides it before the call, or inside the function `step`. If it is divided inside, the gradient that is checked is
+    the gradient of the whole tensor."""
     if self.jit or (not self.backward and self.chance(.5)):
       self.outside[name] = f"attn.shard_sequence(tensor({text}, {dtype!r}, {self.device!r}), {self.devices}, {axis}, {order!r}).realize()"
       if self.backward:

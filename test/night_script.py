@@ -99,7 +99,6 @@ def base(a:np.ndarray, *steps:Step) -> np.ndarray:
   return np.ascontiguousarray(a)
 
 def view(t:Tensor, *steps:Step) -> Tensor:
-  """Applies the steps of a view to a tensor."""
   for name, *at in steps:
     match name, *at:
       case "permute", *axes: t = t.permute(*axes)
@@ -141,8 +140,8 @@ def in_8_bits(cache:Tensor, format:str, scale_dtype:str) -> attn.QuantizedRows:
 
 def held_in_8_bits(caches:Sequence[attn.QuantizedRows], format:str, rows:dict[str, np.ndarray], ends:Sequence[int], layout:str,
                    table:np.ndarray|None=None, size:int=0) -> dict[str, np.ndarray]:
-  """Returns k and v in float64 as caches of 8 bits store them, and the scales of v. Checks that the rows before each end equal `rows` up to the
-  rounding to 8 bits."""
+  """Returns k and v in float64 as caches of 8 bits hold them (stored numbers times scales), and the scales of v, which the error limit of attention
+  depends on. Checks that the rows before each end equal `rows` up to the rounding to 8 bits."""
   found, scales = {}, np.zeros(0)
   for (name, a), cache in zip(rows.items(), caches):
     stored, scales = numbers_of(format)[cache.values.numpy().view(np.uint8)], array(cache.scales).astype(np.float64)[..., None]

@@ -46,7 +46,7 @@ def quantised(x:np.ndarray, kind:str) -> tuple[np.ndarray, np.ndarray]:
   return (nearest + np.where((y < 0) & (nearest > 0), 0x80, 0)).astype(np.uint8), scales
 
 def normal_rows(p:Problem, seed:int=0) -> Stored:
-  """Makes normally distributed inputs. The rows of k and v have sizes from 0.1 to 10."""
+  """Makes normally distributed inputs. Each row of k and v has a standard deviation of its own, from 0.1 to 10."""
   rng = np.random.default_rng(seed)
   k, v = (rng.standard_normal((p.B, p.Hkv, p.Sk, width))*np.exp(rng.uniform(-2.3, 2.3, (p.B, p.Hkv, p.Sk, 1))) for width in (p.D, p.Dv))
   (k, k_scales), (v, v_scales) = quantised(k, p.stored), quantised(v, p.stored)
@@ -108,8 +108,9 @@ def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray,
 
 def check_stored(arch:str, make:Callable[[Problem], Stored]=normal_rows, *, tile:Callable[[Any], Any]|None=None,
                  extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Builds the problem, runs the kernels, and compares o and lse with float64: each element must be within its error limit (docs/contract.md).
-  Returns o and lse. `tile` makes the tile from the problem."""
+  """Runs the kernels for 8-bit caches on a problem made from `parameters` (the arguments of `stored_problem`), and compares o and lse with float64:
+  each element must be within its error limit (docs/contract.md). Returns o and lse. `tile` is a function that maps the problem to the tile that is
+  used."""
   extras = dict(extras or {})
   if parameters.get("page_size"):
     B, pages = parameters.get("B", 1), parameters["Sk"]//parameters["page_size"]

@@ -1,5 +1,5 @@
-"""Tests with random calls from test/night.py: a few with fixed seeds by default, many more in the thorough run. Other tests check which outcomes a
-night reports as failures."""
+"""Tests with random calls from test/night.py: a few with fixed seeds by default, many more in the thorough run. Other tests check which outcomes of a
+call test/night.py reports as failures."""
 from __future__ import annotations
 import os, random, signal, sys, time
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_rows_before_a_rotary_embedding() -> None:
 # ***** what counts as a failure *****
 
 def changed(call:Any, line:str) -> Any:
-  """Returns a copy of a random call of the night's tests. The text `line` is appended to the script of the copy."""
+  """Returns a copy of a random call of attention (from test/night.py) with the code `line` added at the end of its script."""
   return night.Call(call.seed, call.on, call.direction, call.kind, call.script + line, call.facts)
 
 def a_right_call() -> Any:

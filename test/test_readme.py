@@ -89,8 +89,8 @@ def test_the_table_of_chips_is_the_one_in_code() -> None:
 
 def test_what_is_predicted_for_amd_follows_from_the_costs() -> None:
   """The table of README.md about AMD repeats docs/costs.txt. It has the range of `useful` (share of the matrix unit's peak rate that goes to useful
-  products) over both dtypes and masks at D = 128. It also has the range of the rate that follows from the predicted time of (4, 16, 8192), at the
-  clock that the GPU's fastest GEMM sustains."""
+  products) over both dtypes and masks at D = 128. It also has the range of the rate that follows from the predicted time for a batch of 4, 16 heads,
+  and 8192 queries and keys, at the clock that the GPU's fastest GEMM sustains."""
   costs, scores = costs_by_kernel(), 4*16*8192
   for name, useful, rate, gemm in table_after("docs/costs.txt also has predicted times"):
     chip, card = next((chip, card) for chip in CHIPS.values() for card in chip.cards if card.name == name)

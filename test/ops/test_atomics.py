@@ -117,7 +117,7 @@ NEIGHBOURS = (132, dtypes.float), (256, dtypes.float)
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_text_for_nvidia(arch, tmp_path):
-  """ptxas accepts the CUDA text of atomic additions, and sm_90 adds two or four neighbouring elements by one instruction."""
+  """nvcc compiles the CUDA source of atomic additions. On sm_90 one instruction adds two or four neighbouring elements."""
   texts = [text_of(in_turn, arch, *SUMS), text_of(four, arch, *FOUR)]
   texts += [text_of(neighbours(n), arch, *NEIGHBOURS) for n in ((1, 2, 4) if arch == "sm_90" else (1,))]
   texts.append(text_of(backwards, arch, *FOUR))

@@ -1,5 +1,6 @@
 """Tests that the rendered texts of an operation agree with its numpy function, which the emulator runs. The texts for HIP and CUDA are compiled for
-this machine, with stand-ins for the GPU's builtins and instructions. The tests also cover the interpreters of compound operations.
+this machine, with stand-ins for the GPU's builtins and instructions. The tests also cover compound operations. Each has a single definition, from
+which attn/ops/language.py makes its text for HIP and CUDA, its numpy function, and plain UOps.
 
 Each lane has its own operands. A text that takes a value from the wrong lane, or from its own lane in place of another one, therefore gives wrong
 results."""
@@ -35,7 +36,7 @@ NUMPY = {dtypes.float: np.float32, dtypes.uint: np.uint32, dtypes.int: np.int32,
 # ***** the cases *****
 
 def value(dtype, slot:int) -> UOp:
-  """Makes an operand that is an element of a register array."""
+  """Makes an operand: the value of a register of the given type. Operands of one operation need different slots."""
   return UOp.placeholder((1,), dtype, slot, AddrSpace.REG)[0].load()
 
 def f(n:int=1, slot:int=0) -> UOp: return value(ops.f32(n), slot)
@@ -141,7 +142,8 @@ def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:f
   return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
-  """Makes a test case: P of two tiles, computed in the form of the kernel for Hopper."""
+  """Makes a test case for the operation `weigh`, which computes P of a loop iteration and the sums of P, as the wgmma kernel uses it: a lane has
+  elements of two rows, and two tiles of scores become one tile of P. `sums` names the kinds of sums."""
   shapes = dict(reference=(1, 2), bias=(1, 2), p=(2, 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
                for slot, (name, (count, n)) in enumerate(shapes.items())]

@@ -286,8 +286,8 @@ def test_a_bias_of_one_query() -> None:
 
 @pytest.mark.thorough
 def test_devices_without_regions(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Results are right on devices such as OpenCL's, whose buffers have no regions and whose renderer does not know attn's operations. attn then joins
-  the copied parts, and plain UOps merge the results."""
+  """Results are right on devices such as OpenCL's, where a kernel cannot get a part of a buffer as an argument, and whose renderer does not know
+  attn's operations. A device then computes its queries over the keys of one device after another, and kernels of plain UOps merge the results."""
   monkeypatch.setattr(context, "region", lambda u: None)
   monkeypatch.setattr(context, "CHIPS", {})
   check(2, kernel="tiled", Sq=6, Sk=5, D=6, dtype="float32", extras={"sinks": SINKS})
@@ -297,8 +297,8 @@ def test_sharded_keys_with_whole_queries() -> None:
   check(4, Sq=1, Sk=70, H=4, Hkv=1, causal=True, keys=True, extras={"sinks": np.float32([1, 2, -1, 0])})
 
 def test_sharded_keys_without_workgroups(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Results are right for sharded keys on a chip without workgroups. Kernels loop over the grid as on a CPU, here on the emulator, and tinygrad
-  prints the kernel that merges results as such a loop."""
+  """Results are right for keys that are divided over two chips without workgroups. Kernels then loop over the grid as on a CPU, here on the emulator.
+  tinygrad renders the kernel that merges results as such a loop."""
   for module in (checked_call, checked_kernel):
     monkeypatch.setattr(module, "arch_of", lambda device: replace(get_chip("gfx1030"), lds=0, serial=True))
   check(2, arch="gfx1030", kernel="tiled", Sq=6, Sk=5, D=6, keys=True, dtype="float32")
@@ -387,8 +387,9 @@ def groups(names:list[str], seed:int) -> list[list[str]]:
 
 def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list[str]]], *, order:str="zigzag", calls:int=1, arch:str="gfx942",
                   extras:dict[str, np.ndarray]|None=None, **parameters:Any) -> None:
-  """Compares o, lse and all gradients with float64: each element must be within its error limit (docs/contract.md). The test reads them group by
-  group in the order of `reading`. With several `calls`, the step runs under TinyJit with other inputs in each call."""
+  """Compares o, lse and all gradients of attention over `count` devices with float64: each element must be within its error limit (docs/contract.md).
+  `shared` says what is divided over the devices: "rows", "keys", "heads" or "batch". `reading` divides the names of the results into groups, and the
+  groups are realized one after another. With several `calls`, the step runs under TinyJit with other inputs in each call."""
   p, at, extras = problem(extras=extras, **parameters), devices(count), extras or {}
   options, in_order = {name: parameters[name] for name in ("causal", "softcap") if name in parameters}, shared in ("rows", "keys")
   if in_order: options |= {"sequence_order": order}
@@ -423,8 +424,8 @@ def check_reading(count:int, shared:str, reading:Callable[[list[str]], list[list
 def one_by_one(names:list[str]) -> list[list[str]]: return [[name] for name in names]
 
 def test_gradients_are_read_one_by_one(monkeypatch:pytest.MonkeyPatch) -> None:
-  """Gradients that are read one by one are right on three devices. Each device has one buffer for the keys of other devices, which these keys use one
-  after another."""
+  """Gradients are right on three devices if they are realized one after another, and if each device has only one buffer for keys from other devices,
+  so that each copy into the buffer replaces the one before."""
   monkeypatch.setattr(context, "SLOTS", 1)
   check_reading(3, "rows", one_by_one, order="contiguous", calls=3, Sq=48, H=1, D=16)
 
@@ -446,8 +447,8 @@ def in_any_order(monkeypatch:pytest.MonkeyPatch, seed:int) -> Context:
 @pytest.mark.parametrize("launches", (1, 3))
 @pytest.mark.parametrize("seed", (1, 2))
 def test_no_launch_is_before_the_keys_that_it_reads(monkeypatch:pytest.MonkeyPatch, seed:int, launches:int) -> None:
-  """A launch waits for every copy of keys to its device, and for the device's own keys, in whatever order tinygrad schedules the kernels. The launch
-  needs none of these copies to be the last one."""
+  """A launch waits for all copies of keys to its device, and for the device's own keys, in whatever order tinygrad schedules the kernels. It must not
+  depend on which of these copies comes last."""
   def chunks(p:Problem, shards:SequenceShards) -> list[tuple[int, int]]:
     return [(head, p.Hkv//launches) for head in range(0, p.Hkv, p.Hkv//launches)]
   monkeypatch.setattr(context, "head_chunks", chunks)
@@ -523,8 +524,8 @@ def test_a_graph_takes_the_inputs_of_each_call(monkeypatch:pytest.MonkeyPatch, m
     assert anew == copied_anew and (copied_anew == [4, 4]) == mended
 
 def test_long_copies_of_keys_run_beside_a_launch() -> None:
-  """If the keys of heads need long to copy, several launches of equal size compute the heads, and copies run beside a launch. 32 or 8 heads run in
-  two halves, 9 heads in groups of three. With short sequences one launch computes all heads."""
+  """A device computes its heads in several launches of equal size if copying the keys of all heads takes long: while one launch runs, the keys of the
+  next are copied. 32 or 8 key/value heads run in two halves, 9 heads in groups of three. With short sequences one launch computes all heads."""
   def parts(H:int, Hkv:int, rows:int) -> list[tuple[int, int]]:
     p = Problem(1, H, Hkv, rows, rows, 128, 128, window=(-1, 0), softmax_scale=1.0)
     return head_chunks(p, shards(p, 2, "zigzag"))

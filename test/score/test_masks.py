@@ -105,20 +105,21 @@ def uncounted(m:pytest.MonkeyPatch) -> None:
   row = next(mask for mask in SCORE_MASKS if mask.name == "count")
   m.setattr(masks, "SCORE_MASKS", with_row(replace(row, seen=lambda walk, i: Interval(last=walk.count))))
 
-def of_tiles(**further:int) -> Callable[[pytest.MonkeyPatch], None]:
-  """Plants a fault: a block leaves out some tiles, or treats them as unmasked."""
+def shifted(**by:int) -> Callable[[pytest.MonkeyPatch], None]:
+  """Plants a fault: adds the given numbers to fields of `Blocks`, which says over which tiles a workgroup loops (`begin` to `end`) and which of them
+  it computes without the mask (`full_begin` to `full_end`)."""
   original = blocks_seen
   def plant(m:pytest.MonkeyPatch) -> None:
     def seen(*args:Any) -> Blocks:
       x = original(*args)
-      return replace(x, **{name: getattr(x, name) + n for name, n in further.items()})
+      return replace(x, **{name: getattr(x, name) + n for name, n in by.items()})
     m.setattr(workgroup, "blocks_seen", seen)
     m.setitem(globals(), "blocks_seen", seen)
-  plant.__name__ = "_".join(f"{name}_{n:+}" for name, n in further.items())
+  plant.__name__ = "_".join(f"{name}_{n:+}" for name, n in by.items())
   return plant
 
 ROWS = [moved(0, 1), moved(0, -1), moved(1, 0), moved(-1, 0)]
-FAULTS = [*ROWS, of_tiles(begin=1), of_tiles(end=-1), of_tiles(full_begin=-1), of_tiles(full_end=1)]
+FAULTS = [*ROWS, shifted(begin=1), shifted(end=-1), shifted(full_begin=-1), shifted(full_end=1)]
 
 @pytest.mark.parametrize("plant", (*FAULTS, uncounted), ids=lambda x: x.__name__)
 def test_planted_fault_in_tiles(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]) -> None:

@@ -169,8 +169,8 @@ def test_rows_that_devices_share(count:int, keys:bool) -> None:
     hold(x, {"o": whole(o, 18), "lse": whole(lse, 18)} | {name: whole(g, 18 if name == "q" else 54) for name, g in zip("qkv", gradients)})
 
 def test_a_mask_of_padding() -> None:
-  """Padding is masked in the way of models: every padding column has the lowest float32, added to the lowest float32 above the diagonal. A row with
-  no other columns gets the mean of V."""
+  """A mask hides padding columns and the columns above the diagonal by the lowest float32, as models make it. A row whose columns are all hidden gets
+  the mean of V."""
   x = Given.of(Sq=20, Sk=20, bias_heads=1)
   with np.errstate(over="ignore"): mask = np.where(np.arange(20) < 6, LEAST, 0) + np.triu(np.full((20, 20), LEAST), 1)
   x.bias[:] = np.maximum(mask, LEAST)

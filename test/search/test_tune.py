@@ -61,8 +61,9 @@ def test_ranking(better:dict[str, int], worse:dict[str, int]) -> None:
   assert bound(**better) > bound(**worse)
 
 def test_the_best_is_the_best_of_the_worst() -> None:
-  """The search for tiles chooses the tile whose worst variant is best. The tile with the best single variant also has a bad variant. The search does
-  not examine the last tile, because even its good variant is no better."""
+  """The search for tiles chooses the tile whose slowest variant (by dtype and mask) is the fastest. Here the tile that is fastest in the first
+  variant has a slow one. The search does not examine the slow variants of the last tile, because even its first variant is no faster than the slowest
+  variant of the chosen tile."""
   tiles = [UpTo(64, ForwardShape(4, 1, n)) for n in (16, 32, 64, 128)]
   ranked = [RankedTile(c, bound(issued=i)) for c, i in zip(tiles, (124, 123, 122, 118))]
   worst, seen = {tiles[0]: bound(issued=100), tiles[1]: None, tiles[2]: bound(issued=120)}, []
@@ -90,8 +91,8 @@ def test_the_space_is_what_fits() -> None:
 @pytest.mark.parametrize(("family", "matrix", "meet"), [("cdna3", 0, False), ("cdna3", 1, True), ("cdna4", 0, False), ("cdna4", 1, True),
                                                         ("rdna3", 0, False), ("rdna4", 0, False)])
 def test_operands_that_meet_in_a_bank(family:str, matrix:int, meet:bool) -> None:
-  """The search for tiles and the emulator (test_banks.py) agree on bank conflicts: a read of operands for CDNA's 16x16 instructions needs two
-  cycles."""
+  """The search for tiles knows for which matrix instructions a wave reads operands with bank conflicts (`meet`): for CDNA's 16x16 instructions. The
+  emulator agrees with it (test_banks.py)."""
   assert all(search.conflict(family, FAMILIES[family].matrix["float16"][matrix], stride) == meet for stride in (5, 9, 17, 33))
 
 def test_an_even_stride_conflicts() -> None: assert search.conflict("rdna4", FAMILIES["rdna4"].matrix["float16"][0], 8)
@@ -191,8 +192,8 @@ def test_rows_of_an_older_compiler_stand_only_where_they_differ() -> None:
 
 @pytest.mark.parametrize(("llvm", "tiles"), [(19, (20, 16)), (20, (20, 16)), (21, (21, 16)), (22, (1000, 16)), (30, (1000, 16))])
 def test_rows_for_a_compiler(llvm:int, tiles:tuple[int, ...]) -> None:
-  """Dispatch reads the rows of the tile tables that are for the oldest LLVM release that is not older than the compiler. If a class of problems has
-  no such rows, dispatch reads its rows for every release."""
+  """Each row of a tile table has a newest LLVM release that it is for. Among the rows for the same head dimensions, dispatch uses those whose release
+  is the oldest that is not older than the compiler's. Rows without a release are used only if there are no such rows."""
   shape = ForwardShape(4, 1, 32)
   table = (UpTo(64, shape), UpTo(64, shape, llvm=21), UpTo(64, shape, llvm=20), UpTo(128, ForwardShape(4, 1, 16)))
   assert [row.llvm if row.up_to == 64 else row.shape.block_n for row in rows_for(table, llvm)] == list(tiles)
@@ -273,8 +274,8 @@ def test_a_good_entry_is_taken(cache:Path, recwarn:pytest.WarningsRecorder) -> N
 
 @pytest.mark.parametrize("keys", (7, 150, 1000))
 def test_a_winner_of_few_keys_takes_whole_operands(keys:int) -> None:
-  """attn makes a tile smaller for a problem with few keys, but keeps the keys of whole matrix operands. Products of 16x16x16 matrices loop over 32
-  keys at a time; in an earlier version a tile of 16 keys left the second product without an operand."""
+  """attn makes a tile smaller for a problem with few keys, but its number of keys stays a multiple of 32, which both products need with 16x16x16
+  matrix instructions. In an earlier version a tile of 16 keys left the second product without an operand."""
   p, arch = problem(Sq=40, Sk=keys), get_chip("gfx942")
   tile = amd_tile(p, arch, UpTo(128, ForwardShape(4, 1, 128), matrix=1))
   assert tile.matrix.M == 16 and tile.block_n % 32 == 0

@@ -30,8 +30,8 @@ def test_a_graph_passes_the_tensors_that_a_program_has(monkeypatch:pytest.Monkey
 
 @pytest.mark.parametrize("mended", (True, pytest.param(False, marks=pytest.mark.thorough)))
 def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
-  """When a graph is made, each grid has a block, also a grid whose size is a Variable. tinygrad's own graph makes such a grid without a block, which
-  CUDA refuses; the case `mended=False` shows this."""
+  """tinygrad makes a CUDA graph with all Variables set to 0. A grid whose size is a Variable then has no thread blocks, and CUDA refuses it, as the
+  case `mended=False` shows. attn gives such a grid one block while the graph is made."""
   made = list[tuple[int, ...]]()
   class Made(StandInGraph):
     def __init__(self, linear:UOp, input_uops:tuple[UOp, ...]=()) -> None:
@@ -48,9 +48,9 @@ def test_a_graph_of_a_grid_that_depends_on_a_variable(mended:bool) -> None:
 
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_a_graph_finishes_dq_after_all_sums(monkeypatch:pytest.MonkeyPatch, deterministic:bool) -> None:
-  """The kernel that turns the sums of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to them. tinygrad does not see these
-  additions. The stand-in runs a kernel as early as it may, so dq would be 0. If workgroups add in turn, the kernel that adds also waits for the
-  kernel that sets the counters to 0, and all replays give the same bits."""
+  """The kernel that turns the sums of dQ into dq waits, in a graph under TinyJit, for the kernel that adds to these sums. tinygrad does not see these
+  additions. The stand-in runs a kernel as early as it may, so dq would be 0 without this wait. With deterministic=True workgroups add in a fixed
+  order, by counters. The kernel that adds then also waits for the kernel that sets the counters to 0, and all replays give the same bits."""
   compute_all_gradients_at_once(monkeypatch)
   with emulated("sm_90"):
     monkeypatch.setattr(Device["EMU"], "graph", StandInGraph)
