@@ -386,9 +386,10 @@ def _scales_in_range(scales:Array) -> Array:
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False, v_scales:Array|None=None) -> tuple[Law, Law]:
-  """Computes the exact values and error limits of (o, lse) for inputs of this `dtype`. The other arguments are those of `reference.exact`. `flushes`
-  says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does. If k and v are stored in 8 bits, they are given as float64, each
-  row times its scale, and `v_scales` (B, Hkv, Sk) are the scales of V."""
+  """Computes the exact values and error limits of (o, lse) for inputs of this `dtype`. scale, `window`, `offset` (the place of query 0 among the
+  keys) and `options` describe the call, as for `reference.exact`. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as
+  CDNA2 does. If k and v are stored in 8 bits, they are given as float64, each row times its scale, and `v_scales` (B, Hkv, Sk) are the scales of
+  V."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -406,8 +407,9 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """Yields the batches that can be computed together: (batches, number of keys, shift of the diagonal, options). Without kv_lengths these are all
-  batches. With kv_lengths each batch comes by itself."""
+  """Yields the batches that can be computed together: (slice of the batches, number of keys, shift, options). Without kv_lengths these are all
+  batches. With kv_lengths each batch comes by itself. The shift is the number that the lengths add to `offset`, the place of query 0 among the
+  keys."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
     for b, n in enumerate(map(int, x.kv_lengths)):
@@ -434,8 +436,9 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """Computes the exact values and error limits of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. The other arguments are those
-  of `reference.exact_backward`. `do` is the gradient of o, rounded to `dtype`; o itself is rounded to `out_dtype`."""
+  """Computes the exact values and error limits of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. scale, `window`, `offset` (the
+  place of query 0 among the keys) and `options` describe the call, as for `reference.exact_backward`. `do` is the gradient of o, rounded to `dtype`;
+  o itself is rounded to `out_dtype`."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
@@ -498,11 +501,11 @@ class _Gradients:
     return _Gradients(t, do, heads, ds, ds*t.slope, off, d_raw_off, p_off, delta, variance, fp32, alike)
 
   def by_key(self, a:Array) -> Array:
-    """Rearranges values of pairs of a query and a key to the shape (..., Hkv, Sk, queries), so that the last axis has all values of a key. It runs
-    over the queries of all heads that share the key."""
+    """Rearranges values of pairs of a query and a key to the shape (..., Hkv, Sk, queries). The last axis has the values of one key with the queries
+    of all heads that share the key."""
     return self.rows(a).swapaxes(-1, -2)
   def rows(self, a:Array) -> Array:
-    """Joins the queries of all heads that share keys: (..., Hkv, rows, D)."""
+    """Rearranges rows of queries (..., H, Sq, D) to (..., Hkv, rows, D): joins the queries of all heads that share a key/value head."""
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:

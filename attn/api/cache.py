@@ -34,7 +34,7 @@ def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names i
 
 def cache_maker(dtype:Any, scale_dtype:Any, device:Any, axis:int|None=None) -> Callable[..., Any]:
   """Checks the dtype, the dtype of scales and the devices of a new cache. Returns a function of a shape, which makes a cache of zeros: a Tensor, or
-  QuantizedRows if the dtype is a format of 8 bits. Several devices share the axis `axis`, or each gets a copy."""
+  QuantizedRows if the dtype is a format of 8 bits. With several devices, each gets its part along the axis `axis`, or a copy if `axis` is None."""
   on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
   format, of_scales = eight_bits("dtype", dtype, on), check_scale_dtype("scale_dtype", scale_dtype)
   try: of_rows = check_out_dtype("dtype", dtype) if format is None else format.dtype

@@ -55,8 +55,9 @@ def known(n:int|UOp|Tensor) -> int|None:
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
-  """Returns `n`, a number of rows for each batch, as an int32 tensor (batch). `n` is such a tensor, or one number for all batches: an int or a
-  tinygrad Variable. Raises ValueError if the host knows the number and it lies outside 0..capacity."""
+  """Returns `n`, a number of rows for each batch, as an int32 tensor (batch) on the devices of `at`. Error messages call the tensor `name`. `n` is
+  such a tensor, or one number for all batches: an int or a tinygrad Variable. Raises ValueError if the host knows the number and it lies outside
+  0..capacity."""
   if isinstance(n, Tensor):
     values.dtype_name(name, n.dtype, ("int32",))
     placed = place(name, n, at)
@@ -69,8 +70,8 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
 
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
   """Raises ValueError if packed sequences are out of order, end beyond `rows` rows, or are longer than `longest`. `cu` has the row where each
-  sequence begins, then the end of the last sequence. The check runs only on the emulator, where the host reads `cu` at no cost. On other devices,
-  output rows outside the sequences are 0."""
+  sequence begins, then the end of the last sequence. Error messages call `cu` by `name`, and `longest` by `longest_name`. The check runs only on the
+  emulator, where the host reads `cu` at no cost. On other devices, output rows outside the sequences are 0."""
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
@@ -136,7 +137,8 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   return with_places_of_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
 
 def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
-  """Adds the scales of k and v to placed inputs if k and v have rows of 8 bits, and finds where these rows and their scales lie."""
+  """Adds the scales of k and v to the placed inputs x, and finds where the rows of 8 bits and their scales lie. `quantized` has k and v by name if
+  their rows have 8 bits, and is empty otherwise."""
   if not quantized: return x
   if x.shards is not None: raise NotImplementedError("k and v are QuantizedRows sharded along their rows: shard them along batch or heads")
   if x.layout == "thd" and x.pages is None:
@@ -198,7 +200,7 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
   return {name: extras[name] for name in EXTRAS if name in extras}
 
 def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
-  """Raises ValueError if the buffer `out` differs from the output o in shape, dtype, device or sharding."""
+  """Raises ValueError if the buffer `out` differs from the output o in shape, dtype, device or sharding. `width` is the number of columns of o."""
   if (out := options.out) is None: return
   check_output("out", out.uop)
   want = (*q.shape[:-1], width)

@@ -44,7 +44,8 @@ class Leading:
     """Returns queries as (B, H, Sq, D)."""
     return self.ordered(q.expand(*self.sizes, *q.shape[-2:])).reshape(self.size(self.batch), self.size(self.heads + self.shared), *q.shape[-2:])
   def of_keys(self, name:str, t:Tensor) -> Tensor:
-    """Returns keys or values as (B, Hkv, Sk, D). Raises ValueError, which calls them `name`, if they do not broadcast."""
+    """Returns keys or values as (B, Hkv, Sk, D). Raises ValueError if their leading axes do not broadcast to those of the call. The error message
+    calls the tensor `name`."""
     try: whole = self.ordered(t.expand(*self.kv_sizes, *t.shape[-2:]))
     except (ValueError, RuntimeError) as e:
       hint = "; enable_gqa=True lets query heads share a key/value head" if self.sizes == self.kv_sizes else ""

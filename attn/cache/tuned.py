@@ -137,7 +137,8 @@ def load() -> dict[str, Any]:
   return found
 
 def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCheck) -> list[UpTo[AnyShape]]:
-  """Returns the fastest measured tile for the class of `p` on this chip, as a list with one table row. Dispatch tries this row before the rows of its
+  """Returns the fastest measured tile of the kernel `kernel` for the class of `p` on this chip, as a list with one table row. `kind` is the class of
+  the row's shape. `check` is a function that raises ValueError for a row that the kernel cannot use. Dispatch tries this row before the rows of its
   tables. Returns an empty list if no valid tile is known, or if `arch` is not the chip of a real device."""
   if not arch.tuned or (name := entry_of(p, kernel)) is None: return []
   if (entry := load().get(arch.name, {}).get(name)) is None: return []

@@ -170,7 +170,8 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
 
 def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch], inputs:dict[str, UOp], t:dict[str, UOp]) -> dict[str, UOp]:
   """Computes the gradients that are sums over scores, and returns them by the names of their tensors: a bias, or mod_tensors. If score_mod reads a
-  mod_tensor at several places, one sum is computed for each place, and these sums are added."""
+  mod_tensor at several places, one sum is computed for each place, and these sums are added. `kernels` has the launches of backward by name, and `t`
+  the tensors that the launches read."""
   found = dict[str, UOp]()
   for n, x in enumerate(kernel_sums(p, arch)):
     name, sums = x.tensor, written_by(kernels[f"dbias{n}"], t, p.layout)[f"d{x.tensor}"]
@@ -205,8 +206,8 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns an output of attention as it is after `call` has written it. If `call` has already run, history.recalled has replaced it by an empty
-  CALL, which does nothing; then the output is returned unchanged."""
+  """Returns an output `u` of attention as it is after `call` has written it. If `call` has already run, attn/calls/history.py has replaced it by an
+  empty call, which writes nothing; then `u` is returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
@@ -228,8 +229,9 @@ class AttentionGradient:
     of arguments."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
-    """Returns a gradient for each source of the call: None for an output and for a source that is no float tensor. `args` are the gradients of the
-    outputs, without those outputs that have no gradient. The last element of `args` is the call, unless the call is given by name."""
+    """Returns a gradient for each argument of the kernel call: None for an output and for an argument that is no float tensor. `args` are the
+    gradients of the outputs, without those outputs that have no gradient. The last element of `args` is the call, unless the call is given by
+    name."""
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))

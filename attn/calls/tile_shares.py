@@ -111,7 +111,7 @@ def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
 
 def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:Mapping[str, Array]) -> Neighbours:
   """Returns the tiles over which each workgroup loops, with an interval of tiles for each. A tile is `width` keys or queries, as `over` says.
-  `lengths` has the contents of the problem's tensors among LENGTH_TENSORS."""
+  `lengths` has the contents of the tensors that say which queries and keys exist (LENGTH_TENSORS), such as kv_lengths."""
   shapes: Shapes = {name: p.extras[name] for name in lengths}
   tensors = {name: UOp.placeholder(shape, INTS[dtype], slot) for slot, (name, (shape, dtype)) in enumerate(shapes.items())}
   x = extent(p, SEQUENCE, tensors)

@@ -45,7 +45,7 @@ class UpTo(Generic[AnyShape]):
 
 @dataclass(frozen=True)
 class ForwardShape:
-  """Sizes of a tile of the forward kernels on AMD's matrix units. They do not depend on the problem."""
+  """Sizes of a tile of the forward kernels on AMD's matrix units, independent of the problem."""
   waves: int         # waves of a workgroup, each with its own queries
   q_tiles: int       # tiles of a wave, each with matrix.N queries: the tiles share the K and V operands
   block_n: int       # keys of an iteration
@@ -58,7 +58,7 @@ BOTH = (True, True)     # both tensors of the rows that a workgroup owns are in 
 
 @dataclass(frozen=True)
 class BackwardShape:
-  """Sizes of a tile of a backward kernel on AMD's matrix units. They do not depend on the problem."""
+  """Sizes of a tile of a backward kernel on AMD's matrix units, independent of the problem."""
   waves: int         # waves of a workgroup, each with its own rows
   block_n: int       # rows of an iteration
   own_in_lds: tuple[bool, bool] = (False, False)   # Q and dO, or K and V, are read from LDS in every iteration instead of being kept in registers
@@ -71,7 +71,7 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class MlaShape:
-  """Sizes of a tile of `mla`, the kernel of latent attention on AMD's matrix units. They do not depend on the problem."""
+  """Sizes of a tile of `mla`, the kernel of latent attention on AMD's matrix units, independent of the problem."""
   row_tiles: int               # tiles of matrix.N queries of a workgroup, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many waves have the same queries, and each has one part of the keys
@@ -84,7 +84,7 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class MmaShape:
-  """Sizes of a tile of `forward_mma`, the forward kernel with NVIDIA's mma.sync. They do not depend on the problem."""
+  """Sizes of a tile of `forward_mma`, the forward kernel with NVIDIA's mma.sync, independent of the problem."""
   q_tiles: int                 # tiles of a warp, each with 16 queries: the tiles share the K and V operands
   block_n: int                 # keys of an iteration
   q_in_lds: bool = False       # Q is read from shared memory in every iteration instead of being kept in registers
@@ -93,7 +93,7 @@ class MmaShape:
 
 @dataclass(frozen=True)
 class WgmmaShape:
-  """Sizes of a tile of `forward_wgmma`, the forward kernel with Hopper's wgmma. They do not depend on the problem."""
+  """Sizes of a tile of `forward_wgmma`, the forward kernel with Hopper's wgmma, independent of the problem."""
   groups: int                  # warpgroups of a block, each with 64 queries
   block_n: int                 # keys of an iteration
 
@@ -110,14 +110,14 @@ class RatedUpTo(UpTo[WgmmaShape]):
 
 @dataclass(frozen=True)
 class MlaMmaShape:
-  """Sizes of a tile of `mla_mma`, the kernel of latent attention with NVIDIA's mma.sync. They do not depend on the problem."""
+  """Sizes of a tile of `mla_mma`, the kernel of latent attention with NVIDIA's mma.sync, independent of the problem."""
   row_tiles: int               # tiles of 16 queries of a block, over all heads that share a key/value head
   block_n: int                 # keys of an iteration
   key_parts: int               # parts of an iteration's keys for the scores: this many warps have the same queries, and each has one part of the keys
 
 @dataclass(frozen=True)
 class MmaBackwardShape:
-  """Sizes of a tile of a backward kernel with NVIDIA's mma.sync. They do not depend on the problem."""
+  """Sizes of a tile of a backward kernel with NVIDIA's mma.sync, independent of the problem."""
   row_tiles: int           # tiles of a warp, each with 16 rows: the tiles share the operands that the warp reads
   block_n: int             # rows of an iteration
   part_n: int              # rows of an iteration whose P and dS are computed and used at a time
@@ -126,7 +126,7 @@ class MmaBackwardShape:
 
 @dataclass(frozen=True)
 class WgmmaBackwardShape:
-  """Sizes of a tile of a backward kernel with Hopper's wgmma. They do not depend on the problem."""
+  """Sizes of a tile of a backward kernel with Hopper's wgmma, independent of the problem."""
   groups: int              # warpgroups of a block
   block_n: int             # rows of an iteration
   passes: int = 1          # passes over the queries. 2: dv first and then dk, each with all registers for itself, and S is computed twice

@@ -47,8 +47,8 @@ def all_of(p:Problem, arch:Chip, tile:AnyBackwardTile, parts:int=0) -> Callable[
   kernel stores this number of fp32 partial results in place of dk, and as many in place of dv."""
   return kernels_at_once(tile).all(p, arch, tile, parts)
 def finish_of(p:Problem, arch:Chip, tile:AnyBackwardTile) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ in memory into dq: multiplies it by softmax_scale and rounds it. It runs after the
-  kernel that `all_of` returns for `tile`, which adds to the accumulator."""
+  """Returns the kernel that turns the fp32 accumulator of dQ in memory into dq: multiplies it by softmax_scale and rounds it. The returned kernel
+  runs after the kernel with the tile `tile` that `all_of` returns, which adds to the accumulator."""
   return kernels_at_once(tile).finish(p, arch)
 
 def at_once(p:Problem, arch:Chip) -> AtOnceTile|str|None:

@@ -73,8 +73,9 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterInOrder:
-  """Problems for which one kernel computes all gradients also with deterministic=True, because adding to dq in a fixed order was measured to be
-  faster than two kernels: their windows, and the least numbers of keys and of blocks of keys (of all batches and heads)."""
+  """Describes the problems for which one kernel computes all gradients even with deterministic=True, because adding to dq in a fixed order was
+  measured to be faster than two kernels. `windows` has the masks of these problems. `keys` and `blocks` are the least number of keys, and of blocks
+  of keys in all batches and heads together."""
   windows: tuple[tuple[int, int], ...] = ()
   keys: int = 0
   blocks: int = 0
@@ -139,7 +140,7 @@ def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardSh
   return next(fitting(kernel, p, arch, table, tile, load))
 
 def backward_tile(p:Problem, arch:Chip, row:UpTo[BackwardShape], keys:bool) -> BackwardTile:
-  """Returns the tile that a table row gives for a problem. With `keys` it is for the kernel whose workgroups handle keys and loop over queries,
+  """Returns the tile that a table row gives for a problem. With `keys` the tile is for the kernel whose workgroups handle keys and loop over queries,
   otherwise for the kernel whose workgroups handle queries and loop over keys. The tile has no more waves than the rows of the problem need."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   waves = max(1, min(c.waves, ceildiv(p.Sk if keys else p.Sq, mat.N)))

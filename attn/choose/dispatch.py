@@ -102,15 +102,16 @@ TileOf = Callable[[Problem, Chip], Any]     # returns a kernel's tile for a prob
 
 def whole(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   """Returns a kernel's `Work` (its tile, and one key range) if the kernel can compute the problem without dividing the keys, otherwise the reason why
-  it cannot."""
+  not. `tile_of` is a function that chooses the tile."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if (asked := min(p.num_splits, splits.key_tiles(p, tile))) > 1: return f"num_splits={p.num_splits} asks for {asked} key ranges"
   return Work(tile)
 
 def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns a kernel's `Work` (its tile and the number of key ranges) with at least two key ranges, or the reason why the keys are not divided. The
-  number of ranges is num_splits. For num_splits=0 an occupancy model chooses it (`split_heuristic`)."""
+  """Returns a kernel's `Work` (its tile and the number of key ranges) with at least two key ranges, or the reason why the keys are not divided.
+  `tile_of` is a function that chooses the tile. The number of ranges is num_splits. For num_splits=0 an occupancy model chooses this number
+  (`split_heuristic`)."""
   if p.num_splits == 1: return "num_splits=1 asks for no split"
   if isinstance(work := whole(replace(p, num_splits=1), arch, tile_of), str): return work
   assert work.tile is not None
@@ -123,8 +124,9 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` (the tile and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or the reason why it cannot
-  compute the problem. The number of key ranges is num_splits. For num_splits=0 an occupancy model chooses it (`split_heuristic`)."""
+  """Returns the `Work` (the tile and the number of key ranges) of the kernel `tiled`, which is made of plain UOps, or the reason why this kernel
+  cannot compute the problem. `tile_of` is a function that chooses the tile. The number of key ranges is num_splits. For num_splits=0 an occupancy
+  model chooses this number (`split_heuristic`)."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -132,8 +134,8 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` of `three_pass` (no tile, and one key range), tensor operations that tinygrad schedules, or the reason why it cannot compute
-  the problem."""
+  """Returns the `Work` of `three_pass` (no tile, and one key range), tensor operations that tinygrad schedules, or the reason why they cannot compute
+  the problem. `tile_of` is not used."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 

@@ -36,8 +36,8 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Makes the tile of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of the table of tiles. Raises ValueError if the keys
-  of a warp are not a whole number of pairs of score fragments."""
+  """Makes the tile of mla_mma, the kernel of latent attention with NVIDIA's mma.sync, from a row of the table of tiles. Raises ValueError if the
+  number of keys that a warp computes is not a multiple of two matrix tiles."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):
     raise ValueError(f"key_parts={tile.key_parts}: must divide block_n={tile.block_n} keys into parts of a multiple of {least}")

@@ -28,8 +28,8 @@ def in_units(p:Problem, unit:int) -> bool:
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Returns the rows of a table of tiles that are valid for an LLVM release. `row.llvm` is the newest release for which a row is valid. A table may
-  have several rows for the same limit of head dimensions (`up_to`). Of these it returns the row with the smallest `row.llvm` that is not below
+  """Returns the rows of a table of tiles that are valid for an LLVM release. `row.llvm` is the newest release for which a row is valid. If several
+  rows have the same limit of head dimensions (`up_to`), only one of them is returned: the row with the smallest `row.llvm` that is not below
   `llvm`."""
   rows = [row for row in table if row.llvm >= llvm]
   return tuple(row for row in rows if row.llvm == min(x.llvm for x in rows if x.up_to == row.up_to))
@@ -53,8 +53,9 @@ T = TypeVar("T", bound=BlockTile)
 
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:
-  """Yields the tiles of the table rows that fit the problem, in the order of the rows: best first. Raises NotImplementedError, with every reason, if
-  no row fits."""
+  """Yields the tiles of the table rows that fit the problem, in the order of the rows: best first. `tile_of` makes the tile of a row, and `load` is
+  the heaviest burden of the problem (see `misfit`). Raises NotImplementedError, with every reason, if no row fits; the message names the kernel
+  `kernel`."""
   reasons, found = [], False
   for row in rows:
     if (reason := misfit(p, arch, row, tile := tile_of(row), load)) is not None: reasons.append(reason)

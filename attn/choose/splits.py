@@ -30,7 +30,7 @@ def workgroups(p:Problem, tile:AnyTile) -> int:
   return p.all_heads//heads*ceildiv(p.Sq*heads, tile.block_m)
 
 def padding(p:Problem, tile:AnyTile) -> tuple[float, float]:
-  """Returns what fraction of the rows that workgroups compute is padding, and the same for the keys. Masks are ignored."""
+  """Returns two fractions: how much of the rows of queries, and how much of the keys, that workgroups compute is padding. Masks are ignored."""
   rows = p.Sq*heads_of(p, tile)
   return 1 - rows/round_up(rows, tile.block_m), 1 - p.Sk/round_up(p.Sk, tile.block_n)
 

@@ -62,9 +62,9 @@ DKDV_TILED = (
 BACKWARD_ALONE = TiledBackwardTile(1, 1, 8, 8, 0, 0, parts=8, columns=8)      # for workgroups of one thread
 
 def tiled_backward_tile(p:Problem, arch:Chip, keys:bool) -> TiledBackwardTile:
-  """Chooses the tile of a `tiled` backward kernel. With `keys` it is the kernel of dk and dv, whose workgroups handle keys and loop over queries.
-  Otherwise it is the kernel of dq, whose workgroups handle queries and loop over keys. The two keep different tensors in local memory. Tiles that
-  a search with TUNE=1 found are tried first, then those of the kernel's table. The result is the first one that fits."""
+  """Chooses the tile of a backward kernel of plain UOps. With `keys` this is the kernel of dk and dv, whose workgroups handle keys and loop over
+  queries. Otherwise it is the kernel of dq, whose workgroups handle queries and loop over keys. The two kernels keep different tensors in local
+  memory. Returns the first tile that fits into local memory, among the tiles that a search with TUNE=1 found and then those of the kernel's table."""
   kernel, table = ("backward_dkdv_tiled", DKDV_TILED) if keys else ("backward_dq_tiled", DQ_TILED)
   rows = (*tuned.kept_rows(p, arch, kernel, TiledBackwardTile, tuned.check_threads), *(table if arch.lds else [UpTo(MAX_WIDTH, BACKWARD_ALONE)]))
   return next(fitting(kernel, p, arch, rows, lambda row: replace(row.shape, keys=keys)))

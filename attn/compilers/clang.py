@@ -69,7 +69,7 @@ def _linker(clang:tuple[str, ...]) -> tuple[str, ...]|None:
   return (zig, "ld.lld") if (zig:=_zig()) is not None else None
 
 def inspected(command:tuple[str, ...], where:str) -> Toolchain|str:
-  """Returns the compiler that `command` runs, or a text that says why this compiler can't be used."""
+  """Returns the compiler that `command` runs, found at `where`, or a text that says why this compiler can't be used."""
   path = shutil.which(command[0]) or command[0]
   if os.path.isdir(path): return "a directory"
   if not os.path.exists(path): return "neither a file nor a command on PATH"

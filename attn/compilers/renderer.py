@@ -91,8 +91,8 @@ def check_opens(device:str) -> None:
     raise NoCompiler(missing) from None
 
 def require(devices:str|tuple[str, ...]|None) -> None:
-  """Raises an error if attn's kernels can't be compiled for one of `devices`. For an AMD GPU it is the NoCompiler or ValueError of `compiler_for`, or
-  NotImplementedError if its renderer doesn't emit HIP (DEV=AMD:LLVM). For a CPU device without a clang it is NoCompiler."""
+  """Raises an error if attn's kernels can't be compiled for one of `devices`. An AMD GPU raises the NoCompiler or ValueError of `compiler_for`, or
+  NotImplementedError if the GPU's renderer doesn't emit HIP (DEV=AMD:LLVM). A CPU device without a clang raises NoCompiler."""
   for name in (devices,) if isinstance(devices, str) else devices or ():
     if (missing := missing_c_compiler(name)) is not None: raise NoCompiler(missing)
     if name.split(":")[0] != "AMD": continue

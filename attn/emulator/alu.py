@@ -1,8 +1,8 @@
 """Functions that compute tinygrad's arithmetic UOps on numpy arrays: C semantics for integers, IEEE with one rounding per operation for floats.
 
 The last axis of a value is the thread: its length is the number of threads. If the value is equal in all threads, the length is 1 or the axis is
-  absent. A vector has its elements on the first axis. A bfloat16 is kept as its 16 bits in uint16, like HIPRenderer's `unsigned short`. Arithmetic on
-  bfloat16, which only CUDARenderer emits, is done in fp32 and rounded."""
+absent. A vector has its elements on the first axis. A bfloat16 is kept as its 16 bits in uint16, like HIPRenderer's `unsigned short`. Arithmetic on
+bfloat16, which only CUDARenderer emits, is done in fp32 and rounded."""
 from __future__ import annotations
 from typing import Any, Callable
 import numpy as np

@@ -128,7 +128,7 @@ class Frame(Threads):
 
   def special(self, kind:str, axis:int) -> Array:
     """Returns the thread indices that a SPECIAL operation stands for, along one axis: gidx (workgroup), lidx (thread in the workgroup) or idx (thread
-    in the grid)."""
+    in the grid). `kind` is the first letter of this name."""
     wg, size = self.workgroup_of + self.first, self.local[axis]
     group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
     thread = self.local_of // int(np.prod(self.local[:axis], dtype=np.int64)) % size
@@ -211,8 +211,8 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def _whole(self, unit:int, kind:type[EmulatorError], text:str) -> Array:
-    """Groups consecutive threads into units of `unit` threads, such as waves. Returns which units are active. Raises `kind` if only some threads of a
-    unit are active."""
+    """Groups consecutive threads into units of `unit` threads, such as waves. Returns which units are active. Raises `kind`, with the message `text`,
+    if only some threads of a unit are active."""
     here = self.active.reshape(-1, unit)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))

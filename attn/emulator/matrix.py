@@ -37,9 +37,9 @@ def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
 _SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32(2.0**112), np.float32(65536)
 
 def _from_high_half(x:Array) -> Array:
-  """Converts fp16 bits, in the upper halves of the int32 x, to fp32, and overwrites x. It moves sign, exponent and mantissa to their places in an
-  fp32. The fp32 is then exactly the value times 2^-112, also for a denormal. inf and NaN become numbers of 2^16 or more. The function replaces these
-  numbers by inf and NaN."""
+  """Converts fp16 bits, in the upper halves of the int32 x, to fp32, and overwrites x. The function moves sign, exponent and mantissa to their places
+  in an fp32. The fp32 is then exactly the value times 2^-112, also for a denormal. inf and NaN become numbers of 2^16 or more. The function replaces
+  these numbers by inf and NaN."""
   x >>= 3
   x &= _SIGN_AND_REST
   found = x.view(np.float32)

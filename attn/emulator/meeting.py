@@ -98,8 +98,9 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. Each wave that added 1 to the
-    counter before stored with it which accesses were complete. The waves of the waiting threads now know these accesses."""
+    """Records that threads have waited for their turn: until the counter at `pointer` had the number of the turn. The waves that passed earlier turns
+    of this counter (added 1 to it) have stored with the counter which accesses were complete. The waves of the waiting threads now know these
+    accesses."""
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
@@ -137,9 +138,11 @@ class Meeting:
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False) -> None:
-    """Adds one of `values` (threads,) to an element of the memory for each thread where `gate` is true. `at` (threads,) holds the elements' indices.
-    `sent` says whether the wave sends the additions to the copy engine. Raises AtomicRace if another wave of the workgroup has waited for its turn
-    (for the value of a counter in memory), and this wave may add before that turn."""
+    """Performs an atomic addition: each thread where `gate` is true adds its number of `values` (threads,) to the element `at` (threads,) of
+    `memory`, the contents of the buffer `space`. `sent` says whether the wave sends the additions to the copy engine.
+
+    Raises AtomicRace if another wave of the workgroup has waited for its turn (for the value of a counter in memory), and this wave may add before
+    that turn."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -185,8 +188,8 @@ class Meeting:
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
     """Records an access to memory. `elements` holds the indices of the elements that each thread accesses, in an array (elements of a thread,
-    threads). `atomic` tells whether the access is an atomic operation. Raises AtomicRace if one of the two, this access and an earlier access to
-    the same element, is atomic and the other is not, and nothing puts them in order."""
+    threads). `atomic` tells whether the access is an atomic operation, and `verb` says in error messages what the access does. Raises AtomicRace if
+    one of the two, this access and an earlier access to the same element, is atomic and the other is not, and nothing puts them in order."""
     traces, elements = self.traces[_base(space)], elements + space.begin//4
     mine, others = (traces.atomic, traces.plain) if atomic else (traces.plain, traces.atomic)
     for wave, threads in self.waves_of(f, f.active if active is None else active):

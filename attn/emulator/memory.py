@@ -194,7 +194,7 @@ class Space:
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class Pointer:
-  """The address operand of an operation: a buffer, and a byte offset for each thread. It is made from an INDEX."""
+  """The address operand of an operation, made from an INDEX: a buffer, and a byte offset for each thread."""
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def units(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
@@ -296,7 +296,7 @@ class Registers:
 
 @dataclass(frozen=True)
 class RegisterPointer:
-  """The address operand of an operation in a register array: one element of the array. It is made from an INDEX."""
+  """The address operand of an operation in a register array, made from an INDEX: one element of the array."""
   array: Registers
   first: int
 

@@ -28,7 +28,7 @@ class Extremes(NamedTuple):
 @dataclass(frozen=True)
 class MaskSpan:
   """Values that an expression can have on a tile: between `low` and `high`. `least` and `most` bound it on every tile of every problem, as Python
-  integers. They are 0 and mean nothing for a condition or a float."""
+  integers. For a condition or a float, `least` and `most` are 0 and mean nothing."""
   extremes: Extremes
   least: int = 0
   most: int = 0
@@ -48,9 +48,9 @@ def is_one_sided(u:UOp) -> bool:
 
 class MaskSpans:
   """Spans of all expressions in a traced mask: the lowest and the highest value of each on a tile. `extremes_of` returns the lowest and the highest
-  value of a one-sided expression (an expression of the query alone or of the key alone). They are conditions if the expression is a condition, and
-  otherwise numbers of the dtype that `ORDERED` names. If a float expression is NaN somewhere on the tile, its extremes are -inf and inf. The span of
-  a comparison with such an expression then includes the value that the comparison has for NaN."""
+  value of a one-sided expression (an expression of the query alone or of the key alone). The two values are conditions if the expression is a
+  condition, and otherwise numbers of the dtype that `ORDERED` names. If a float expression is NaN somewhere on the tile, its extremes are -inf and
+  inf. The span of a comparison with such an expression then includes the value that the comparison has for NaN."""
   def __init__(self, extremes_of:Callable[[UOp], Extremes]) -> None:
     self.extremes_of, self.found = extremes_of, dict[UOp, MaskSpan|None]()
 

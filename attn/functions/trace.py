@@ -82,8 +82,8 @@ def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:Tens
   return Traced(found, described(function))
 
 def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Returns the UOp that is passed to a caller's function for a tensor of mod_tensors. It is the symbol of the tensor. If the tensor has no axes, it
-  is the tensor's only element."""
+  """Returns the UOp that is passed to a caller's function for a tensor of mod_tensors: the symbol of the tensor, or, if the tensor has no axes, the
+  tensor's only element."""
   return tensor_symbol(number, shape, dtype) if shape else tensor_symbol(number, (1,), dtype)[0]
 
 def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
@@ -105,8 +105,8 @@ REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop",
            Ops.STORE: "a store", Ops.PAD: "a padded tensor"}
 
 def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
-  """Checks that a kernel can compute the UOp `x` that a caller's function returned. Returns the UOp with its LOADs removed: an element of a tensor is
-  then an INDEX alone."""
+  """Checks that a kernel can compute the UOp `x` that a caller's function returned. Returns the UOp without its LOADs: an element of a tensor is then
+  the UOp that indexes the tensor, without a LOAD around it."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -199,7 +199,7 @@ SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
 
 def identity(function:Any) -> Hashable|None:
   """Returns a key for what a Python function computes, or None. The key is made of the function's code, and of the values that the code reads from
-  closures, defaults, globals, modules and classes. It is None if one of these values may change unnoticed, such as an object or a list."""
+  closures, defaults, globals, modules and classes. The result is None if one of these values may change unnoticed, such as an object or a list."""
   try: return of_value(function, (), ())
   except TypeError: return None
 

@@ -101,8 +101,8 @@ def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns the facts at the beginning of each block, or None for a block that no path leads to. A fact is a set of scalar registers: each lane has
-  its bit set in at least one of them. `entry` has the facts at the beginning of the function."""
+  """Returns the facts at the beginning of each basic block, or None for a block that no path leads to. A fact is a set of scalar registers: each lane
+  has its bit set in at least one of them. `entry` has the facts at the beginning of the function."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:
@@ -121,7 +121,8 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
   return known
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
-  """Returns for each instruction of each block whether all lanes of a wave are known to be active. Returns None for a block that no path leads to."""
+  """Returns for each instruction of each basic block whether all lanes of a wave are known to be active. `wave` is the number of lanes. Returns None
+  for a block that no path leads to."""
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):
@@ -134,7 +135,8 @@ def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   return found
 
 def across_lanes(blocks:Sequence[Block], wave:int) -> list[str]:
-  """Finds each instruction that needs every lane of a wave, at a place where a lane may be switched off."""
+  """Finds each instruction that needs every lane of a wave, at a place where a lane may be switched off. Returns one line each. `wave` is the number
+  of lanes of a wave."""
   found, label = [], "the entry"
   for block, whole in zip(blocks, whole_waves(blocks, wave)):
     label = block.labels[-1] if block.labels else label

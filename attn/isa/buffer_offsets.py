@@ -129,9 +129,9 @@ class KnownRegisters:
     return changed
 
 def registers_of(blocks:Sequence[Block], whole:Sequence[Sequence[bool]|None], work_items:Range) -> list[KnownRegisters|None]:
-  """Returns the known ranges of register values at the beginning of each block, or None for a block that no path leads to. `whole` says for each
-  instruction of each block whether all lanes are known to be active; it has None for a block that no path leads to. At the beginning of the function
-  v0 lies within `work_items`."""
+  """Returns the known ranges of register values at the beginning of each basic block, or None for a block that no path leads to. `whole` says for
+  each instruction of each block whether all lanes are known to be active; it has None for a block that no path leads to. At the beginning of the
+  function register v0, which holds a thread's position in its workgroup, lies within `work_items`."""
   known, came, waiting = [None]*len(blocks), [0]*len(blocks), [0]     # type: tuple[list[KnownRegisters|None], list[int], list[int]]
   known[0] = KnownRegisters({"v0": work_items}, {"v0": work_items})
   while waiting:

@@ -26,9 +26,10 @@ SPECS = [Spec(arch, d, dtype, mask, kernel) for arch in MODELLED for d in HEAD_D
 SPECS += [Spec(arch, 576, dtype, MASKS[0], LATENT) for arch in MODELLED for dtype in MATRIX_DTYPES]
 
 def report_of_text(spec:Spec, kernel:Source, text:str, rank:int=0, every_block:bool=False) -> Report:
-  """Reports on a kernel of attn from its machine code `text`. The report covers the loop with the `rank`-th most matrix work; rank 0 is the hot loop.
-  It counts the usual path through the loop, or with `every_block` all blocks of the loop. The figure `useful` (share of the matrix unit's peak rate
-  that goes to useful products) counts only this kernel."""
+  """Reports on the kernel of attn that `spec` names, from its source `kernel` and its machine code `text`. The report covers the loop with the
+  `rank`-th most matrix work; rank 0 is the hot loop. The report counts the instructions on the usual path through the loop (without side blocks that
+  few iterations enter), or with `every_block` all instructions of the loop. The figure `useful` (share of the matrix unit's peak rate that goes to
+  useful products) counts only this kernel."""
   return analyse(text, spec.arch, kernel.d, kernel.dv, queries=kernel.queries, title=str(spec), products=kernel.products, rank=rank,
                  every_block=every_block)
 

@@ -131,8 +131,8 @@ def usual_path(blocks:Sequence[Block], loop:Loop, flops_per_exp:float) -> list[i
   return list(max((w for b in loop.latches for w in ways[b]), key=lambda w: (w[0], w[1], -w[2]))[3])
 
 def way_inside(blocks:Sequence[Block], loop:Loop, first:int, last:int) -> list[int]:
-  """Finds the shortest path inside a loop from block `first` to block `last`. The path includes `first` but not `last`. Returns an empty list if
-  there is no path."""
+  """Finds the shortest path inside a loop from basic block `first` to basic block `last`. The path includes `first` but not `last`. Returns an empty
+  list if there is no path."""
   ways = [[first]]
   for way in ways:
     for s in blocks[way[-1]].successors:

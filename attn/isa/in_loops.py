@@ -25,7 +25,7 @@ def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
 def _at(blocks:Sequence[Block], loop:Loop) -> str: return f"the loop at {blocks[loop.header].labels[-1]}"
 
 def _innermost(loops:Iterable[Loop], block:int) -> Loop|None:
-  """Returns the smallest of the loops that contain a block."""
+  """Returns the smallest of the loops that contain a basic block."""
   return min((loop for loop in loops if block in loop.body), key=lambda loop: len(loop.body), default=None)
 
 def waterfalls(blocks:Sequence[Block]) -> list[str]:
@@ -38,7 +38,7 @@ def waterfalls(blocks:Sequence[Block]) -> list[str]:
           for header in sorted(found)]
 
 def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
-  """Returns the blocks that an iteration of a loop usually runs through. For a loop with matrix work, leaves out rare side blocks such as a
+  """Returns the basic blocks that an iteration of a loop usually runs through. For a loop with matrix work, leaves out rare side blocks such as a
   rescale."""
   if not any(blocks[b].flops for b in loop.body): return loop.body
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))

@@ -131,7 +131,8 @@ def matrix_cycles(instructions:Sequence[Instruction], chip:Chip) -> tuple[float,
 def measure(label:str, trip:Sequence[Instruction], in_all:int, chip:Chip, d:int|None, dv:int|None, queries:int|None,
             products:LoopProducts=PRODUCTS) -> HotLoop:
   """Counts the instructions of one iteration, and computes from them upper bounds on the use of the matrix unit. `trip` has the instructions on the
-  iteration's usual path, `in_all` is the number of instructions in all blocks of the loop, and `queries` is the number of queries of a wave."""
+  iteration's usual path, `in_all` is the number of instructions in all blocks of the loop, and `queries` is the number of queries of a wave. `label`
+  names the loop in the result, `d` and `dv` are the head dimensions, and `products` says which matrix products of attention the loop computes."""
   cu = chip.pipes
   by_kind: dict[str, list[Instruction]] = {k: [] for k in KINDS}
   for x in trip: by_kind[x.kind].append(x)
@@ -170,10 +171,11 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Finds the loop with the `rank`-th most matrix work. Returns (label, instructions of an iteration, number of instructions in all blocks of the
-  loop, number of loops with matrix work, waits of an iteration). An iteration takes the usual path through the loop, or with `every_block` every
-  block. If `products` describes several loops that follow one another, each of these loops does a part of the matrix work, and the result covers one
-  iteration of each loop. Returns None if there is no such loop."""
+  """Finds the loop with the most matrix work, or with `rank` = 1, 2, ... a loop that follows it in matrix work. Returns (label, instructions of an
+  iteration, number of instructions in all blocks of the loop, number of loops with matrix work, waits of an iteration). An iteration takes the usual
+  path through the loop (without side blocks that few iterations enter), or with `every_block` every basic block. If `products` describes several
+  loops that follow one another, each of these loops does a part of the matrix work, and the result covers one iteration of each loop. Returns None if
+  no loop has matrix work. Raises ValueError if there are too few loops for `rank`."""
   blocks = blocks_of(kernel.code)
   loops = matrix_loops(blocks)
   labels, trip, in_all, waits = [], list[Instruction](), 0, list[Stop]()

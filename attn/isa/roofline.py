@@ -98,7 +98,8 @@ class Published:
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
   """Makes records of published measurements on one card. `figures` maps the name of a kernel to a pair (TFLOP/s without a mask, TFLOP/s with the
-  causal mask). None means that the rate was not measured."""
+  causal mask). None means that the rate was not measured. `d` (head dimension), `s` (rows), `dtype`, `b` (batches), `h` and `hkv` (heads) describe
+  the problem; None: not stated."""
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]
 
