@@ -48,9 +48,9 @@ def spills(kernel:Callable[..., UOp], shapes:Shapes, arch:Chip) -> bool:
 Seconds = Callable[[Callable[..., UOp], Tile|TiledTile], float]   # times a kernel with its tile, in seconds
 
 def time_forward(p:Problem, arch:Chip, seconds:Seconds) -> list[dict[str, Any]]:
-  """Times the forward kernel and tile that dispatch chooses by default, and the kernel `forward` with every other tile that doesn't spill. Keeps the
-  fastest of these tiles for dispatch. Returns the rows of the table to print. Raises NotImplementedError if dispatch chooses a kernel whose tiles
-  cannot be timed."""
+  """Times the forward kernel with the tile description that dispatch chooses by default, and the kernel `forward` with every other tile description
+  that doesn't spill registers. Keeps the fastest one for dispatch. Returns the rows of the table to print. Raises NotImplementedError if dispatch
+  chooses a kernel whose tile descriptions cannot be timed."""
   from attn.search.forward import candidates
   arch = replace(arch, tuned=False)
   own = choose(replace(p, num_splits=1), arch)
@@ -117,8 +117,8 @@ def backward_tiles_to_tune(p:Problem, arch:Chip) -> tuple[TimedBackwardTile, Tim
                             "tiles of NVIDIA's matrix units were measured")
 
 def time_backward(p:Problem, arch:Chip, name:str, seconds:BackwardSeconds) -> list[dict[str, Any]]:
-  """Times a backward kernel with the tile that attn's tables give, and with every other tile that doesn't spill registers. Keeps the fastest tile for
-  dispatch. Returns the times as rows of a table, for printing."""
+  """Times a backward kernel with the tile description that attn's tables give, and with every other one that doesn't spill registers. Keeps the
+  fastest for dispatch. Returns the times as rows of a table, for printing."""
   from attn.search.backward import backward_candidates
   arch, keys = replace(arch, tuned=False), name == "dkdv"
   own, flops = backward_tiles_to_tune(p, arch)[keys], (4 if keys else 3)*p.flops//2

@@ -41,9 +41,9 @@ def is_maximum(u:UOp) -> bool:
   return u.src[0].src[0] is u.src[2] and u.src[0].src[1] is u.src[1]
 
 def is_minimum(u:UOp) -> bool:
-  """Tells whether the maximum u = max(y, c) is part of a minimum. min(x, n) is written as ~max(~x, ~n); then y begins with ~. If y is itself a
-  minimum, as in max(min(x, a), n), y begins with ~ too, but u is a true maximum and the answer is False. The answer is also False for the minimum of
-  a minimum, where two ~ cancel."""
+  """Tells whether the maximum u = max(y, c) is part of a minimum. A minimum min(x, n) is written as ~max(~x, ~n), with the bitwise complement ~; then
+  y begins with ~. If y is itself a minimum, as in max(min(x, a), n), y begins with ~ too, but u is a true maximum and the answer is False. The answer
+  is also False for the minimum of a minimum, where two ~ cancel."""
   y = u.src[2]
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 

@@ -64,7 +64,8 @@ def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Arr
   return _read(lanes, pointer, keys*blocks, line, 1, begin).reshape(-1, keys, width).swapaxes(1, 2)
 
 def _start(lanes:Lanes, there:Array, acc:Any, *product:Any) -> Array:
-  """Starts a product in the warpgroups where `there` is true. Starts an empty group of products in the other warpgroups."""
+  """Starts a product in the warpgroups where `there` is true. In the other warpgroups starts a group without products, so that waits count equally
+  many groups in all warpgroups."""
   with lanes.only(~there): lanes.start_nothing(acc)
   with lanes.only(there): return lanes.start_product(acc, *product)
 
@@ -101,8 +102,8 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
   """Returns inline assembly that starts one group of products: the instructions `lines`, and the registers and predicates that they need. If the
-  operand with index `there` is 0, a thread skips the instructions and commits an empty group. So waits that count groups are the same for all
-  threads. (The branch is inside the assembly. With a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
+  operand with index `there` is 0, a thread skips the instructions and commits a group without products. So waits that count groups are the same for
+  all threads. (The branch is inside the assembly. With a branch around the assembly, ptxas would wait for each wgmma, warning C7511.)"""
   body = [f'{{ .reg .pred p; .reg .b64 {", ".join(descriptors)};', f"setp.eq.u32 p, %{there}, 0; @p bra over;", "wgmma.fence.sync.aligned;", *lines,
           "over: wgmma.commit_group.sync.aligned; }"]
   quoted = "\n    ".join(f'"{part} "' for line in body for part in wrapped(line, "  ").split("\n"))

@@ -98,8 +98,8 @@ class Cuda(Printer):
 WARP = "0xffffffffu"
 
 def declare_mma(printer:Printer, matrix:Any) -> str:
-  """Declares the C++ function for mma.sync (PTX ISA 9.7.14.5.8) and returns the function's name. The function takes a, the two registers of b, and c;
-  it returns c + A B."""
+  """Declares the C++ function for the mma.sync instruction `matrix` (PTX ISA 9.7.14.5.8) and returns the function's name. The function takes a, the
+  two registers of b, and c; it returns c + A B."""
   c, a = ", ".join(f"%{i}" for i in range(4)), ", ".join(f"%{i}" for i in range(4, 8))
   results, operands = (", ".join(f'"{kind}"({name}.{e})' for e in "xyzw") for kind, name in (("+f", "c"), ("r", "a")))
   printer.declare(f"mma_{matrix.ptx}", f"{printer.header}float4 mma_{matrix.ptx}(uint4 a, unsigned b0, unsigned b1, float4 c) {{\n"

@@ -140,7 +140,8 @@ def stmatrix(row:UOp, words:UOp) -> UOp:
   Returns a statement (an operation with a side effect)."""
   return statement("stmatrix", row, words)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
-  """Computes c + A B by one mma.sync. `b` has the B fragments of two neighbouring tiles; `half` selects one of them."""
+  """Computes c + A B by one mma.sync, the instruction `matrix`. `a` is an A fragment and `c` a C fragment. `b` has the B fragments of two
+  neighbouring tiles; `half` selects one of them."""
   return emit("mma", F4, a, b, c, matrix=matrix, half=half)
 
 # ***** the operand P *****

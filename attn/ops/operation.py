@@ -9,8 +9,8 @@ in numpy;
 A statement is an operation that is executed for its effect (see `statement`).
 
 `emit` avoids these traps of `Ops.CUSTOM` in tinygrad 0.14.0. A CUSTOM needs an explicit dtype and at least one source (the shape of the CUSTOM is the
-shape of its sources). An INDEX source renders as a pointer, so memory operands are passed as INDEX and everything else must be `.load()`ed. tinygrad
-drops a CUSTOM of dtype void."""
+shape of its sources). A source that indexes a buffer is rendered as a pointer. So an operand in memory is passed as the UOp that indexes it, and
+every other operand is passed as a loaded value. tinygrad drops a CUSTOM of dtype void."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
@@ -75,7 +75,7 @@ class Lanes(Protocol):
     are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for
     the product, no thread may access the fragments or write the operands."""
   def start_nothing(self, acc:Any) -> None:
-    """Starts an empty group in place of a product into the C fragments from `acc` on. `wait_products` counts the group as a product."""
+    """Starts a group without products, in place of a product into the C fragments from `acc` on. `wait_products` counts the group as a product."""
   def wait_products(self, but:int) -> Array:
     """Makes the active threads wait for the products that they have started, except the last `but` products."""
   def atomic_add(self, pointer:Any, steps:Sequence[int], x:Array, gate:Array, sent:bool=False) -> None:

@@ -55,8 +55,8 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
                     scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
   """Raises the reference m of each row of a tile to the largest score of the row so far. The reference is the number that the softmax subtracts from
-  the scores. Returns the new m, the new addend, the factors that rescale the accumulators, and a function that computes P from scores with the new
-  m."""
+  the scores. `scores` are the lane's vectors of scores, in which rows lie as `rows` says. Returns the new m, the new addend, the factors that rescale
+  the accumulators, and a function that computes P from scores with the new m."""
   split, tops, addends, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
@@ -126,7 +126,8 @@ def rounded_sums(c:Any, total:Value, kind:str, rows:int) -> Value:
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
-  """Applies an operation to the elements of each row of x and the scales of their keys."""
+  """Applies an operation to each element of x and the scale of the element's key. x holds `rows` rows of scores or weights, one after another, and
+  `scales` has a scale for each column."""
   each = [operation(y, scales) for y in parts(c, x, rows)]
   return c.join(*each) if rows > 1 else each[0]
 
@@ -153,7 +154,8 @@ def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
   """Multiplies the weights p by the scales of their rows of V. The vector p holds several rows of weights one after another."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Adds the sums of a vector's weights, without the scales that `packed` includes, to `total`. There is one number for each row."""
+  """Adds the sums of a vector's weights, without V's scales, to `total`, and returns the new sums: one number for each row. `p` has the weights
+  before the scales were multiplied in, and `packed` the products, rounded to `dtype`."""
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
 @compound("weigh", suffix="_{count}")
@@ -175,8 +177,8 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
   tile's i-th vector of scores. If V's rows have `scales`, P is multiplied by them before it is packed. The function uses the first `count` of the
   tile's `stride` vectors; each element of `p` holds `together` vectors.
 
-  Stores the sums of P to the register array `part`, which has a sum for each kind in `sums` (LANE, DOT, ...) and each of the `tiles` tiles. `rows`
-  says how rows lie in a vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
+  Stores the sums of P to the register array `part`, which has a sum for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding
+  (DOT), and each of the `tiles` tiles. `rows` says how rows lie in a vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
   unscaled: Variable|None = None if scales is None else c.variable("unscaled", c.splat(c.number(0.0), rows.rows))
   kind = next((x for x in sums if x not in (LANE, UNSCALED)), "")
@@ -235,9 +237,10 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float) -> UOp:
-  """Computes P of one loop iteration and the sums of P, as one statement. `reference` holds the numbers that the softmax subtracts from the scores of
-  each row. `p` gets the packed P, `part` gets the sums; `correct` describes all operands. If no row of the wave has seen a key yet, P is not
-  computed, because there is no reference. The sums are then inf, so that `correct` computes P afterwards."""
+  """Computes P of one loop iteration and the sums of P, as one statement (an operation with a side effect). `reference` holds the numbers that the
+  softmax subtracts from the scores of each row. `p` gets P packed to `dtype`, and `part` gets the sums, for each kind in `sums`, such as sums in fp32
+  (LANE) or of P after rounding (DOT). `correct` describes all operands. If no row of the wave has seen a key yet, P is not computed, because there is
+  no reference. The sums are then inf, so that `correct` computes P afterwards."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
@@ -248,17 +251,20 @@ def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:U
   """Computes P of one loop iteration again, if the reference of a query must be raised. The reference is the number that the softmax subtracts from
   the scores. This happens if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds
   its query's reference (`above` = 0). Then the reference of every query of the wave becomes the query's largest score so far. The correction is one
-  statement, because tinygrad has no branch around stores to registers. All operands are register arrays, with equally many elements for each of the
-  wave's tiles of queries:
+  statement, because tinygrad has no branch around stores to registers.
+
+  The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
 
     reference, addend: of each query (P = exp2(score*scale + addend))
-    l: the sums of P over all iterations, for each kind in `sums` (LANE, DOT, ...)
+    l: the sums of P over all iterations, for each kind in `sums`
     acc: the accumulators of O
     p: P of this iteration, packed to `dtype`
     scores: the scores of this iteration. `count` vectors of each tile, from `first` on, are used
     part: the sums of P of this iteration, for each kind in `sums`
     scales: if P includes the scales of V's rows, these scales, for the keys of each vector of scores
-    rows, matrix: how rows lie in a vector of scores; the chip's matrix instruction, which sums P for the kind ONES"""
+
+  `sums` names kinds of sums: LANE adds P in fp32; DOT, ONES and UNPACKED add P after rounding to 16 bits. `rows` says how rows lie in a vector of
+  scores, and `matrix` is the chip's matrix instruction."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
   name, operands = "correct", [x[0] for x in (reference, addend, l, acc)] + [p[first//together], scores[first], part[0]]

@@ -41,7 +41,7 @@ def zero_or_nan(x:UOp) -> UOp:
 
 @functools.cache
 def numbers_of_bytes(kind:str) -> Array:
-  """Returns the fp32 number of each of the 256 bytes of a format."""
+  """Returns the fp32 number of each of the 256 bytes of a format. `kind` is the format: int8 or a float."""
   of, byte = FORMATS[kind], np.arange(256)
   if not of.bias: return byte.astype(np.uint8).view(np.int8).astype(np.float32)
   exponent, mantissa = byte >> 3 & 15, (byte & 7)/8
@@ -104,5 +104,6 @@ def widen_all(words:UOp, kind:str, dtype:str) -> UOp:
   (`Problem.stored`)."""
   return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype)
 def widen_pair(word:UOp, places:tuple[int, int], kind:str, dtype:str) -> UOp:
-  """Converts two of the four stored numbers in a dword to a dword of two numbers of `dtype`. `places` has the indices of their bytes in the dword."""
+  """Converts two of the four stored numbers in a dword to a dword of two numbers of `dtype`. `places` has the indices of their bytes in the dword.
+  `kind` is their format (`Problem.stored`)."""
   return emit("widen_pair", dtypes.uint, word, places=places, kind=kind, dtype=dtype)

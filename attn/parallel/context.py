@@ -317,9 +317,10 @@ def gather(c:SharedRows, devices:list[GatheringDevice], n:int) -> None:
   for y, name, call in taken: y.slots[n % SLOTS][name] = also_after(y.slots[n % SLOTS][name], call)
 
 def gathered_over(c:SharedRows, inputs:dict[str, UOp], held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch. A launch computes all queries
-  of a device over all keys, for some heads. While a launch runs, the keys for the next heads are copied from other devices. A device copies its own
-  keys for the next heads before the launch, because during the launch it is busy."""
+  """Computes attention by gathering keys: fills the `outputs` on each device, and returns the UOp of the last launch. `inputs` are the tensors by
+  name, and `held` the shards of each tensor. A launch computes all queries of a device over all keys, for some heads. While a launch runs, the keys
+  for the next heads are copied from other devices. A device copies its own keys for the next heads before the launch, because during the launch it is
+  busy."""
   devices, states = [GatheringDevice.of(c, held, i) for i in range(len(c.devices))], outputs
   count = len(devices[0].launches)
   for n in range(count):
@@ -408,9 +409,9 @@ class ContextPart:
 
 def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[UOp, ...], sinks:UOp|None=None,
                real_rows:tuple[RowRange, ...]=()) -> UOp:
-  """Makes a launch that merges partial results into the outputs of `p`, and returns its UOp. `outputs` begins with the buffers for these outputs. The
-  launch does not use the further buffers in `outputs`: they are arguments only so that tinygrad keeps them. `real_rows` lists the rows that are no
-  padding."""
+  """Makes a launch that merges the partial results `parts` into the outputs of `p`, and returns its UOp. `outputs` begins with the buffers for these
+  outputs. The launch does not use the further buffers in `outputs`: they are arguments only so that tinygrad keeps them. `real_rows` lists the rows
+  that are no padding."""
   p = replace(p, sinks=sinks is not None, num_splits=1)
   kernel = merge_kernel(p, c.arch, tuple(part.rows for part in parts), real_rows, c.arch.name not in CHIPS)
   given = [part.found for part in parts] + ([sinks] if sinks is not None else [])
@@ -426,8 +427,8 @@ def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPar
 # ***** all devices *****
 
 def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend) -> list[ContextPart]:
-  """Runs all launches of a device, and returns their partial results. As soon as there are PARTS_KEPT of them, they are merged into one, so that no
-  more are in memory."""
+  """Runs all launches of a device, and returns their partial results. `held` has the shards of each tensor, by name. As soon as there are PARTS_KEPT
+  partial results, they are merged into one, so that no more are in memory."""
   plan, parts = c.shards.plan(c.problem, device), list[ContextPart]()
   keys = {name: shards for name, shards in held.items() if name in ("k", "v")}
   others = {name: shards[device] for name, shards in held.items() if name not in ("k", "v", "sinks")}
@@ -439,8 +440,8 @@ def found_by(c:SharedRows, held:dict[str, list[UOp]], device:int, attend:Attend)
   return parts
 
 def merged_over(c:SharedRows, held:dict[str, list[UOp]], attend:Attend, outputs:dict[str, UOp]) -> UOp:
-  """Computes attention by merging: runs launches over some keys each, and merges their partial results into the `outputs` on each device. Returns the
-  UOp of the last launch."""
+  """Computes attention by merging: runs launches over some keys each, and merges their partial results into the `outputs` on each device. `held` has
+  the shards of each tensor, by name. Returns the UOp of the last launch."""
   parts = [found_by(c, held, device, attend) for device in range(len(c.devices))]
   if c.shards.queries is None: parts = exchanged(c, parts)
   states = outputs

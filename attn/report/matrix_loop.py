@@ -42,7 +42,8 @@ class MatrixLoop:
   workgroups: int = WORKGROUPS
 
   def outputs(self, groups:int, trips:int, dtype:str) -> Tensor:
-    """Returns a lazy Tensor with the final accumulators of every lane. Computing it runs the measuring kernel on random operands."""
+    """Returns a lazy Tensor with the final accumulators of every lane. Computing it runs the measuring kernel with `groups` workgroups and `trips`
+    loop iterations, on random operands."""
     data = Tensor(np.random.default_rng(0).standard_normal(self.operands, np.float32)).cast(FLOATS[dtype]).realize()
     made = self.kernel(groups, trips)
     def fxn(*placeholders:UOp) -> CheckedKernel: return CheckedKernel(made(*placeholders), ("results",))

@@ -118,7 +118,8 @@ def amd_sensors(folder:Path) -> Sensors:
   return read
 
 def nvidia_smi(what:str, *words:str) -> list[str]:
-  """Asks nvidia-smi for comma-separated values. Returns an empty list if there is no nvidia-smi, or if it fails."""
+  """Asks nvidia-smi for the comma-separated values `what`, with further command-line arguments `words`. Returns an empty list if there is no
+  nvidia-smi, or if it fails."""
   command = ["nvidia-smi", *words, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
   try: done = subprocess.run(command, capture_output=True, text=True, timeout=10)
   except (OSError, subprocess.TimeoutExpired): return []

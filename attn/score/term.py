@@ -42,7 +42,7 @@ def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
 
 @dataclass(frozen=True)
 class Fragment:
-  """Where the scores of one row lie in a tile that a lane holds: which row, and which column each score has. The scores themselves are a list of
+  """Positions of the scores that a lane holds of one row in one tile: which row, and which column each score has. The scores themselves are a list of
   vectors beside this object. Rows are queries and columns are keys, or the reverse (`over`)."""
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name

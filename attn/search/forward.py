@@ -156,8 +156,8 @@ def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask
   return tile_bound(spec, tile)
 
 def worst_bound(arch:str, row:UpTo[ForwardShape], each:Each=map) -> Bound|None:
-  """Returns the figures (`Bound`) of the tile of a table row. Each figure is the worst over the dtypes and masks of VARIANTS. Returns None if the
-  kernel of one of them doesn't compile, or spills registers."""
+  """Returns the figures (`Bound`) of the tile of a table row. Each figure is the worst over the dtypes and masks of VARIANTS. `each` maps a function
+  over these, possibly in parallel. Returns None if the kernel of one of them doesn't compile, or spills registers."""
   found = [x for x in each(first_bound, *zip(*[(arch, row, dtype, mask) for dtype, mask in VARIANTS])) if x is not None]
   return Bound(*map(min, zip(*found, strict=True))) if len(found) == len(VARIANTS) else None
 
@@ -176,8 +176,8 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """Returns the table rows for a class of head dimensions: the best tile and, if this tile has more than SMALL_TILE queries, also the best tile with
-  at most SMALL_TILE queries."""
+  """Returns the table rows for a class of head dimensions, from `ranked`, the tiles that were tried, best first: the best tile and, if this tile has
+  more than SMALL_TILE queries, also the best tile with at most SMALL_TILE queries. `each` maps a function over tiles, possibly in parallel."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []

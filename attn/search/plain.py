@@ -1,4 +1,5 @@
-"""Tiles for the kernels of plain UOps that bench.py times with TUNE=1: all tiles that fit into local memory and registers."""
+"""Tile descriptions (sizes by which a kernel divides a problem) that bench.py times with TUNE=1 for the kernels without matrix instructions: all that
+fit into local memory and registers."""
 from __future__ import annotations
 import itertools
 from dataclasses import replace
@@ -22,7 +23,7 @@ def space_alone(kind:type[AnyTiledTile]) -> list[AnyTiledTile]:
           for (walked, own), parts, columns in itertools.product(ROWS_OF_TILED, (2, 4, 8, 16), (4, 8, 16))]
 
 def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
-  """Returns the tiles to time for `tiled`, the forward kernel of plain UOps."""
+  """Returns the tile descriptions to time for `tiled`, the forward kernel without matrix instructions."""
   if not arch.lds: return space_alone(TiledTile)
   found = []
   for (down, across), (walked, own), depth, ahead in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (True, False)):
@@ -34,8 +35,9 @@ def tiled_space(p:Problem, arch:Chip) -> list[TiledTile]:
   return found
 
 def tiled_backward_space(p:Problem, arch:Chip, keys:bool) -> list[TiledBackwardTile]:
-  """Returns the tiles to time for a backward kernel of plain UOps. The kernel owns keys if `keys`, and queries otherwise. A thread holds S, dP and
-  its part of each gradient in registers; tiles that need too many registers or too much local memory are left out."""
+  """Returns the tile descriptions to time for a backward kernel without matrix instructions. The kernel's workgroups own keys if `keys`, and queries
+  otherwise. A thread holds S, dP and its part of each gradient in registers; tile descriptions that need too many registers or too much local memory
+  are left out."""
   if not arch.lds: return [replace(tile, keys=keys) for tile in space_alone(TiledBackwardTile)]
   found, products = [], 3 if max(p.D, p.Dv) > LONG_SUM else 2
   for (down, across), (walked, own), depth, parts in itertools.product(THREADS_OF_TILED, ROWS_OF_TILED, DEPTHS_OF_TILED, (1, 2)):

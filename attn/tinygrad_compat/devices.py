@@ -34,14 +34,14 @@ def opened_devices(name:str) -> list[Compiled]:
 # **** properties for kernels of plain UOps ****
 @dataclass(frozen=True)
 class Means:
-  """Abilities of a device that matter to kernels of plain UOps. `local_memory` is the number of bytes of local memory that a workgroup may use. It is
-  0 if threads are faster without local memory. `serial` says that the device has no workgroups."""
+  """Abilities of a device that matter to kernels without matrix instructions. `local_memory` is the number of bytes of local memory that a workgroup
+  may use. It is 0 if threads are faster without local memory. `serial` says that the device has no workgroups."""
   local_memory: int
   serial: bool = False
 
 def workgroups_of(device:str) -> Means|None:
-  """Returns what a device offers to kernels of plain UOps: its local memory, and whether it has workgroups. Returns None if tinygrad renders neither
-  C nor LLVM for the device."""
+  """Returns what a device offers to kernels without matrix instructions: its local memory, and whether it has workgroups. Returns None if tinygrad
+  renders neither C nor LLVM for the device."""
   opened = device_of(device)
   if not opened.renderers or not isinstance(renderer := opened.renderer, CStyleLanguage|LLVMRenderer): return None
   if not renderer.has_local: return Means(0, serial=True)

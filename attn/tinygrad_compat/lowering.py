@@ -27,10 +27,10 @@ def lower(sink:UOp, renderer:Renderer) -> list[UOp]:
   with Context(ALLOW_DEVICE_USAGE=0), without_collections():
     return line_rewrite(linearize(full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)), pm_linearize_cleanups)
 
-def compile_at_once(kernel:UOp, device:str) -> None:
-  """Lowers and compiles the kernel of a launch (a CALL) now, in this process. For a schedule with more than one kernel to compile, tinygrad would
-  start worker processes, which takes longer than compiling a small kernel."""
-  to_program(kernel.src[0], device_of(device).renderer)
+def compile_at_once(launch:UOp, device:str) -> None:
+  """Lowers and compiles the kernel of a launch now, in this process. `launch` is its UOp (tinygrad's CALL). For a schedule with more than one kernel
+  to compile, tinygrad would start worker processes, which takes longer than compiling a small kernel."""
+  to_program(launch.src[0], device_of(device).renderer)
 
 # **** places of operations ****
 tinygrad_folder = os.path.dirname(os.path.abspath(tinygrad.__file__)) + os.sep

@@ -80,8 +80,8 @@ def flat_element(index:UOp) -> UOp|None:
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
 def copy_call(to:UOp, source:UOp, *held:UOp) -> UOp:
-  """Returns a CALL, tinygrad's UOp for a launch, that copies one buffer, or a region of one, to another on any device. The buffers `held` are only
-  sources of the CALL, so that they stay in use; `to` and `source` may be regions of them."""
+  """Returns the UOp of a launch (tinygrad's CALL) that copies one buffer, or a region of one, to another on any device. The buffers `held` are
+  arguments of the launch only so that they stay in use; `to` and `source` may be regions of them."""
   srcs = (to, source, *held)
   params = [UOp.param(i, x.dtype, x.max_shape, x.device) for i, x in enumerate(srcs)]
   copy = new_uop(Ops.COPY, (params[1],), arg=to.device).call(*params)
