@@ -96,9 +96,9 @@ def run_backward(p:Problem, x:Inputs, loss:Loss, arch:str, extras:dict[str, np.n
 def check_backward_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, extras:dict[str, np.ndarray]|None=None, dlse:bool=False,
                            size:float=1.0, tiles:Callable[[Any], Any]=lambda tile: tile, only:str="", parts:int=0,
                            **parameters:Any) -> dict[str, np.ndarray]:
-  """Runs the backward kernels on a problem made from `parameters` (the arguments of `problem`), and compares dq, dk and dv with float64: each element
-  must be within its error limit (docs/contract.md). Gradients must be exactly 0 for a query that sees no key, for a key that no query sees, and for a
-  row of no sequence. `size` scales dO. `run_backward` explains `tiles`, `only` and `parts`."""
+  """Runs the backward kernels on a problem made from `parameters` (the arguments of `problem`), with inputs that `make` draws. Compares dq, dk and dv
+  with float64: each element must be within its error limit (docs/contract.md). Gradients must be exactly 0 for a query that sees no key, for a key
+  that no query sees, and for a row of no sequence. `size` scales dO. `run_backward` explains `tiles`, `only` and `parts`."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   x, loss = make(p), loss_of(p, dlse, size)

@@ -132,8 +132,8 @@ def run(p:Problem, x:Inputs, arch:str, **options:Any) -> tuple[np.ndarray, np.nd
 # ***** kernels without the API, with every option *****
 
 def change_kernel(monkeypatch:pytest.MonkeyPatch, name:str, **fields:Any) -> None:
-  """Changes fields of the kernel `name` in the table by which dispatch chooses a forward kernel, for example the function that says which problems
-  the kernel refuses."""
+  """Gives fields of the forward kernel `name` other values in dispatch's table of kernels, for example the function that says which chips lack what
+  the kernel needs (`lacks`)."""
   monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], **fields))
   monkeypatch.setattr(dispatch, "_choose", inspect.unwrap(dispatch._choose))
 
@@ -256,7 +256,7 @@ def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, La
   return found
 
 def packed_sequences(p:Problem, extras:dict[str, np.ndarray]) -> list[tuple[slice, slice]]:
-  """Returns the row ranges of each sequence in q and in k."""
+  """Returns, for each sequence, the range of its rows in q and the range of its rows in k."""
   if not p.varlen: return [(slice(None), slice(None))]
   q_ends, k_ends = extras["cu_seqlens_q"], extras["cu_seqlens_k"]
   return [(slice(*q_ends[b:b+2]), slice(*k_ends[b:b+2])) for b in range(p.B)]
@@ -282,9 +282,9 @@ def expected_gradients(p:Problem, x:Inputs, extras:dict[str, np.ndarray], do:np.
 
 def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Callable[[Any], Any]|None=None, extras:dict[str, np.ndarray]|None=None,
                   **parameters:Any) -> tuple[np.ndarray, np.ndarray|None]:
-  """Runs the forward kernels on a problem made from `parameters` (the arguments of `problem`), and compares o and lse with float64: each element must
-  be within its error limit (docs/contract.md). Returns o and lse. `tile` is a function that maps the tile that dispatch chooses to the tile that is
-  used."""
+  """Runs the forward kernels on a problem made from `parameters` (the arguments of `problem`), with inputs that `make` draws. Compares o and lse with
+  float64: each element must be within its error limit (docs/contract.md). Returns o and lse. `tile` is a function that maps the tile that dispatch
+  chooses to the tile that is used."""
   p, extras = problem(extras=extras, **parameters), dict(extras or {})
   if "bias" in extras: extras["bias"] = rounded(extras["bias"], p.bias_dtype)
   chosen = choose_tile(p, chip(arch))
@@ -295,8 +295,8 @@ def check_kernels(arch:str, make:Callable[[Problem], Inputs]=normal, *, tile:Cal
   return o, lse
 
 def check(arch:str, make:Callable[[Problem], Inputs]=normal, **parameters:Any) -> None:
-  """Runs the kernel of `flash_attention_fn` on a problem made from `parameters` (the arguments of `problem`), and compares o and lse with float64:
-  each element must be within its error limit (docs/contract.md)."""
+  """Runs the kernel of `flash_attention_fn` on a problem made from `parameters` (the arguments of `problem`), with inputs that `make` draws. Compares
+  o and lse with float64: each element must be within its error limit (docs/contract.md)."""
   p = problem(**parameters)
   options = {name: parameters[name] for name in ("causal", "window") if name in parameters}
   x = make(p)

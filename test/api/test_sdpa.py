@@ -144,8 +144,8 @@ def test_what_was_bound_before_is_ours_too():
   assert not goes_through_ours(BOUND_EARLY)
 
 def test_another_library_in_its_place(monkeypatch):
-  """attn works after another library has replaced tinygrad's method by a function that itself calls tinygrad's method. If attn is then installed, a
-  call that attn passes on runs the library's function. The library's function then reaches tinygrad's own method, not attn."""
+  """attn works after another library has replaced tinygrad's method by a function that itself calls tinygrad's method. If attn is then installed and
+  does not compute a call itself, the library's function gets the call. The call inside this function then reaches tinygrad's own method, not attn."""
   calls = []
   def others(*args, **kwargs):
     calls.append(args)

@@ -139,8 +139,8 @@ def test_a_program_with_a_variable_is_lowered_again(cache, monkeypatch) -> None:
   assert programs[0].arg == programs[1].arg and [v.expr for v in programs[0].arg.vars] == ["n"]
 
 def test_cached_kernels_are_compiled_when_called(monkeypatch) -> None:
-  """If the cache has a kernel's source, `attention` itself compiles the kernel when it is called. Otherwise tinygrad would start worker processes to
-  compile the kernels of a step at once, and starting them takes longer than reading the cache."""
+  """If the cache has a kernel's source, `attention` compiles the kernel itself when it is called. So tinygrad does not start worker processes to
+  compile the kernels of a step, which would take longer than reading the cache."""
   compiled: list[str] = []
   monkeypatch.setattr(checked_kernel, "compile_at_once", lambda call, device: compiled.append(call.src[0].arg.name))
   q = Tensor(np.zeros((1, 1, 32, 16), np.float16), device="EMU").realize()

@@ -30,9 +30,9 @@ def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], I
                     through:tuple[str, ...]=("o",), place:Callable[[str, Tensor], Tensor]=lambda _, t: t, training:int=1,
                     **parameters:Any) -> dict[str, np.ndarray]:
   """Runs `attention`, and compares the gradient of every input with float64: each element must be within its error limit (docs/contract.md).
-  `parameters` are the arguments of `problem`, and `extras` holds optional tensors by name. The loss is a weighted sum of the outputs that `through`
-  names: "o", "lse", or both. `training` is the value of tinygrad's TRAINING. `place` may move each tensor to other devices. Returns the gradients in
-  the shapes of the inputs, those of q, k and v as (B, H, S, D)."""
+  `parameters` are the arguments of `problem`, `make` draws q, k and v, and `extras` holds optional tensors by name. The loss is a weighted sum of the
+  outputs that `through` names: "o", "lse", or both. `training` is the value of tinygrad's TRAINING. `place` may move each tensor to other devices.
+  Returns the gradients in the shapes of the inputs, those of q, k and v as (B, H, S, D)."""
   extras = extras or {}
   p = problem(extras=extras, lse="lse" in through, **{**SMALL, **parameters})
   x, B, rows = make(p), *((1, p.total_q) if p.varlen else (p.B, p.Sq))
@@ -295,9 +295,9 @@ def test_gradients_at_once_on_cdna(monkeypatch:pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("for_few")
 def test_memory_at_once() -> None:
-  """If one kernel computes all gradients, the fp32 sums of dq take 4 bytes for each element. Rows are rounded up to whole tiles of 64 queries. With
-  deterministic=True there are also integers that give workgroups a fixed order: 8 for each of these tiles, and one that numbers the workgroups as
-  they start. The number of keys does not matter."""
+  """One kernel that computes all gradients needs 4 bytes for each element of dq, for fp32 sums. Rows are rounded up to whole tiles of 64 queries.
+  With deterministic=True there are also integers that give workgroups a fixed order: 8 for each of these tiles, and one that numbers the workgroups
+  as they start. The number of keys does not matter."""
   for Sk, deterministic in ((1024, False), (8192, False), (8192, True)):
     p = problem(B=4, H=64, Sq=2000, Sk=Sk, D=128, deterministic=deterministic)
     found = choose_backward(p, get_chip("sm_90"), "forward_wgmma")

@@ -179,8 +179,8 @@ def test_rows_of_a_bias(arch:str, compilers:dict[int, Toolchain], pool:ThreadPoo
 @pytest.mark.parametrize("arch, llvm, instruction", [("gfx950", 20, "v_permlane32_swap"), ("gfx1201", 19, "v_permlanex16")])
 def test_swaps_that_clang_moves_into_a_branch_are_seen(arch:str, llvm:int, instruction:str, compilers:dict[int, Toolchain],
                                                        monkeypatch:pytest.MonkeyPatch) -> None:
-  """The check for operations across lanes finds lane swaps that clang moves into a branch. clang does this in latent attention if values that a
-  branch stores are not computed before the branch."""
+  """The check for operations across lanes finds lane swaps that clang moves into a branch. If a branch stores values and the kernel for latent
+  attention does not compute them before the branch, clang makes this fault."""
   monkeypatch.setattr(renderers, "made_before_branches", lambda uops: {})
   p = problem(**OPTIONS["latent, few rows"])
   tile = choose(p, replace(get_chip(arch), llvm=llvm)).work.tile

@@ -349,8 +349,8 @@ def test_an_import_without_the_extra_has_the_sentence_too(say):
   assert say(code, without="click").startswith("click python -m attn.tune: needs click, which the extra isa installs")
 
 def test_bench_without_a_compiler_for_bounds(machine):
-  """bench.py with ISA=1 computes bounds on speed from machine code. If the package rich is installed but no clang is, it ends with exit code 2 and
-  one sentence that says that a clang is missing."""
+  """bench.py with ISA=1 computes bounds on speed from machine code. If the package rich is installed but no clang is, bench.py ends with exit code 2
+  and one sentence that says that a clang is missing."""
   done = python(machine, "bench.py", without="ziglang", ISA="1", DEV="EMU::gfx942", H="1", N="32", D="16")
   assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("bench.py: no clang of LLVM 19 or later") and "Traceback" not in done.stderr
 
@@ -434,8 +434,8 @@ from attn.compilers.choice import compiled_on
 print(*(compiled_on(get_chip("gfx942"), device).llvm for device in ("AMD", "AMD:1", "EMU")))"""
 
 def test_a_chip_knows_the_release_of_its_compiler(say):
-  """`compiled_on` returns the description of a chip with the LLVM release of the compiler that an AMD GPU uses. On the emulator, and on a GPU without
-  a compiler, it keeps the newest release. Without a compiler only a call of a kernel raises an error."""
+  """`compiled_on` returns the description of a chip with the LLVM release of the compiler that an AMD GPU uses. The description of an emulated chip,
+  or of a GPU without a compiler, has the newest release. Without a compiler only a call of a kernel raises an error."""
   assert say(RELEASES, comgr="good", without=EXTRAS) == "20 20 22"
   assert say(RELEASES, comgr="other", without=EXTRAS) == "21 21 22"
   assert say(RELEASES, without=EXTRAS) == "22 22 22"

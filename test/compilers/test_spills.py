@@ -139,9 +139,9 @@ def edge_of_a_class(rng:random.Random) -> int:
   return rng.choice(CLASSES) - rng.randint(1, 15)
 
 def edge_of_the_grid(rng:random.Random, arch:str, heads:int) -> int:
-  """Draws a number of queries for which tiles of LARGEST_TILE queries give about as many workgroups as a chip needs. From about this number on,
-  dispatch chooses larger tiles. The number of workgroups lies between FILLS, which is enough for any chip, and the number of compute units of this
-  chip."""
+  """Draws a number of queries for which tiles of LARGEST_TILE queries give about as many workgroups as a chip needs. Dispatch is likely to change to
+  larger tiles near this number. The number of workgroups lies between FILLS, the least number for which dispatch uses a large tile, and the number of
+  compute units of the chip."""
   return LARGEST_TILE*rng.randint(*sorted((FILLS, get_chip(arch).cus)))//heads
 
 def drawn_option(rng:random.Random, sizes:dict[str, int]) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def test_rows_that_lie_both_ways(arch:str, width:int, block_n:int) -> None:
     return all(len({x % (banks//4) for x in some}) == len(set(some)) for some in found)
   fast, groups = v_columns(block_n), block_n//4
   def item(thread:int) -> tuple[int, int]:
-    """Returns what a thread copies, as `Staging.item` computes it: the number of a group of four rows, and which 16 bytes of each of these rows.
-    Neighbouring 16 bytes of a row are copied by threads whose numbers differ by near*fast."""
+    """Returns what a thread copies, as `Staging.item` computes it: the number of a group of four rows, and which 16 bytes of each of these rows. Up
+    to 8 neighbouring threads take the same 16 bytes of different groups. The next threads take other 16 bytes of these groups."""
     near = min(groups, 8)
     group, unit = thread % near + thread//near//units*near, thread//near % units
     return group, unit//(2*fast)*(2*fast) + unit % fast*2 + unit % (2*fast)//fast

@@ -133,8 +133,8 @@ def test_few_kernels_are_remembered() -> None:
 
 @pytest.mark.parametrize("arch", EVERY_ARCH)
 def test_the_emulator_prints_what_hardware_gets(arch:str) -> None:
-  """The emulator renders the same source as a renderer for hardware. The emulator's ASTs also name the kernel's outputs among the sources of the
-  SINK, so that it finds outputs without a store; the rendered source must not show this."""
+  """The emulator renders the same source as a renderer for hardware. ASTs on the emulator also name the kernel's outputs among the sources of the
+  SINK, so that the emulator finds outputs without a store. The rendered source must not depend on this."""
   tensors = [UOp.placeholder((1, 2, 64, 32), dtypes.half, i) for i in range(4)]
   fxn = flash_attention_fn(arch=arch)
   with Context(DEV=f"EMU::{arch}"):

@@ -108,7 +108,7 @@ def test_keys_alone_shared_are_refused() -> None:
 
 @pytest.mark.parametrize("kernel", ("", "three_pass"))
 def test_jit_and_new_values(kernel:str) -> None:
-  """A call under TinyJit computes with the new values that mod_tensors have in this call."""
+  """A call under TinyJit computes with the new values that mod_tensors, the tensors that a score_mod or mask_mod reads, have in this call."""
   x = [drawn(B, H, 20, D, seed=1), drawn(B, HKV, 33, D, seed=2), drawn(B, HKV, 33, D, seed=3)]
   with emulated("gfx942", kernel):
     attend = TinyJit(lambda q, k, v, t: attn.attention(q, k, v, mod_tensors=(t,), **OWN).realize())

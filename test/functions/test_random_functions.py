@@ -92,9 +92,9 @@ class Case:
       assert worst <= 1, f"{name} on {arch}: {worst} of what is allowed"
 
   def expected(self) -> list[tuple[Array, Array]]:
-    """Returns o and the gradients in float64, each with the largest error that the test allows: 4 times the roundoff of the dtype for each P, dS and
-    result, and 2^-17 of the sum of the magnitudes of the products that a score adds up. The gradient of a tensor's element may have the errors of dS
-    of all scores that read the element."""
+    """Returns o and the gradients in float64, each with the largest error that the test allows. P, dS and each result may be off by 4 times the
+    roundoff of the dtype. A score may be off by 2^-17 times (1 + the sum of the magnitudes of the products that it adds up). The gradient of a
+    tensor's element may have the errors of dS of all scores that read the element."""
     q, k, v, do = (x.astype(np.float64) for x in (self.q, self.k, self.v, self.do))
     (B, H, Sq, D), (Hkv, Sk) = q.shape, k.shape[1:3]
     scale, e = D**-.5, 4*EPSILON[self.dtype]

@@ -191,7 +191,8 @@ def test_tensors_that_are_refused() -> None:
     call(good[:UOp.variable("n", 1, 2).bind(1)], score=score)
 
 def test_tensors_that_are_taken() -> None:
-  """mod_tensors may be unrealised tensors, views, constants and single numbers, of every supported dtype."""
+  """mod_tensors, the tensors that a score_mod or mask_mod reads, may be unrealised tensors, views, constants and single numbers, of every supported
+  dtype."""
   rng = np.random.default_rng(0)
   x, table = rng.standard_normal((1, 2, 5, 32)).astype(np.float16), rng.standard_normal((2, 5)).astype(np.float32)
   scores = x.astype(np.float64)@x.astype(np.float64).swapaxes(-1, -2)/np.sqrt(32)

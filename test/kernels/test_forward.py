@@ -94,7 +94,7 @@ def creeping(p:Problem) -> Inputs:
   return Inputs(np.full_like(x.q, 0.25), k, x.v)
 
 def climbing(p:Problem) -> Inputs:
-  """Makes inputs whose largest score in a row rises by more than 89 from tile to tile. A weight relative to the maximum of the tile before, exp(more
+  """Makes inputs whose largest score in a row rises by more than 89 from each 64 keys to the next. A weight relative to the maximum before, exp(more
   than 89), then overflows float32."""
   x = normal(p)
   k = np.broadcast_to((np.arange(p.Sk)//64*64 - 64).astype(np.float32)[:, None], x.k.shape).copy()

@@ -1,5 +1,5 @@
-"""Tests of multi-head latent attention, where values are the first columns of the keys: of the kernels mla and mla_mma, in which each wave multiplies
-P by its own part of V's columns, and of attention and caches with one tensor for keys and values."""
+"""Tests of multi-head latent attention, where values are the first columns of the keys. In the kernels mla and mla_mma each wave multiplies P by its
+own part of V's columns. Other tests are for attention and caches with one tensor for keys and values."""
 from __future__ import annotations
 import contextlib
 from dataclasses import replace
