@@ -59,13 +59,15 @@ class NewRow:
   inside: UOp
 
   def element(self, part:UOp) -> tuple[UOp, UOp, UOp]:
-    """Returns an element of the row that this thread copies: its column, whether the row has this column, and the element."""
+    """Loads one of the elements of the row that this thread copies. `part` says which of them: the range that `part()` makes. Returns the element's
+    column, whether the row has this column, and the element."""
     column = part*self.a.columns + self.thread
     there = column < self.a.width
     return column, there, self.rows[(self.first + column).valid(there)].load()
   def part(self, kind:AxisType) -> UOp: return self.numbers.range(ceildiv(self.a.width, self.a.columns), kind)
   def index(self, at:Strided) -> UOp:
-    """Returns the index of the row's first element in a buffer, or of its scale."""
+    """Returns the index at which the row begins in the buffer of the cache, if `at` says where the cache's rows lie. Returns the index of the row's
+    scale, if `at` says where the scales lie."""
     return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
   def largest(self) -> UOp:
     """Returns the largest absolute value of the row: each thread finds that of its elements, and all exchange what they found."""
@@ -79,7 +81,7 @@ class NewRow:
 
 @cache_of_kernels
 def append(a:Append) -> Callable[..., UOp]:
-  """Returns the kernel, a function of the placeholders (cache, [scales], rows, lengths, [block_table]). `cache` is the buffer that holds the cache,
+  """Returns the kernel, a function of the tensors (cache, [scales], rows, lengths, [block_table]). `cache` is the buffer that holds the cache,
   `scales` the one that holds its scales. `rows` (B, H, new, width) has the layout `a.layout`, and the dtype of a cache without scales. `lengths` is
   int32 (B), `block_table` int32 (B, a.pages.most)."""
   def kernel(*placeholders:UOp) -> UOp:

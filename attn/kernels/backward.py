@@ -135,7 +135,7 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
   s = unit.walk(unit.begin(), work)
   return unit.kernel("dbias", (), unit.sums(s), p.flops)
 
-# ***** makers of kernels: from a problem, a chip and a tile they make the kernel, a function of its placeholders *****
+# ***** makers of kernels: from a problem, a chip and a tile they make the kernel, a function of its tensors *****
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> Any:

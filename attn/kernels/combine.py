@@ -7,8 +7,9 @@ p.num_splits:
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
   combine(p, arch, p.num_splits)(o, lse, o_partial, lse_partial)
 
-The last kernel takes lse only if the call returns it, and lse_rest after lse (and lse_rest_partial after lse_partial) if the problem has them:
-lse_rest is the part of lse that rounding to fp32 lost. Sinks come last.
+`combine` takes the tensors of `combine_arguments(p)`, in this order. It takes no lse if p.return_lse is false. If scores may be as large as fp32
+allows (p.wide_scores), an lse has a second number, lse_rest: the part of the lse that rounding to fp32 lost. Then lse_rest may follow lse, and
+lse_rest_partial follows lse_partial. Sinks come last.
 
 An empty range gives O = 0 and LSE = -inf, so its weight is 0."""
 from __future__ import annotations
@@ -29,19 +30,18 @@ MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial"
 PARTS_AT_ONCE = 16          # partial results whose loads run at the same time: a thread has no other work while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """Returns (shape, dtype) of each placeholder of the kernel that merges the partial results of key ranges (`combine`), by name and in order."""
+  """Returns (shape, dtype) of the tensors that `combine` takes, the kernel that merges the partial results of key ranges, by name and in order."""
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in MERGED if name in shapes}
 
 def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
-  """Returns the kernel that merges `splits` partial results. The kernel's placeholders are the tensors of `combine_arguments(p)`.
+  """Returns the kernel that merges `splits` partial results. The kernel takes the tensors of `combine_arguments(p)`, in this order.
 
     o = sum_g exp(lse_g - lse) o_g,   lse = ln(sum_g exp(lse_g) + exp(sink))
 
   The kernel subtracts the largest exponent before it takes exponentials. o has the layout and dtype of the problem. A row without keys gives o = 0
   and lse = -inf. A row that belongs to no sequence also gives o = 0 and lse = -inf, for any sinks. Raises ValueError if `splits` is not p.num_splits,
-  or is less than 2.
-  """
+  or is less than 2."""
   if splits != p.num_splits or splits < 2:
     raise ValueError(f"splits={splits}: must be the problem's num_splits, {p.num_splits}, and at least 2")
   return lambda *args: merged(p, arch, splits, args)
@@ -58,7 +58,7 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   return found
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
-  """Returns the kernel that merges the partial results of key ranges (`combine`) as a program, given its placeholders."""
+  """Writes the program of the kernel that `combine` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
   names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

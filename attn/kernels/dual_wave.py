@@ -47,8 +47,8 @@ K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows 
 V_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 4)   # a transposing load reads four rows of four units
 
 def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems
-  for which `dispatch.dual_wave_refuses` returns None."""
+  """Returns the kernel of problem `p` as a function of its tensors: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems for
+  which `dispatch.dual_wave_refuses` returns None."""
   return lambda *args: DualWave.of(p, arch, tile, args).program()
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class DualWave:
     return self.group.named(name, self.outputs(s))
 
   def started(self) -> DualWaveState:
-    """Returns the state before the first key. Also decides whether fp32 instructions are packed (two numbers in one instruction). Packed instructions
-    stop the matrix unit while the other group of waves uses it. They are therefore used only if a mask is applied, because they need fewer registers
-    and the mask needs some."""
+    """Returns the state before the first key. If no mask hides scores, also switches off packed fp32 instructions (two numbers in one instruction),
+    which would stop the matrix unit while the other group of waves uses it. With a mask, packed instructions are used: they need fewer registers, and
+    the mask needs some."""
     s = self.state if hides_some(self.group.scores.walk, TRIP_KEYS) else self.state.begin(amd.fp32_apart())
     start = s.softmax.start(self.group.scores)
     return s.keep(start).values_after(start)
@@ -190,7 +190,7 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """Does step C1: turns the scores S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit."""
+    """Does step C1 of tile t: turns the scores S(t) into P(t) on the vector unit, and computes S(t+1) on the matrix unit."""
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]
     if masked is not None: x = scores.mask(x, masked, t)
@@ -206,14 +206,15 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """Does step M1: reads V(t) from LDS, and starts the load of K(t+3) to LDS."""
+    """Does step M1 of tile t: reads V(t) from LDS, and starts the load of K(t+3) from global memory to LDS. `i` is 0 for the first tile of an
+    iteration and 1 for the second; it chooses the LDS buffers."""
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
     s = s.begin(amd.wait_loads(BEHIND, *itertools.chain(*values), s.done))
     return s.sync(amd.barrier(s.done)), values
 
   def compute_output(self, s:DualWaveState, values:list[list[UOp]], weights:list[UOp]) -> DualWaveState:
-    """Does step C2: adds V(t) P(t) to O on the matrix unit."""
+    """Does step C2 of tile t: adds V(t) P(t) to O on the matrix unit."""
     s = s.sync(amd.priority(1, s.done))
     accs = [s.softmax.acc[dt].load() for dt in range(self.d_tiles)]
     for dt, v_operands in enumerate(values):
@@ -222,7 +223,8 @@ class DualWave:
     return s.settled(amd.barrier(s.done))
 
   def read_keys(self, s:DualWaveState, t:UOp, i:int) -> DualWaveState:
-    """Does step M2 of the loop: reads tile t+2 of K from LDS into registers, and starts the load of tile t+2 of V from global memory to LDS."""
+    """Does step M2 of tile t: reads K(t+2) from LDS to registers, and starts the load of V(t+2) from global memory to LDS. `i` is 0 for the first
+    tile of an iteration and 1 for the second; it chooses the LDS buffers."""
     keys = self.read_k(s.k_lds(i))
     s = self.load_v(s.keep(*store_all(s.k, keys)), s.v_lds(i), t + 2)
     s = s.begin(amd.wait_loads(BEHIND, *keys, s.done))
@@ -259,8 +261,8 @@ class DualWave:
   def read_k(self, tile:LdsTile) -> list[UOp]: return [tile.load(kt*self.mat.M + self.at.n, u) for kt in range(self.k_tiles) for u in self.units]
 
   def read_v(self, tile:LdsTile) -> list[list[UOp]]:
-    """Reads V from LDS as the A operands of O^T = V^T P^T. Two transposing loads, of four keys each, serve each matrix tile of columns and each
-    16-byte unit of P."""
+    """Reads V from LDS as the A operands of O^T = V^T P^T. Returns a list for each matrix tile of columns of V. Each operand holds a lane's elements
+    for eight keys, and takes two transposing loads of four keys each."""
     mat, member = self.mat, self.at.lane%16
     m = self.at.lane//16%2*16 + member%4*4                                 # m: row of V^T in the operand; d: column of V of that row
     d = mat.accumulator*(m//mat.block%mat.groups) + m//(mat.block*mat.groups)*mat.block

@@ -36,7 +36,7 @@ class ForwardUnit(Protocol[State]):
     """Computes P = exp(S - m) of one part of the keys, and adds sum(P) to l. `x` is the S that `scores` returned. If S exceeds m by too much, raises
     m and scales O and l down by the matching factor. Returns P, or None if the state holds P."""
   def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
-    """Adds P V of one part of the keys to O. `p` is the P that `weigh` returned."""
+    """Adds P V of one part of the keys to O. `p` is the P that `weigh` returned. Returns the statement or the stores by which O is changed."""
   def kernel(self, s:State) -> UOp:
     """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
 
@@ -53,17 +53,17 @@ def online_softmax(unit:ForwardUnit[Any]) -> UOp:
     s = loop.end(done)
   return unit.kernel(s)                                  # O / l, m + log(l)
 
-KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # from a problem, a chip and a tile: the kernel, a function of its placeholders
+KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # from a problem, a chip and a tile: the kernel, a function of its tensors
 
 def forward(unit:Callable[[Problem, Chip, Any, tuple[UOp, ...]], ForwardUnit[Any]]) -> KernelOf:
-  """Returns a function that makes forward kernels. `unit` makes the steps from a problem, a chip, a tile and the kernel's placeholders.
+  """Returns a function that makes forward kernels. `unit` makes the steps of the algorithm for a problem, a chip, a tile and the kernel's tensors.
 
-  The placeholders have the order of `tensors.arguments(p)`: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1 (o_partial,
-  lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1 the keys are
-  divided into G ranges, and each workgroup computes O and LSE of one range; `combine.combine` merges the results. With p.sk_variable the kernel has
-  this Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`. Raises ValueError if p.num_splits is still 0, and
-  NotImplementedError for a tensor that is larger than a buffer descriptor can address.
-  """
+  The kernel takes the tensors of `tensors.arguments(p)`, in this order: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1
+  (o_partial, lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1 the
+  keys are divided into G ranges, and each workgroup computes O and LSE of one range; `combine.combine` merges the results. With p.sk_variable the
+  kernel has this Variable as a further parameter: `kernel(*placeholders).call(*tensors, variable.bind(n))`, where a placeholder is a UOp that stands
+  for a tensor. p.num_splits = 0 means that attn is to choose the number of ranges: `splits.resolve` must choose it first. Raises ValueError if
+  p.num_splits is 0, and NotImplementedError for a tensor that is larger than a buffer descriptor can address."""
   def kernel_of(p:Problem, arch:Chip, tile:Any) -> Callable[..., UOp]:
     check_problem(p, tile)
     return lambda *args: online_softmax(unit(p, arch, tile, args))

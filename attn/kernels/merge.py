@@ -3,10 +3,11 @@ hold different keys.
 
   merge(p, arch, parts)(o, lse, part_0, part_1, ...)
 
-It takes lse if the call returns it, lse_rest after lse if the problem has it, and sinks at the end. A part is one float32 buffer, so that one copy
-brings it to another device. A part holds, for some of the rows: first o, normalised, in the layout of the problem; then the LSE in natural logarithm;
-and with p.wide_scores the rest of the LSE, which fp32 rounding removed. Each of these begins at a multiple of UNIT_BYTES, because kernels write
-results by vectors of up to that size. attn/kernels/parts/weights/merging.py holds the formula."""
+The kernel writes the outputs of the problem (p.outputs): o, lse if p.return_lse is true, and lse_rest if p.lse_rest is true. lse_rest is the part of
+the lse that rounding to fp32 lost. The kernel reads one float32 buffer for each partial result, and the sinks, if there are any, at the end. A
+partial result is one buffer, so that one copy brings it to another device. It holds, for some of the rows: first o, normalised, in the layout of the
+problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE. Each of these begins at a multiple of UNIT_BYTES, because
+kernels write results by vectors of up to that size. attn/kernels/parts/weights/merging.py holds the formula."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange
   return lambda *args: merged_parts(p, arch, parts, there, args)
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
-  """Returns the kernel that merges partial results over different keys (`merge`) as a program, given its placeholders."""
+  """Writes the program of the kernel that `merge` returns, for the tensors `args`. Raises ValueError if their number is wrong."""
   names = (*p.outputs, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

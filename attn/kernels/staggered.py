@@ -29,8 +29,8 @@ TURN_WAVES, TURN_KEYS, BUFFERS = 8, 32, 3     # waves of a workgroup, keys of an
 K_READ_AFTER = 1      # K is read from LDS after the product of this matrix tile of O: until then, reads of V use the ports of LDS
 
 def staggered(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
-  """Returns the kernel of problem `p` as a function of its placeholders: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems
-  for which `dispatch.staggered_refuses` returns None. Raises NotImplementedError for a tensor that is larger than a buffer descriptor can address."""
+  """Returns the kernel of problem `p` as a function of its tensors: (o, q, k, v), or with p.return_lse (o, lse, q, k, v). Supports the problems for
+  which `dispatch.staggered_refuses` returns None. Raises NotImplementedError for a tensor that is larger than a buffer descriptor can address."""
   check_problem(p, tile)
   return lambda *args: Staggered.of(p, arch, tile, args).program()
 
@@ -98,7 +98,8 @@ class Staggered:
     return StaggeredState(softmax, s.k, s.v, s.s, s.on_the_way).after(halfway), first
 
   def multiply(self, s:StaggeredState, t:UOp, first:list[UOp], renewed:bool) -> UOp:
-    """Computes O += V(t) P(t) and S(t+1) = K(t+1) Q^T."""
+    """Computes O += V(t) P(t) and S(t+1) = K(t+1) Q^T. `first` holds the columns of V(t) for the first matrix tile of O, which `weigh` has read.
+    `renewed` says that the kernel finds out here once more whether a lane is one of lanes 0-15, instead of keeping the answer in a register."""
     one = self.common
     weights = s.softmax.operands(one.at, 0, one.k_tiles, Kept(one.at), renewed)
     accs = [s.softmax.acc[i].load() for i in range(one.d_tiles)]

@@ -12,8 +12,9 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Tensor
 
 def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_lengths:Tensor|None, kv_starts:Tensor|None) -> Positions:
-  """Returns the positions of queries and keys if each batch is one sequence. The keys of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or
-  all rows if no lengths are given."""
+  """Returns the positions of queries and keys in their sequences if each batch is one sequence. `head` has the indices of the query heads. The keys
+  of batch b are rows kv_starts[b] to kv_lengths[b] - 1 of k, or all rows if no lengths are given. `top_left` and `offset` say where query i stands:
+  see `three_pass`."""
   i, j = Tensor.arange(Sq).reshape(Sq, 1), Tensor.arange(Sk).reshape(1, Sk)
   counted = Tensor.arange(B).reshape(-1, 1, 1, 1, 1), i, j
   if kv_lengths is None: return Positions(None, i + offset, j, counted, head)
@@ -24,9 +25,9 @@ def _lengths(B:int, head:Tensor, Sq:int, Sk:int, top_left:bool, offset:int, kv_l
                    head)
 
 def _sequences(head:Tensor, Sq:int, Sk:int, top_left:bool, cu_q:Tensor, cu_k:Tensor, longest:tuple[int, int]) -> Positions:
-  """Returns the positions of queries and keys if sequences lie one after another in a single batch: a query sees only keys of its own sequence. A
-  token outside of all sequences belongs to no sequence. `longest` is (most queries, most keys) that one sequence may have: further tokens of a
-  sequence count as tokens of no sequence."""
+  """Returns the positions of queries and keys in their sequences if sequences lie one after another in a single batch: a query sees only keys of its
+  own sequence. `head` has the indices of the query heads. A token outside of all sequences belongs to no sequence. `longest` is (most queries, most
+  keys) that one sequence may have: further tokens of a sequence count as tokens of no sequence."""
   def rows_of_each(cu:Tensor, most:int) -> Tensor: return (cu[1:] - cu[:-1]).maximum(0).minimum(most)
   rows_q, rows_k = rows_of_each(cu_q, longest[0]), rows_of_each(cu_k, longest[1])
   def inside(cu:Tensor, rows:Tensor, n:int) -> Tensor:
@@ -60,15 +61,15 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
                terms:Callable[[Tensor, Positions], Tensor]=unchanged, sinks:Tensor|None=None, kv_lengths:Tensor|None=None, kv_starts:Tensor|None=None,
                cu_seqlens_q:Tensor|None=None, cu_seqlens_k:Tensor|None=None, longest:tuple[int, int]|None=None,
                dropout_p:float=0.0, dropout_seed:Tensor|None=None, first_batch_and_head:Tensor|None=None) -> tuple[Tensor, Tensor, Tensor]:
-  """Returns (o, lse, rest of lse that rounding to float32 removed), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm. A row that
+  """Returns (o, lse, rest of lse that rounding to float32 removed), all float32: o (B, H, Sq, Dv), lse (B, H, Sq) in natural logarithm. A query that
   sees no key gives o = 0 and lse = -inf.
 
   q is (B, H, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Query i stands at position i + `offset`. If lengths are given, `offset` is not used: with
   `top_left` query i stands at position i, otherwise the last query stands at the position of the last key. A score is scaled first. Then the `terms`
   change the score, and the score becomes -inf where the `masks` hide the key (attn/score defines terms and masks). `sinks` (H) are the scores of an
   additional key without a value; lse includes them. `longest` is (most queries, most keys) of a packed sequence. Dropout is applied to P after the
-  sum of P is computed: see attn.problem.Problem.
-  """
+  sum of P is computed: see attn.problem.Problem. `first_batch_and_head` (2) is given if q is a piece of a larger tensor: dropout, terms and masks
+  then count batches and heads from these numbers on."""
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
   grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side

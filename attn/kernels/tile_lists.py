@@ -6,8 +6,8 @@ of tiles for each block.
 1. `extremes_of_expressions` looks at the expressions in the mask that depend on the row alone or on the column alone, such as i//64 and tokens[j] in
 the mask i//64 == tokens[j]. It finds the lowest and the highest value of each of them, in each block of rows and in each tile of columns.
 
-2. `seen_in_tiles` says which tiles have visible and hidden scores. The extremes show of most tiles that the mask hides all scores, or none
-(attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
+2. `seen_in_tiles` says which tiles have visible and hidden scores. For most tiles the extremes already prove that the mask hides all of their scores,
+or none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
 
 3. `tiles_in_order` puts the tiles of each block in order. Tiles of which the mask hides some scores come first, and then the tiles of which it hides
 none. If the mask hides all scores of a tile, the tile is not in the list."""
@@ -45,8 +45,8 @@ class ListedBlocks:
   """Lists of tiles to make: one list for each block of `block_m` rows, of tiles of `block_n` columns. Columns are keys if `over` is "keys", and
   queries if `over` is "queries".
 
-    heads: heads of the lists, and query heads that share a list. 1 and 1 if the mask is the same for all heads
-    batches: batches of the lists, 1 if the mask is the same for all batches
+    heads: (number of heads that have lists of their own, number of query heads that share a list); (1, 1) if the mask is the same for all heads
+    batches: number of batches that have lists of their own; 1 if the mask is the same for all batches
     checked: whether the emulator checks indices of the tensors that the mask reads"""
   p: Problem
   over: str

@@ -55,7 +55,8 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
   return found
 
 def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of PyTorch: a function that returns the seconds of one call of `run`, as a mean over the calls that fill a round."""
+  """Returns a timer of PyTorch: a function that returns the seconds of one call of `run`, as a mean over the calls of a round. A round is as many
+  calls as take a quarter of a second."""
   import torch
   def seconds(count:int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,7 +74,8 @@ def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) ->
   return {name: t for name, t in zip(shapes, Tensor.custom_kernel(*given, fxn=fxn)) if name not in have}
 
 def our_seconds(*outputs:Tensor) -> Callable[[], float]:
-  """Returns a timer of attn's kernels: a function that returns the seconds to compute `outputs` once, as a mean over the runs that fill a round."""
+  """Returns a timer of attn's kernels: a function that returns the seconds to compute `outputs` once, as a mean over the runs of a round. A round is
+  as many runs as take a quarter of a second."""
   schedule = compiled(*outputs)
   count = runs_of_a_round(lambda: device_seconds(schedule))
   return lambda: cuda_seconds(schedule, count)

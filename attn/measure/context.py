@@ -4,8 +4,8 @@
 A line shows the wall time of one call under TinyJit, on each device by itself and on all devices together. It also shows the host's time to launch
 one call, the bytes that each device uses, and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the timeline
 each kernel and each copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels, and as
-if no copy did. The measured time should lie between the two sums. Problems that share heads need no copies: they show the highest speed that the
-devices can have together.
+if no copy did. The measured time should lie between the two sums. In some problems the devices share the heads instead of the rows. Such a problem
+needs no copies, and shows the highest speed that the devices can have together.
 
 DEVICES=4 uses four devices; the default is two. With DEV=EMU and SMALL=1 the program runs without a GPU, and its times mean nothing."""
 from __future__ import annotations

@@ -90,7 +90,7 @@ def seconds_of(run:Callable[[], Any], wait:Callable[[], Any]) -> float:
 
 def graph_timer(*outputs:Tensor) -> Callable[[], float]:
   """Returns a function that measures the seconds of the kernels that compute `outputs`. The function runs a CUDA graph that repeats these kernels for
-  the length of a round."""
+  about a quarter of a second."""
   schedule = compiled(*outputs)
   return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 

@@ -27,8 +27,8 @@ ULPS = {"float16": 2.0**-8, "bfloat16": 2.0**-5, "float32": 2.0**-18}     # allo
                                                                           # 32 in float32
 
 def sweep(dtype:str) -> list[dict[str, Any]]:
-  """Returns the settings of the problems that SWEEP=1 runs. They are shapes for matrix units, in both 16-bit dtypes. With DTYPE=float32 they are
-  shapes for the kernels of float32."""
+  """Returns the settings of the problems that SWEEP=1 runs. The shapes are those for which kernels use matrix units, in both 16-bit dtypes, or, if
+  `dtype` is "float32", those of the kernels of float32."""
   shapes, types = (SHAPES_FP32, ("float32",)) if dtype == "float32" else (SHAPES, ("float16", "bfloat16"))
   return [{**shape, "DTYPE": one, "CAUSAL": causal} for one, shape, causal in itertools.product(types, shapes, ("0", "1"))]
 
@@ -67,7 +67,7 @@ def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[
   return found
 
 def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of one call of `attention`. The timer runs a CUDA graph that repeats the call for the length of a round."""
+  """Returns a timer of one call of `attention`. The timer runs a CUDA graph that repeats the call for about a quarter of a second."""
   import torch
   def seconds(run:Callable[[], None]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -3,9 +3,10 @@ first columns of K. In decoding, K has 576 columns, V has 512, and many query he
 
 A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup owns the queries of many heads and reads each key
 once for all these queries. The waves of the workgroup divide the two products differently. For the scores S^T = K Q^T of a tile of keys, each wave
-computes one tile of queries; if there are more waves than tiles of queries, each wave computes only a part of the keys. For O^T = V^T P^T, each wave
-computes some columns of V for all queries. The waves exchange P through LDS. They also exchange the factors by which the softmax rescales O, and the
-largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS holds no tile of V."""
+computes one matrix tile of queries; if there are more waves than matrix tiles of queries, each wave computes only a part of the keys. For O^T = V^T
+P^T, each wave computes some columns of V for all queries. The waves exchange P through LDS. They also exchange the factors by which the softmax
+rescales O, and the largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS holds no
+tile of V."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -34,8 +35,8 @@ from attn.tinygrad_compat import UOp
 class LatentState(TripState):
   """The state between iterations of the loop over keys. Registers hold the wave's columns of O^T for all queries. For the query whose scores the lane
   computes, registers also hold m, the number that the softmax subtracts from its scores, and the sums of P over the wave's part of the keys. Within
-  an iteration, registers also hold the factors by which O is rescaled, one for each tile of queries. LDS holds the tile of K, P, and the numbers that
-  waves exchange."""
+  an iteration, registers also hold the factors by which O is rescaled, one for each matrix tile of queries. LDS holds the tile of K, P, and the
+  numbers that waves exchange."""
   acc: UOp
   m: UOp
   l: UOp
@@ -77,7 +78,7 @@ class AmdLatent:
   @property
   def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """Returns the number, counted from the block's first row, of this lane's row in a tile of queries."""
+    """Returns the number, counted from the block's first row, of this lane's row in a matrix tile of queries."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:

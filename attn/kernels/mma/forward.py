@@ -29,17 +29,17 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Operands:
-  """The operands of Q for each tile of queries, loaded once before the loop over keys. Empty unless registers keep Q during the loop."""
+  """The operands of Q for each matrix tile of queries, loaded once before the loop over keys. Empty unless registers keep Q during the loop."""
   of_tiles: tuple[tuple[UOp, ...], ...] = ()
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups):
-  """The state between iterations of the loop over keys: the accumulators of O, and for each tile of queries three values of each row. These are m,
-  the number that the softmax subtracts from the scores; addend = -m*Scores.to_log2; and l, the row's sum of rounded P. O divided by l is a weighted
-  mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of unrounded P. Within an iteration the state also holds the
-  scores, P as operand A of the product P V, and the sums of this iteration. Further fields are shared memory, the statements (operations with side
-  effects) so far, and Q."""
+  """The state between iterations of the loop over keys: the accumulators of O, and for each matrix tile of queries three values of each row. These
+  are m, the number that the softmax subtracts from the scores; addend = -m*Scores.to_log2; and l, the row's sum of rounded P. O divided by l is a
+  weighted mean of V, for any rounding of P. For the LSE, l also holds the lane's part of the sums of unrounded P. Within an iteration the state also
+  holds the scores, P as operand A of the product P V, and the sums of this iteration. Further fields are shared memory, the statements (operations
+  with side effects) so far, and Q."""
   shared: UOp
   acc: UOp
   m: UOp
@@ -105,7 +105,7 @@ class MmaForward:
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Index of the first row of each of the warp's tiles of queries, counted from the block's first row."""
+    """Index of the first row of each of the warp's matrix tiles of queries, counted from the block's first row."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
@@ -199,22 +199,22 @@ class MmaForward:
     return self.warps.group.kernel("mma", [x for qt in range(self.tile.q_tiles) for x in self.outputs(s, qt)], self.tile.lds_bytes(self.p))
 
   def outputs(self, s:MmaState, qt:int) -> list[UOp]:
-    """Returns the stores of the results for a tile of queries, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from the
-    scores of a row, and l the row's sum of P."""
+    """Returns the stores of the results for a matrix tile of queries, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from
+    the scores of a row, and l the row's sum of P."""
     m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, self.kinds_of_result, self.share if self.tile.key_waves > 1 else None,
                               bool(self.p.stored))
 
   # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns the results that this warp has computed for the tile of queries `qt`: m (the number that the softmax subtracts from a row's scores),
-    the row sums, and the accumulators of O."""
+    """Returns the results that this warp has computed for the matrix tile of queries `qt`: m (the number that the softmax subtracts from a row's
+    scores), the row sums, and the accumulators of O."""
     sums = [s.l[self.kinds.index(kind)*self.tile.q_tiles + qt].load() for kind in self.kinds_of_result]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns where a lane's i-th 16 bytes of results lie in shared memory, for the tile of queries `qt`. The lane belongs to the warp that computes
-    part `share` of the keys. It has the same index in that warp as this thread has in its own warp."""
+    """Returns where a lane's i-th 16 bytes of results lie in shared memory, for the matrix tile of queries `qt`. The lane belongs to the warp that
+    computes part `share` of the keys. It has the same index in that warp as this thread has in its own warp."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
@@ -283,7 +283,7 @@ class MmaForward:
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """Computes S = Q K^T of one tile of keys, without terms (bias, softcap, ...) and masks. Returns C fragments for each tile of queries."""
+    """Computes S = Q K^T of one tile of keys, without terms (bias, softcap, ...) and masks. Returns C fragments for each matrix tile of queries."""
     mat, q_tiles = self.mat, range(self.tile.q_tiles)
     tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
     for step in self.depth_steps:

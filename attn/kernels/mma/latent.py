@@ -35,7 +35,8 @@ class LatentMmaState(CopyGroups):
   """The state between iterations of the loop over keys. Registers hold the warp's columns of O for all queries. For the queries whose scores the warp
   computes, registers hold m, the number that the softmax subtracts from the scores of a row, and two kinds of sums over the warp's part of the keys:
   sums of rounded P, and for the LSE the lane's part of the sums of unrounded P. Within an iteration, registers also hold the scores, and the factors
-  by which O is rescaled, for each tile of queries. Further fields are shared memory and the statements (operations with side effects) so far."""
+  by which O is rescaled, for each matrix tile of queries. Further fields are shared memory and the statements (operations with side effects) so far.
+  """
   shared: UOp
   acc: UOp
   m: UOp

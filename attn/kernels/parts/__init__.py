@@ -1,3 +1,3 @@
-"""Parts that several kernels share. program: loops, blocks, and the order of operations with side effects. memory: reading rows, layouts in LDS,
-positions of lanes. weights: what happens to scores between the matrix products, and to O after them. grid: which rows a workgroup has. backward: P
-and dS."""
+"""What several kernels share, in five folders. program: ranges, loops over tiles, blocks of rows, and the order of statements. memory: loads of rows,
+layouts in LDS, and positions of lanes. weights: what happens to scores between the two matrix products, and to O after them. grid: which rows a
+workgroup computes, and which tensors a kernel takes. backward: P and dS, and the order of sums of dQ."""

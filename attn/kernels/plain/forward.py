@@ -147,8 +147,8 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Applies terms (bias, softcap, ...) and masks to the raw scores of some keys. Returns scores in natural logarithm, as the softmax of this file
-    needs them. Regroups the scores by query, because parts/weights/scores.py works on one query at a time."""
+    """Applies terms (bias, softcap, ...) and masks to the raw scores of some keys. Returns scores in base e (P = e^(score - m)), as the softmax of
+    this file needs them. Regroups the scores by query, because parts/weights/scores.py works on one query at a time."""
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]
     return self.by_walked_row([self.part_scores.finished(x, [row], t, self.masked) for x, row in zip(self.by_own_row(rows), self.queries)])
 

@@ -1,16 +1,16 @@
 """Matrix products of the kernels in plain UOps: the threads form a rectangle, and each product is a sum of outer products.
 
 A workgroup owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. The rows that it owns are the own rows, and the
-rows of the tiles are the walked rows. The threads of the workgroup form a rectangle: `down` threads along the walked rows, or along the columns of a
-sum, and `across` threads along the own rows. Each thread computes some rows of a product. Of each of these rows the thread holds some quads in fp32
-registers. A quad has the elements of four neighbouring own rows. A step of the product reads one row of each operand from local memory, which holds
-both operands in fp32. For scores, both operands lie transposed. For a sum over the walked rows, the left operand is not transposed, and the right
-operand is the weights in the order in which they were computed.
+rows of the tiles are the walked rows. There are two kinds of products. Scores have a row for each walked row and a column for each own row. A sum
+over the walked rows, such as O or a gradient, is computed transposed: it has a row for each element of a row of O, and a column for each own row. The
+threads of the workgroup form a rectangle: `down` threads along the rows of the product, and `across` threads along the own rows. Each thread computes
+some rows of a product. Of each of these rows the thread holds some quads in fp32 registers. A quad has the elements of four neighbouring own rows. A
+step of the product reads one row of each operand from local memory, which holds both operands in fp32. For scores, both operands lie transposed. For
+a sum over the walked rows, the left operand is not transposed, and the right operand is the weights in the order in which they were computed.
 
 On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
-thread reads the walked rows directly from global memory. It computes in loops what many threads would compute at the same time: over parts of a tile,
-and over parts of the columns of a sum.
-"""
+thread reads the walked rows directly from global memory. It computes one piece after another what many threads would compute at the same time: it
+loops over parts of a tile, and over parts of the elements of O or of a gradient."""
 from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable
@@ -43,8 +43,8 @@ def beyond_registers(p:Problem) -> str|None:
                for name, value in widths if value > MAX_WIDTH), None)
 
 def for_rectangles(kernel_of:Callable[..., Callable[..., UOp]]) -> Callable[..., Callable[..., UOp]]:
-  """Wraps a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long. It makes a kernel
-  that caches its program for given placeholders, because building a program takes a while."""
+  """Wraps a function that makes kernels in plain UOps. The wrapped function raises NotImplementedError for rows that are too long. The kernels that
+  it makes keep the program that they have built, and return it again for the same tensors, because building a program takes a while."""
   def checked(p:Problem, *how:Any) -> Callable[..., UOp]:
     if (reason := beyond_registers(p)) is not None: raise NotImplementedError(reason)
     return functools.cache(kernel_of(p, *how))
@@ -153,8 +153,8 @@ class Rectangle:
     """Returns the first row of the j-th group of four own rows that this thread computes, counted from the block's first row."""
     return (self.at.x + j*self.tile.across)*QUAD
   def result_row(self, i:int) -> UOp:
-    """Returns the index of this thread's i-th row of results. In a product of rows it is the index of a row of the tile's part. In a sum over rows it
-    is the index of a column of the sum."""
+    """Returns the row of a product that this thread computes as its i-th row. For scores it is the index of a walked row within a part of a tile. For
+    O or a gradient, which are computed transposed, it is the index of a column, counted from the first column that is computed at the same time."""
     return self.at.h*QUAD + (i//QUAD*QUAD*self.tile.down + i%QUAD)
   def section(self, name:str, *deps:UOp) -> Section:
     """Returns the section `name` of local memory. Accesses to the section come after the operations `deps`."""

@@ -26,9 +26,9 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   """Returns the LDS layout of the rows of a tile, for a kernel that holds the tile twice: row by row and transposed. This is the layout of the first
   copy; a row has `width` elements. It puts the rows that one access of a wave reaches into different banks.
 
-  A read reaches neighbouring rows. A store reaches several rows: one of each of some groups of four neighbouring rows (`staging.key_rows`). If a
-  matrix tile has 32 rows, the rows of a store are 4 apart. The layout then has an even distance between rows inside a group of four, and an odd
-  number of 16-byte units between groups. Otherwise the rows of a store are 8 apart, or belong to another lane group."""
+  A read reaches neighbouring rows. The rows that one store reaches lie in different groups of four neighbouring rows (`staging.key_rows`). If a
+  matrix tile has 32 rows, the rows of a store are 4 apart: then an even number of 16-byte units lies between rows of a group, and an odd number
+  between groups. In other matrix tiles the rows of a store are 8 apart, or belong to another lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16
@@ -66,7 +66,7 @@ class Tile(ForwardShape):
   def by_item(self) -> bool: return False
   @property
   def buffers(self) -> int:
-    """Number of K tiles in LDS, and number of V tiles in LDS."""
+    """Number of tiles of K for which LDS has room at the same time. LDS has room for as many tiles of V."""
     return max(1, self.prefetch)
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)

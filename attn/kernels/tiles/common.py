@@ -17,10 +17,10 @@ class BlockTile(Protocol):
   @property
   def waves(self) -> int: """Number of waves (on NVIDIA: warps) in a workgroup."""
   @property
-  def threads(self) -> int: """Number of threads in a workgroup."""
+  def threads(self) -> int: ...
   @property
   def pack_gqa(self) -> bool: """Whether the rows of a workgroup are the queries of all heads that share a key/value head."""
-  def lds_bytes(self, p:Problem) -> int: """Bytes of LDS that a workgroup uses."""
+  def lds_bytes(self, p:Problem) -> int: ...
 
 def heads_of(p:Problem, tile:BlockTile) -> int:
   """Returns the number of query heads that a workgroup computes. If there are several, they take turns in the workgroup's rows: row r belongs to
@@ -63,9 +63,9 @@ class ScalarPlaces:
   def total(self, kind:int, part:int|UOp) -> int|UOp: return 2 + (1 + kind)*self.parts + part
 
 class SharingTile:
-  """The tile of a kernel whose waves divide both the rows and the keys. The rows are the queries of all heads that share a key/value head. Each wave
-  computes the scores of one group of rows, as many as a matrix instruction takes, with one part of the tile's keys. There are `row_tiles` groups of
-  rows and `key_parts` parts of the keys."""
+  """Tile description of a kernel whose waves divide both the rows and the keys among them. The rows are the queries of all heads that share a
+  key/value head. In each iteration a wave computes the scores of one matrix tile of rows with one part of the keys. There are `row_tiles` matrix
+  tiles of rows, and `key_parts` parts of the keys."""
   matrix: Any
   row_tiles: int
   key_parts: int

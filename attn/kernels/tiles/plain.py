@@ -65,7 +65,7 @@ def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
 class RectangleTile:
   """How a workgroup divides the work if its threads form a rectangle. The workgroup owns some rows (queries or keys) and loops over tiles of the rows
   of the other kind, the walked rows."""
-  down: int       # threads along the walked rows, and along the columns of a sum
+  down: int       # threads along the walked rows of scores, and along the columns of O or of a gradient
   across: int     # threads along the own rows
   walked: int     # walked rows that a thread computes at a time
   own: int        # own rows that a thread computes
@@ -74,7 +74,7 @@ class RectangleTile:
   keeps_own: bool = True   # the own rows stay in local memory, as a whole
   ahead: bool = False      # loads run ahead: the data that local memory receives next is loaded during the products
   parts: int = 1           # parts of a tile's rows, which a thread goes through one after another
-  columns: int = 0         # columns of a sum that a thread has in registers at a time; 0: all its columns
+  columns: int = 0         # columns of O or of a gradient that a thread has in registers at a time; 0: all its columns
   steps_at_once: int = 1   # steps of a product in one iteration of its loop, if this divides the number of steps
 
   @property
@@ -92,8 +92,9 @@ class RectangleTile:
   @property
   def pack_gqa(self) -> bool: return False
   def width(self, of:int) -> int:
-    """Number of columns of a result such as O or dK that the workgroup computes for rows of `of` elements. It is `of`, rounded up to a multiple of
-    the columns that a thread computes at a time or, if `columns` is 0, of 4 columns for each of the `down` threads."""
+    """Number of columns of a result such as O or dK that the workgroup computes, if the result has `of` columns. `of` is rounded up to a multiple of
+    `columns`, the columns that a thread computes at a time. If `columns` is 0, a thread computes all its columns at once, and `of` is rounded up to
+    whole quads (4 columns) for each of the `down` threads."""
     return round_up(of, self.columns or QUAD*self.down)
   def depth_of(self, width:int) -> int: return self.depth or summed_together(width)
   def steps(self, width:int) -> int:

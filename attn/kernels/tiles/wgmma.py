@@ -35,7 +35,7 @@ class WgmmaTile(WgmmaShape):
     k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
   def stages(self, p:Problem) -> int:
-    """Number of tiles for which shared memory has room at a time. Each has a tile of K and a tile of V."""
+    """Number of tiles of keys, with their values, for which shared memory has room at the same time."""
     return min(STAGES, ceildiv(p.Sk, self.block_n))
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)

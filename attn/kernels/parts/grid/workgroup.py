@@ -169,7 +169,7 @@ class Workgroup:
   p: Problem
   arch: Chip
   tile: BlockTile
-  given: dict[str, UOp]       # the kernel's placeholders, by the names of their tensors
+  given: dict[str, UOp]       # the kernel's tensors, by name
   grid: Grid
   split: tuple[UOp, ...]      # the range over parts of the walked rows; empty where they are not divided
   batch: UOp
