@@ -170,7 +170,8 @@ def _check_rotary(cos:Tensor|None, sin:Tensor|None, interleaved:bool, k:Tensor|N
   if 0 in cos.shape: raise ValueError(f"rotary_cos has shape {cos.shape}: both dimensions must be at least 1")
 
 def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
-  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence of the cache may have rows."""
+  """Raises ValueError, as FlashAttention does, if rotary_cos has fewer positions than a sequence of the cache may have rows. `table` is the block
+  table of a cache in pages."""
   of_table = () if table is None else table.shape
   rows = math.prod([*static_shape("k_cache", cache.shape)[1:2], *static_shape("block_table", of_table)[1:2]])
   if (there := int(cos.shape[0])) < rows:

@@ -58,7 +58,7 @@ def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:P
 
 def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str, str, str]=("q", "k", "v")) -> Placement:
   """Returns where q and the pages lie: on one device, or sharded along the heads over several devices. Raises NotImplementedError for any other
-  sharding."""
+  sharding; the message calls q, k and v by `names`."""
   if q.device is None: raise ValueError(f"{names[0]} is a constant without a device: call .contiguous() on a device first")
   if isinstance(q.device, str): return Placement(q.device)
   axes = (AXES[layout], AXES["bshd"], AXES["bshd"])

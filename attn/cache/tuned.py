@@ -161,8 +161,8 @@ def entry_of(p:Problem, kernel:str) -> str|None:
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
-  """Writes the fastest tile for the class of `p` to the file of fastest tiles in the user's cache directory. The tile is the table row `row`; None
-  says that attn's own choice is fastest. Raises ValueError if `p` belongs to no class, OSError if the file can't be written."""
+  """Writes the fastest tile for the class of `p` to the file of fastest tiles in the user's cache directory. The tile is the table row `row`, and
+  took `seconds`; None says that attn's own choice is fastest. Raises ValueError if `p` belongs to no class, OSError if the file can't be written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
     raise ValueError(f"{', '.join(p.options)}: TUNE=1 times tiles only for problems without these options")

@@ -148,8 +148,8 @@ def like(g:UOp, out:UOp) -> UOp:
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and those for which dS is added up, such as the gradient of
-  a bias. `given` has the gradients of o and lse. `outputs` has o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote
-  them. If an output is missing, forward runs again."""
+  a bias. `inputs` has the tensors that forward read, and `given` the gradients of o and lse. `outputs` has o, and lse and lse_rest (the part of lse
+  that rounding to fp32 lost) if forward wrote them. If an output is missing, forward runs again."""
   p = replace(of_backward(p), num_splits=1)
   lists = lists_of(p, arch, inputs["q"].device)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
@@ -184,9 +184,9 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
   """Returns for each gradient how many fp32 partial results each device stores, or 0 if a device stores the gradient itself. `parts` says this for
-  one device alone. `sums` are the sums of dS that `backward_dbias` computes; `parts.sums` has a number for each of them. If several devices have the
-  same keys, or the same tensor of a score term (such as a bias), the number is at least 1, because the partial results of all devices are then
-  added."""
+  one device alone. `inputs` are the tensors of the call. `sums` are the sums of dS that `backward_dbias` computes; `parts.sums` has a number for each
+  of them. If several devices have the same keys, or the same tensor of a score term (such as a bias), the number is at least 1, because the partial
+  results of all devices are then added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
@@ -251,6 +251,6 @@ class AttentionGradient:
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
-  """Returns the grad_fxn of a kernel that computes `p`. Equal arguments return the identical object, because tinygrad's caches compare by
-  identity."""
+  """Returns the grad_fxn of a kernel that computes `p` and is called on tensors with these `names`. Equal arguments return the identical object,
+  because tinygrad's caches compare by identity."""
   return AttentionGradient(p, arch, tuple(names))

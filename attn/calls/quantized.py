@@ -90,7 +90,7 @@ def stored_rows(name:str, x:GivenRows) -> Tensor:
   return values.tensor(f"{name}.values", x.values) if isinstance(x, QuantizedRows) else values.tensor(name, x)
 
 def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
-  """Raises ValueError if only one of two caches has rows of 8 bits, or if they have different formats."""
+  """Raises ValueError if only one of two caches has rows of 8 bits, or if they have different formats. Error messages call the caches by `names`."""
   if v is None:
     if isinstance(k, QuantizedRows):
       raise NotImplementedError(f"{names[0]} is QuantizedRows and {names[1]} None: latent attention (MLA) reads a cache of 16 bits only")

@@ -143,7 +143,7 @@ def check_realized(name:str, t:Tensor) -> Tensor:
 
 def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Tensor]) -> Array:
   """Returns the lists of tiles over which workgroups loop, as a numpy array. If the device of the call has the chip `arch`, the lists are made there,
-  and later calls use them. For another chip, the emulator makes them."""
+  and later calls use them. For another chip, the emulator makes them. `given` has the tensors that the mask reads."""
   here, mask = arch_of(device), x.p.mask_mod
   assert mask is not None
   read = {name: check_realized(name, given[name]) for name in (f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value))}
@@ -171,7 +171,8 @@ def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, de
 
 def shares_told(kernel:str, p:Problem, arch:Chip|None, tile:BlockTile|None, over:str, device:str|tuple[str, ...],
                 given:Mapping[str, Tensor]) -> str:
-  """Describes, as a text for `explain`, what shares of tiles a kernel skips, masks, and computes without a mask. Returns "" for a problem without a
+  """Describes, as a text for `explain`, what shares of tiles a kernel skips, masks, and computes without a mask. `over` says whether the kernel loops
+  over tiles of "keys" or of "queries". `device` and `given` are the device and the optional tensors of the call. Returns "" for a problem without a
   mask, and for tensor operations, which have no tiles."""
   if arch is None or tile is None or not (any(hiding(p)) or scattered(p)): return ""
   listed = lists_or_reason(p, arch, tile, over) if isinstance(device, str) else "several devices compute the call"

@@ -64,8 +64,9 @@ def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
-  """Returns the number of parts, out of `choices`, that takes the least time by an occupancy model (see `split_heuristic`). The model includes the
-  time to write and merge the results: each part writes `numbers` fp32 numbers."""
+  """Returns the number of parts, out of `choices`, that takes the least time by an occupancy model (see `split_heuristic`). `workgroups`, `trips`,
+  `block_n` and `places` are the quantities of the same names there. The model includes the time to write and merge the results: each part writes
+  `numbers` fp32 numbers."""
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
     return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge

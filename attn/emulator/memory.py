@@ -64,8 +64,8 @@ class View:
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
   def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
-    """Records that a kernel has run and has this buffer as an output. If `stores` is false, lowering has removed all stores to the buffer from the
-    kernel."""
+    """Records that a kernel has run and has this buffer as an output, whose elements have `itemsize` bytes. If `stores` is false, lowering has
+    removed all stores to the buffer from the kernel."""
     if stores: self.settle()
     why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no iterations"
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why

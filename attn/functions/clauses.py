@@ -120,8 +120,8 @@ class Reader:
     or no). The last of the three follows from the others. It is there because it shows what holds in both cases."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a condition that combines other conditions, by AND or OR, for example. A clause is a list of conditions, of which one
-    must hold. Returns None if there would be too many clauses."""
+    """Returns the clauses of a condition that combines other conditions, by AND or OR, for example; with `holds` False, the clauses of its negation.
+    A clause is a list of conditions, of which one must hold. Returns None if there would be too many clauses."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None
@@ -133,8 +133,9 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a comparison of integers. A clause is a list of conditions, of which one must hold. Returns None if the clauses would
-    not help: each of them has a condition that is no edge (a limit such as j <= i), or there would be too many."""
+    """Returns the clauses of a comparison of integers; with `holds` False, the clauses of its negation. A clause is a list of conditions, of which
+    one must hold. Returns None if the clauses would not help: each of them has a condition that is no edge (a limit such as j <= i), or there would
+    be too many."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)

@@ -105,8 +105,8 @@ REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop",
            Ops.STORE: "a store", Ops.PAD: "a padded tensor"}
 
 def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
-  """Checks that a kernel can compute the UOp `x` that a caller's function returned. Returns the UOp without its LOADs: an element of a tensor is then
-  the UOp that indexes the tensor, without a LOAD around it."""
+  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns the UOp without its LOADs: an
+  element of a tensor is then the UOp that indexes the tensor, without a LOAD around it."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -276,7 +276,8 @@ def is_sigmoid(u:UOp) -> bool:
 # ***** the functions of a call *****
 
 def functions_of(score_mod:Any, mask_mod:Any, tensors:TensorKinds) -> dict[str, Any]:
-  """Traces the score_mod and the mask_mod of a call to attention; either may be None. Returns the fields of Problem that describe them."""
+  """Traces the score_mod and the mask_mod of a call to attention; either may be None. `tensors` has the shape and dtype of each tensor of
+  mod_tensors. Returns the fields of Problem that describe them."""
   if tensors and score_mod is None and mask_mod is None: raise ValueError(f"mod_tensors has {len(tensors)} tensors: they need score_mod or mask_mod")
   for n, (shape, _) in enumerate(tensors):
     if 0 in shape: raise ValueError(f"mod_tensors[{n}] has shape {values.shown_shape(shape)}: must have at least one element")

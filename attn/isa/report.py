@@ -91,8 +91,9 @@ def waves_by_registers(chip:Chip, registers:int) -> int:
   return min(most, chip.registers//_round_up(registers, chip.granule)) if registers else most
 
 def waves_by_lds(chip:Chip, lds:int, threads:int, whole_processor:bool) -> float:
-  """Number of waves per SIMD for which the LDS has room. In RDNA's CU mode (-mcumode, which tinygrad and this package use) a workgroup uses only the
-  half of the LDS that belongs to its CU. In workgroup processor mode two CUs share both halves (RDNA3 ISA, section 2.3)."""
+  """Number of waves per SIMD for which the LDS has room, if a workgroup has `threads` threads and uses `lds` bytes. In RDNA's CU mode (-mcumode,
+  which tinygrad and this package use) a workgroup uses only the half of the LDS that belongs to its CU. In workgroup processor mode
+  (`whole_processor`) two CUs share both halves (RDNA3 ISA, section 2.3)."""
   cu, cus = chip.pipes, 2 if whole_processor else 1
   groups = cus*chip.lds//_round_up(lds, cu.lds_granule)
   return min(cu.max_waves, groups*-(-threads//chip.wave)/(cus*cu.simds))
@@ -199,7 +200,9 @@ def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most
 def analyse(text:str, arch:str|None=None, d:int|None=None, dv:int|None=None, kernel_name:str|None=None, queries:int|None=None, lds:int|None=None,
             threads:int|None=None, every_block:bool=False, rank:int=0, title:str|None=None, products:LoopProducts=PRODUCTS) -> Report:
   """Reports on one kernel of an assembly text. `d` and `dv` are the head dimensions as the kernel computes them (padded). `queries` is the number of
-  queries of a wave. `products` says which matrix products its hot loops compute."""
+  queries of a wave. `products` says which matrix products its hot loops compute. Without `kernel_name`, which may be a part of the name, the kernel
+  with the most matrix instructions is taken. `lds` and `threads` replace what the text declares. `rank` and `every_block` are as in `hot_loop`.
+  `title` is the name of the report."""
   kernel = pick_kernel(parse(text, arch), kernel_name)
   if kernel.arch is None: raise ValueError("the text doesn't name its chip: give arch, such as gfx942")
   chip = modelled(re.split(r"[:+-]", kernel.arch)[0])

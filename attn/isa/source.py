@@ -181,9 +181,9 @@ def text_of(spec:Spec) -> str:
   return _text(spec, replace(p, num_splits=splits), name, tile)
 
 def kernel_source(spec:Spec, tile:Tile|BackwardTile|None=None, llvm:int|None=None, shape:Shape|None=None, lines:bool=False) -> Source:
-  """Returns the source of a kernel, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile. If `tile` is given, the source is of
-  the kernel that `spec` names, with this tile. `shape` replaces the usual size of the problem. `lines` also asks for the line of Python that emitted
-  each line of the source."""
+  """Returns the source of a kernel, as tinygrad's renderer emits it. Dispatch chooses the kernel and its tile, for release `llvm` of LLVM (by default
+  the release of the clang that reports use). If `tile` is given, the source is of the kernel that `spec` names, with this tile. `shape` replaces the
+  usual size of the problem. `lines` also asks for the line of Python that emitted each line of the source."""
   p = problem_of_spec(spec, shape)
   name, used, splits = (spec.kernel, tile, max(1, p.num_splits)) if tile is not None else _chosen(spec, p, llvm)
   assert isinstance(used, Tile|BackwardTile|MlaTile)
