@@ -90,9 +90,9 @@ def _low_lanes_text(printer:Any, out:str) -> Body:
 instruction("low_lanes", lambda lanes, x: np.arange(x.shape[-1])%lanes.wave < 16, _low_lanes_text)
 
 def low_lanes(x:UOp) -> UOp:
-  """Tells whether this lane is one of lanes 0-15. `x` is a vector whose elements the caller is about to select by the answer. Each call makes the
-  answer anew when x is ready. So the answer lies in the register VCC, which comparisons overwrite, and two selects by VCC can be one instruction
-  (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
+  """Tells whether this lane is one of lanes 0-15. `x` is a vector whose elements the caller is about to select by the answer. Each call computes the
+  answer when x is ready, because comparisons overwrite the register VCC in which the answer lies. With the answer in VCC, two selects can be one
+  instruction (v_dual_cndmask_b32: RDNA3 ISA section 7.6)."""
   return emit("low_lanes", dtypes.bool, x)
 
 # ***** order *****

@@ -35,8 +35,8 @@ class Hip(Printer):
     return Term(self, f"(({keys.text} {operator} (int{n})({bare(limit.text)})) ? (float{n})({bare(self.term(instead).text)}) : {x.text})", x.type)
   def beyond(self, x:Value, offsets:Sequence[int], first:Value, last:Value, instead:Value) -> Value:
     """Returns the text of x with `instead` for each element whose column index in `offsets` is not in `first`..`last`. If a wave has 64 lanes, the
-    text makes one comparison of unsigned distances from `first`, where an index below `first` has a huge distance, instead of two comparisons. In
-    such a wave every result of a comparison takes two scalar registers."""
+    text makes one comparison instead of two, because every result of a comparison takes two scalar registers in such a wave. It compares unsigned
+    distances from `first`: an index below `first` has a huge distance."""
     if get_chip(self.arch).wave == 32: return super().beyond(x, offsets, first, last, instead)
     n = len(offsets)
     count = self.let("count", Term(self, f"({last.text} < {first.text} ? 0u : {last.text} - {first.text} + 1u)", "unsigned"))

@@ -249,9 +249,9 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, row
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None) -> UOp:
   """Computes P of one loop iteration again, if the reference of a query must be raised. The reference is the number that the softmax subtracts from
-  the scores. This happens if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score exceeds
-  its query's reference (`above` = 0). Then the reference of every query of the wave becomes the query's largest score so far. The correction is one
-  statement, because tinygrad has no branch around stores to registers.
+  the scores. P is computed again if a sum of P in a lane of the wave is inf or NaN; also if such a sum exceeds 2^above (`above` > 0), or if a score
+  exceeds its query's reference (`above` = 0). Then the reference of every query of the wave becomes the query's largest score so far. The correction
+  is one statement, because tinygrad has no branch around stores to registers.
 
   The operands are register arrays, with equally many elements for each of the wave's tiles of queries:
 

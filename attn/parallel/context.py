@@ -248,9 +248,9 @@ def bare_buffer(u:UOp) -> UOp:
 @cache_of_kernels
 def ordering_kernel(p:Problem, held:int, pieces:tuple[SequencePiece, ...], first:int, heads:tuple[int, int], width:int) -> KernelFunction:
   """Returns a kernel that copies a device's own keys to the buffer in which the device gathers all keys. Its arguments are (gathered, shard). `shard`
-  is the device's k or v, with `held` rows per head and `width` elements per row; `pieces` are the pieces of the sequence that it holds. The kernel
-  copies heads[1] key/value heads from heads[0] on, counted over all batches. Rows in `gathered` are in the order of the sequence, from row `first` of
-  the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
+  is the device's k or v, with `held` rows per head and `width` elements per row. `pieces` are the pieces of the sequence that the device holds. The
+  kernel copies heads[1] key/value heads from heads[0] on, counted over all batches. Rows in `gathered` are in the order of the sequence, from row
+  `first` of the sequence on. Equal arguments return the identical object, because tinygrad's schedule cache compares by identity."""
   front, back = pieces[0], pieces[-1]
   keys = DealtRows(front.start - first, back.at, back.start - back.at - front.start, sum(piece.rows for piece in pieces), heads)
   program = functools.partial(order_keys, p, held, keys, width)

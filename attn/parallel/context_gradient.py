@@ -53,7 +53,7 @@ class RowGradient:
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
   """Adds up parts of a gradient on a device, in order. Each part is the gradient of some rows of a tensor of shape `shape`; `axis` is the axis of the
-  rows. Zeros are padded to the other rows of a part. The result is the gradient of all rows. The additions run one after another, so that at most two
+  rows. A part is padded with zeros to all rows. The result is the gradient of all rows. The additions run one after another, so that at most two
   padded parts are in memory at a time."""
   total = None
   for part in parts:

@@ -125,8 +125,8 @@ class Lifted:
     return [vector(n, size) for n, size in enumerate(self.lengths)]
   def line(self, u:UOp, k:float) -> Line|None:
     """Returns k times a UOp as a `Line`: numbers that grow by the same amount from column to column. Returns None for a UOp that is neither such a
-    sequence of numbers nor a product of one with factors that are equal for all columns. The factors are multiplied first. So that this product does
-    not overflow in fp32, k may be at most 2^64 (MODERATE), and elements of tensors are assumed to be."""
+    sequence of numbers nor a product of one with factors that are equal for all columns. The factors are multiplied first. So that their product does
+    not overflow in fp32, k must be at most 2^64 (MODERATE), and elements of tensors are assumed to be at most 2^64."""
     if not abs(k) <= MODERATE: return None
     if (step := self.step(u)) is not None: return Line(self.at_first(u.src[0]).cast(dtypes.float), step, UOp.const(k, dtypes.float))
     if u.op is not Ops.MUL: return None
