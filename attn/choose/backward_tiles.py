@@ -49,8 +49,8 @@ def mma_backward_tile(p:Problem, arch:Chip, keys:bool) -> MmaBackwardTile:
 def mma_bias_tile(p:Problem, arch:Chip) -> MmaBackwardTile: return _chosen_mma("backward_dbias_mma", p, arch, DBIAS_MMA, p.Sq, False)
 
 def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
-  """Chooses the tile of a backward kernel on wgmma: the first row of the table that is for the problem's head dimensions. With `keys` this is the
-  kernel of dk and dv, otherwise the kernel of dq. There is such a row for every problem that the wgmma kernels can compute."""
+  """Chooses the tile of a backward kernel on wgmma: the first row of the table that is for the problem's head dimensions. The tile is for the kernel
+  of dk and dv if `keys` is true, otherwise for the kernel of dq. There is such a row for every problem that the wgmma kernels can compute."""
   queries, rows = (p.Sq*(p.H//p.Hkv), p.Sk) if keys else (p.Sq, p.Sq)
   table = DKDV_WGMMA if keys else DQ_WGMMA
   found = next(row for row in table if max(p.D, p.Dv) <= row.up_to and (row.varied or not varies(p)) and
