@@ -39,8 +39,9 @@ def part_places(p:Problem, rows:int) -> list[int]:
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
-  """Loads one row of a partial result. Returns (elements of o, LSE, rest of the LSE that fp32 rounding removed). The rest is None unless
-  p.wide_scores. If the part does not hold the row, o is 0 and LSE is -inf."""
+  """Loads one row of a partial result. `part` is the buffer of the partial result, and `rows` says which rows the buffer has. Returns (elements of o,
+  LSE, rest of the LSE that fp32 rounding removed). The rest is None unless p.wide_scores. If the buffer does not have the row, o is 0 and LSE is
+  -inf."""
   p, (batch, head, query) = at.p, at.coordinates
   inside, own, places = rows.has(query) & at.there, query - rows.first, part_places(p, rows.count)
   sb, sh, ss = strides(p.layout, p.H, rows.count, p.Dv)

@@ -72,7 +72,7 @@ def compare_ways(p:Problem, causal:bool, seed:int=0) -> dict[str, Any]:
   return row | {f"{name} ms": round(x*1e3, 3) for name, x in times.items()} | {"verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
 def problems_of_ways(words:list[str]) -> list[tuple[Problem, bool]]:
-  """Returns the problems of this comparison whose name contains every one of `words`, each with whether it is causal. Their numbers of keys are
+  """Returns the problems of this comparison whose name contains every one of `words`, each with whether it is causal. All numbers of keys are
   multiples of the block of keys in the kernel that computes all three gradients."""
   found = []
   for (B, H, Hkv, Sq, Sk, D), causal in itertools.product(SIZES, (False, True)):

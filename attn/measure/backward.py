@@ -5,7 +5,7 @@ PyTorch's SDPA backward, FlashAttention-2 and cuDNN. In float32 the peer is PyTo
   DEV=CUDA python -m attn.measure.backward [WORD ...]  prints the problems whose names contain every WORD
 
 Every rate counts 2.5 times the operations of forward (five matrix products), although attn's kernels compute seven products. Times are device times,
-measured by events. Each time is a median over rounds. In a round every peer runs in turn."""
+measured by events. Each time is a median over rounds. In a round attn and each peer are timed once, one after another."""
 from __future__ import annotations
 import itertools, sys
 from collections.abc import Callable

@@ -2,12 +2,13 @@
 problem whose name contains every WORD.
 
 Times are device times of one step, measured by events around a graph of 100 steps that run one after another. Each time is a median over rounds. In a
-round every peer runs in turn. The peers are two backends of PyTorch's SDPA, FlashAttention-2 and cuDNN. The rate is the bytes of K and V, each read
-once, per second. `python -m attn.measure.decode 576` prints the problems of latent attention, for which PyTorch has no kernels.
+round attn and each peer are timed once, one after another. The peers are two backends of PyTorch's SDPA, FlashAttention-2 and cuDNN. The rate is the
+bytes of K and V, each read once, per second. `python -m attn.measure.decode 576` prints the problems of latent attention, for which PyTorch has no
+kernels.
 
 `TUNE=1 DEV=CUDA python -m attn.measure.decode 576` instead times every tile that the kernels of latent attention may have. Each tile is timed with
-the number of key ranges (KV splits) that dispatch would give it. The command keeps the fastest tile for dispatch, like TUNE=1 of bench.py. A word
-NAME=NUMBER changes this number in every problem: B=8 keys=32768 page=16."""
+the number of key ranges (KV splits) that attn would choose for it. The command keeps the fastest tile in the user's cache, where later calls find it,
+like TUNE=1 of bench.py. A word NAME=NUMBER changes this number in every problem: B=8 keys=32768 page=16."""
 from __future__ import annotations
 import dataclasses, math, os, sys
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def cache_of_bits(rows:Tensor, bits:int) -> GivenRows:
   return rows if bits == 16 else QuantizedRows(*(t.contiguous().realize() for t in quantize_kv(rows)))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
-  """Returns a timer of one decode step. `work` has the tile and the number of splits; by default dispatch chooses them."""
+  """Returns a timer of one decode step. `work` has the tile and the number of key ranges (KV splits); by default attn chooses them."""
   choice = call.choice()
   o, = run_matrix(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
@@ -148,8 +149,8 @@ def fastest_step(call:CheckedCall, work:Work) -> float:
   return min(seconds() for _ in range(ROUNDS))
 
 def tune(row:DecodeStep, seconds:Timer=fastest_step) -> list[dict[str, Any]]:
-  """Times a decode step with the tile that the table of tiles gives, and with all other possible tiles. Keeps the fastest tile for dispatch. Returns
-  rows for printing, fastest first. Raises ValueError if no kernel of latent attention supports the problem."""
+  """Times a decode step with the tile that the table of tiles gives, and with all other possible tiles. Keeps the fastest tile in the user's cache,
+  where later calls find it. Returns rows for printing, fastest first. Raises ValueError if no kernel of latent attention supports the problem."""
   call = call_of(row)
   if call.arch is None or not row.v_dim: raise ValueError(f"TUNE=1 of {row}: it is for latent attention (v_dim); bench.py tunes other kernels")
   p, arch = call.problem, dataclasses.replace(call.arch, tuned=False)

@@ -3,9 +3,10 @@ backward. If attn has a built-in option that computes the same result, the optio
 
   DEV=CUDA [CSV=functions.csv] python -m attn.measure.functions [NAME ...]     prints all rows, or the rows with these names, and writes them to a CSV
 
-Times are device times, measured by events. Each time is a median over rounds. In a round every peer runs in turn. Backward computes dq, dk and dv
-from the outputs of forward. PyTorch's block mask is made before these measurements; its time, and the seconds of first calls, are in separate
-columns. If the mask reads a tensor, attn makes its lists of visible tiles in each call, and attn's times include this."""
+Times are device times, measured by events. Each time is a median over rounds. In a round attn and PyTorch are timed once, one after the other.
+Backward computes dq, dk and dv from the outputs of forward. PyTorch's block mask is made before these measurements; its time, and the seconds of
+first calls, are in separate columns. If the mask reads a tensor, attn makes its lists of visible tiles in each call, and attn's times include this.
+"""
 from __future__ import annotations
 import csv, os, sys, time
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 FlashAttention-2 and cuDNN backends (in float32, with its memory-efficient backend), and tinygrad's own SDPA. `COMPARE=1 DEV=CUDA python bench.py`
 runs the comparison; SWEEP=1 runs it for a list of shapes (`sweep`), and PLOT=path.png draws a picture.
 
-Times are device times, measured by events around many launches. Each time is a median over rounds. In a round every peer runs in turn, so that the
-chip's temperature has an equal effect on all peers."""
+Times are device times, measured by events around many launches. Each time is a median over rounds. In a round attn and each peer are timed once, one
+after another, so that the chip's temperature has an equal effect on all."""
 from __future__ import annotations
 import csv, itertools, statistics, sys
 from collections.abc import Callable, Mapping, Sequence

@@ -126,7 +126,7 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
   """Returns the number of waves of a workgroup that pass an additional barrier before the loop. This is half of the waves if the code before the loop
-  can jump over a block that holds only a barrier, and otherwise 0."""
+  can jump over a basic block that holds only a barrier, and otherwise 0."""
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
 
@@ -167,7 +167,7 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """Returns the share of the measured cycles in which the matrix units are in use."""
+  """Returns the share of the timed cycles of the simulation in which the matrix units are in use."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 

@@ -40,18 +40,19 @@ class Issue:
 
 @dataclass
 class Run:
-  """Result of stepping waves through iterations of their loops: when each instruction was issued, and when the matrix units were in use."""
+  """Result of the simulation, which steps waves through iterations of their loops: when each instruction was issued, and when the matrix units were
+  in use."""
   waves: Sequence[Wave]
-  trips: int                                             # measured iterations of a wave, in the mean
-  begin: int = 0                                         # cycle where measuring began
-  end: int = 0                                           # cycle where measuring ended
+  trips: int                                             # timed iterations of a wave, in the mean
+  begin: int = 0                                         # cycle where the timed iterations began
+  end: int = 0                                           # cycle where the timed iterations ended
   issues: list[Issue] = field(default_factory=list)      # issues from `begin` on
   starts: list[list[int]] = field(default_factory=list)  # for each wave, the cycles where its iterations began
   matrix: list[list[tuple[int, int]]] = field(default_factory=list)     # for each SIMD, spans in which its matrix unit was in use, from `begin` on
 
   @property
   def cycles(self) -> float:
-    """Cycles in which every wave makes one iteration, as a mean over the measured iterations."""
+    """Simulated cycles in which every wave makes one iteration, as a mean over the timed iterations."""
     return (self.end - self.begin)/self.trips
 
 class _Groups:

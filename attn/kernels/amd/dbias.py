@@ -115,8 +115,8 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Sums `ds` over all rows through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers. These belong to four keys,
-    or to four rows if `ds` is already summed over keys."""
+    """Sums `ds` over the workgroup's queries through LDS, and returns the stores of the sums. Each thread adds vectors of four numbers. The four
+    numbers belong to four keys, or to four queries if `ds` is already summed over keys."""
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)
     one, held = self.bias.share.broadcast[3], tile.block_n//mat.groups//4              # vectors of four that a lane holds

@@ -142,13 +142,14 @@ class AmdForward:
     products = replace(self.products, fenced=FENCE_UNITS) if masked and scattered(self.group.p) else self.products
     return products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
-  def weighed(self, softmax:Softmax, tiles:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
-    """Computes P = exp2(scores - m) for a tile of keys, where m is the number that the softmax subtracts from the scores of a row. If P of a row
-    becomes too large, raises m and computes P again. If V's rows have `scales`, P includes them."""
+  def weighed(self, softmax:Softmax, scores:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
+    """Computes P = exp2(scores - m) for a tile of keys, where m is the number that the softmax subtracts from the scores of a row. `scores` has a
+    list of C fragments for each of the wave's matrix tiles of queries. If P of a row becomes too large, raises m and computes P again. If V's rows
+    have `scales`, P includes them."""
     to_log2 = self.group.scores.to_log2
     softmax, addends = softmax.addends(self.dual)
-    weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(tiles, addends, strict=True)]
-    return softmax.correct(weights, tiles, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do,
+    weights = [softmax.weights(x, addend, to_log2) for x, addend in zip(scores, addends, strict=True)]
+    return softmax.correct(weights, scores, to_log2, self.mat, self.sums, self.tile.rescale_above, self.statements.do,
                            scales=scales)
 
   def outputs(self, softmax:Softmax) -> list[UOp]:

@@ -59,8 +59,8 @@ def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]
 
 def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
-  """Returns the INDEX (tinygrad's reference to an element) of a vector in the fp32 accumulator of dQ: four neighbouring elements of a row of dQ.
-  `row` is counted from the workgroup's first query, and `column` is a column of dQ."""
+  """Returns a UOp that indexes the fp32 accumulator of dQ: a vector of four neighbouring elements of a row of dQ. `row` is counted from the
+  workgroup's first query, and `column` is a column of dQ."""
   tile = place_of_tile(group, mat, group.first_head, group.first_row + row//mat.M*mat.M, column//mat.N)
   in_lane = mat.column_of(row%mat.M)
   element, h = in_lane%mat.accumulator, in_lane//mat.accumulator

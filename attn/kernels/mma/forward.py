@@ -94,12 +94,12 @@ class MmaForward:
   def d_tiles(self) -> int: return fragments(self.p.Dv, self.mat)
   @property
   def depth_steps(self) -> range:
-    """Indices of the steps in which S = Q K^T sums over the elements of a row. In each step, one matrix instruction computes a tile of C."""
+    """Indices of the steps in which S = Q K^T sums over the elements of a row. In each step, one matrix instruction adds to a matrix tile of S."""
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """Steps in which O += P V sums over the keys of a tile, as a list for each part of the tile. P of a part is computed and multiplied by V before P
-    of the next part."""
+    """The parts into which a tile of keys is divided, each as the steps in which O += P V sums over its keys. P of a part is computed and multiplied
+    by V before P of the next part."""
     steps = self.tile.warp_keys//self.mat.K
     n = min(self.tile.parts, steps)
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
@@ -148,7 +148,7 @@ class MmaForward:
     return self.fetch(s, t + self.tile.stages - 1), None
 
   def with_scales(self, s:MmaState, t:UOp, masked:bool) -> MmaState:
-    """Loads the scales of V of tile t to registers. A scale of NaN makes l NaN in the rows that see its key."""
+    """Loads the scales of V of tile t to registers. If a scale is NaN, l becomes NaN in the rows that see the key of this scale."""
     q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
     nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
     places = [q_tiles*self.kinds.index(UNSCALED) + qt for qt in range(q_tiles)]
@@ -213,8 +213,8 @@ class MmaForward:
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_found(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns where a lane's i-th 16 bytes of results lie in shared memory, for the matrix tile of queries `qt`. The lane belongs to the warp that
-    computes part `share` of the keys. It has the same index in that warp as this thread has in its own warp."""
+    """Returns where the i-th 16 bytes of a lane's results for the matrix tile of queries `qt` lie in shared memory. The lane belongs to the warp with
+    index `share` among the warps that compute these queries, and has the same index in its warp as this thread."""
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
@@ -271,12 +271,14 @@ class MmaForward:
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of S = Q K^T for 16 keys and one step."""
+    """Reads operand B of S = Q K^T for one step of the sum over columns and 16 keys: the group of 16 keys with index `pair` among the warp's keys of
+    tile t."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*self.mat.K, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of O += P V for 16 keys and 16 columns."""
+    """Reads operand B of O += P V for 16 keys and 16 columns. `step` is the index of the keys among the warp's groups of 16 keys in tile t, and
+    `pair` is the index of the columns."""
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.v_rows(t), self.first_key + row, unit, step*self.mat.K, units, transposed=True)
     return self.stored.v_operand(read(pair//2*2), pair) if self.p.stored else read(2*pair)

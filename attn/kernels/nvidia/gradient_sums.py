@@ -42,8 +42,8 @@ class QueriesOfSums:
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   def sums(self) -> list[UOp]:
-    """Returns INDEXes (tinygrad's references to elements) of the sums that belong to this lane. Each refers to a vector of four sums; there is one
-    vector for every 8 columns."""
+    """Returns UOps that index the fp32 accumulator of dQ, at the sums that belong to this lane. Each is a vector of four sums; there is one vector
+    for every 8 columns."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
     return [flat(group.given["dq_sums"]).bitcast(nv.F4)[first + i*(mat.M*mat.N//4)] for i in range(fragments(group.p.D, mat))]

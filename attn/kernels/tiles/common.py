@@ -23,8 +23,8 @@ class BlockTile(Protocol):
   def lds_bytes(self, p:Problem) -> int: ...
 
 def heads_of(p:Problem, tile:BlockTile) -> int:
-  """Returns the number of query heads that a workgroup computes. If there are several, they take turns in the workgroup's rows: row r belongs to
-  query r//heads of head r%heads."""
+  """Returns the number of query heads that a workgroup computes. If there are several, the workgroup's rows alternate between the heads: row r
+  belongs to query r//heads of head r%heads."""
   return p.H//p.Hkv if tile.pack_gqa else 1
 
 def blocks_of_queries(p:Problem, tile:BlockTile) -> tuple[int, int]:

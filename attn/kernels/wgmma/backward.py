@@ -216,9 +216,9 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Returns a predicate: whether one of this warpgroup's rows may see a row of the tile. If it is false, the warpgroup skips products of the tile,
-    and the tensor cores are free for the other warpgroups. In a block that owns keys the predicate is always true if a term (bias, softcap, ALiBi)
-    changes scores, because registers for it are lacking."""
+    """Returns a predicate: whether one of this warpgroup's rows may see a row of the tile. If the predicate is false, the warpgroup skips products of
+    the tile, and the tensor cores are free for the other warpgroups. In a block that owns keys the predicate is always true if a term (bias, softcap,
+    ALiBi) changes scores, because no registers are left for the predicate."""
     if not self.masked or self.of.tile.groups == 1 or (self.of.tile.keys and not self.score.raw): return wgmma.EVERYWHERE
     first = self.of.group.first_row + wgmma.group(self.warp_rows.warps.at.wave)*wgmma.M
     return self.score.seen_by(first, first + (wgmma.M - 1), self.tile_number)

@@ -42,8 +42,8 @@ class Normaliser:
 
   @staticmethod
   def of(p:Problem, log_sum:UOp, rest:UOp|None=None) -> Normaliser:
-    """Makes the normaliser from an lse. If scores may be so large that the rounding of the lse matters, `rest` is the part of it that was lost by
-    rounding. A query that sees no key gets P = 0."""
+    """Makes the normaliser from an lse. If scores may be so large that the rounding of the lse matters, `rest` is the part of the lse that rounding
+    lost. A query that sees no key gets P = 0."""
     kept = UOp.const(-math.log2(p.kept), dtypes.float)
     def low(x:UOp) -> UOp: return ops.add(x, kept) if p.dropout_p else x
     if rest is not None: return Normaliser(low(ops.mul(rest, -LOG2E)), reference(log_sum))
@@ -151,8 +151,8 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   return Weights(visible([weight(y, e) for y, e in zip(scores.final(steps), normalisers)]), scores.derivatives(steps, row, tile), visible)
 
 def less_delta(dp:list[UOp], kept:Kept|KeptHere, minus_delta:list[UOp]) -> list[UOp]:
-  """Returns dP - delta. Without dropout this is `dp` itself, because its accumulators began with -delta. With dropout they began with 0: then sets
-  the elements of dP to 0 whose weights are dropped, and subtracts delta."""
+  """Returns dP - delta. Without dropout this is `dp` itself, because the accumulators of dP began with -delta. With dropout the accumulators began
+  with 0: this function sets the elements of dP to 0 whose weights are dropped, and subtracts delta."""
   return [ops.add(x, d) for x, d in zip(kept.numbers(dp), minus_delta)] if kept.words else dp
 
 def gradients_of(weights:Weights, dp:list[UOp], derivatives:Collection[str]|None=None) -> list[UOp]:
@@ -180,8 +180,8 @@ class QueryValueTensors:
 
 @dataclass(frozen=True)
 class QueryValues(InLds):
-  """LDS buffer with the values of each query of a tile: its normaliser (its lse in the form in which exp2 takes it) and its delta
-  (`shared_query_values`). The queries are stored in the order in which lanes hold their scores in C, so the values for one lane lie side by side."""
+  """LDS buffer with the values of each query of a tile (`shared_query_values`): the normaliser, which is the lse in the form that exp2 takes, and
+  delta. The queries are stored in the order in which lanes hold their scores in C, so the values for one lane lie side by side."""
   p: Problem
   matrix: Matrix
   block_n: int

@@ -325,7 +325,7 @@ class Workgroup:
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
     """Returns (the factor by which a row's O is multiplied, the row's LSE). `m` is the number that the softmax subtracts from the row's scores.
-    `totals` are sums of P over the row: the first one sums P after rounding and divides O, the last one makes the LSE."""
+    `totals` are sums of P over the row. The first one sums P after rounding, and O is divided by it. The LSE is computed from the last one."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum

@@ -185,8 +185,8 @@ class PackedRows(GlobalRows):
   def regular(self) -> bool: return False
   def start(self, first:UOp, row:UOp) -> UOp: return self.base + self.in_heads(first + row)
   def in_heads(self, packed:UOp) -> UOp:
-    """Returns the number of elements from the beginning of row 0 of this list to the beginning of row `packed` of the list. The list takes the rows
-    of all `heads` heads in turn: row r of the list is row r//heads of head r%heads."""
+    """Returns the number of elements from the beginning of row 0 of this list to the beginning of row `packed` of the list. The list alternates
+    between the `heads` heads: row r of the list is row r//heads of head r%heads."""
     return packed//self.heads*self.stride + packed%self.heads*self.head_stride
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:

@@ -53,7 +53,7 @@ class Statements:
   def note(self, *effects:UOp) -> Statements: return replace(self, effects=(*self.effects, *effects))
   @property
   def done(self) -> UOp:
-    """A value that depends on all these statements and on the operations that they are `after`. A statement that has this value as an operand runs
+    """A value that depends on all these statements and on all operations that they come after. A statement that has this value as an operand runs
     later than all of them."""
     return (self.register if self.latest is None else self.latest)[0].load()
   @property
@@ -74,8 +74,8 @@ class InOrder(Carried):
     """Adds stores to the program. Returns the state after all of them."""
     return self.after(UOp.group(*[x for xs in stores for x in xs]))
   def after(self, *deps:UOp) -> Self:
-    """Returns the state in which every value waits for the operations `deps`. If `deps` come after everything that a value waits for, the value's own
-    AFTER operations are removed, because they say nothing new. This leaves fewer UOps to lower."""
+    """Returns the state in which every value waits for the operations `deps`. If `deps` come after everything that a value already waits for, the
+    value's own waits (tinygrad's AFTER) are removed, because they say nothing new. This leaves fewer UOps to lower."""
     self_: Any = self
     carried = [getattr(self, f.name) for f in fields(self_)]
     said = {awaited: comes_after(deps, awaited) for awaited in set(map(awaited_by, carried))}
@@ -89,7 +89,7 @@ def bare_of(x:Any) -> Any:
   return x
 
 def awaited_by(x:Any) -> frozenset[UOp]:
-  """Returns all operations that a carried value waits for (is `after`)."""
+  """Returns all operations that the value `x`, which a kernel carries from one step to the next, must come after."""
   found, u = set[UOp](), x
   while isinstance(u, UOp) and u.op is Ops.AFTER:
     found.update(u.src[1:])
@@ -97,8 +97,8 @@ def awaited_by(x:Any) -> frozenset[UOp]:
   return frozenset(found)
 
 def comes_after(xs:tuple[UOp, ...], deps:frozenset[UOp]) -> bool:
-  """Tells whether the values `xs` already wait for all of the operations `deps`. They do if a UOp from which one of `xs` is computed is `after` all
-  of `deps`. The search goes from `xs` to their sources, and stops at each UOp that is itself an AFTER."""
+  """Tells whether the values `xs` already wait for all of the operations `deps`. This is true if one of `xs` is computed from a UOp that waits for
+  all of `deps`. The search goes from `xs` to their sources, and stops at each UOp that waits for something itself (tinygrad's AFTER)."""
   stack, seen = list(xs), set[UOp]()
   while stack and deps:
     if (u := stack.pop()) in seen: continue

@@ -57,8 +57,8 @@ class Scores:
   @property
   def walked(self) -> list[tuple[int, ...]]:
     """Rows of the tile to which the elements of a lane's scores belong, as indices counted from the first row of the tile, one tuple for each vector.
-    They are those of lane group 0 (lane group h is the lanes that hold the same rows of an accumulator). In lane group h each index is larger by
-    h*matrix.block, the number of neighbouring rows that a lane holds."""
+    The indices are those of lane group 0 (lane group h is the lanes that hold the same rows of an accumulator). In lane group h each index is larger
+    by h*matrix.block, the number of neighbouring rows that a lane holds."""
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
