@@ -245,8 +245,9 @@ class DualWave:
   def load_k(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("k"), K_LAYOUT, to.buffer, t)
   def load_v(self, s:DualWaveState, to:LdsTile, t:UOp) -> DualWaveState: return self.load(s, self.group.rows_of("v"), V_LAYOUT, to.buffer, t)
   def load(self, s:DualWaveState, source:GlobalRows, layout:ExchangedChunks, buffer:UOp, t:UOp) -> DualWaveState:
-    """Starts the load of this wave's part of tile t to LDS. The load instruction stores 16 bytes of each lane to LDS, in the order of the lanes. So
-    each lane loads the 16 bytes that belong at the lane's place in LDS (`layout.exchanged`)."""
+    """Starts the load of this wave's part of tile t of the rows `source` to the LDS buffer `buffer`, which has the layout `layout`. The load
+    instruction stores 16 bytes of each lane to LDS, in the order of the lanes. So each lane loads the 16 bytes that belong at the lane's place in LDS
+    (`layout.exchanged`)."""
     lane, rows = self.at.lane, layout.chunk
     unit = layout.exchanged(lane//ROW_UNITS, lane%ROW_UNITS)
     offset = (lane//ROW_UNITS*source.stride + unit*source.unit)*source.size

@@ -68,8 +68,8 @@ def three_pass(q:Tensor, k:Tensor, v:Tensor, *, softmax_scale:float, masks:Calla
   `top_left` query i stands at position i, otherwise the last query stands at the position of the last key. A score is scaled first. Then the `terms`
   change the score, and the score becomes -inf where the `masks` hide the key (attn/score defines terms and masks). `sinks` (H) are the scores of an
   additional key without a value; lse includes them. `longest` is (most queries, most keys) of a packed sequence. Dropout is applied to P after the
-  sum of P is computed: see attn.problem.Problem. `first_batch_and_head` (2) is given if q is a piece of a larger tensor: dropout, terms and masks
-  then count batches and heads from these numbers on."""
+  sum of P is computed: see attn.problem.Problem. `first_batch_and_head` (2) is given if the tensors are a part of larger ones: dropout, score_mod and
+  mask_mod then count batches and heads from these two numbers on."""
   B, H, Sq, _ = map(int, q.shape)
   Hkv, Sk, Dv = int(k.shape[1]), int(k.shape[2]), int(v.shape[3])
   grouped = (B, Hkv, H//Hkv)                               # query heads that share keys lie side by side

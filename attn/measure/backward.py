@@ -38,8 +38,8 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """Returns functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. Leaves out a backend that refuses the problem, and
-  prints the reason."""
+  """Returns functions that compute dq, dk and dv with PyTorch, by the name of PyTorch's backend. `causal` says whether `p` has a causal mask. Leaves
+  out a backend that refuses the problem, and prints the reason."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -82,8 +82,9 @@ def our_seconds(*outputs:Tensor) -> Callable[[], float]:
 
 def compare_backward(p:Problem, causal:bool, seed:int=0, tiles:tuple[AnyBackwardTile, AnyBackwardTile]|None=None,
                      peers:bool=True) -> dict[str, Any]:
-  """Times the gradients of one problem with attn's kernels and with PyTorch's. Returns the results by column, as one row of a table. `tiles` are the
-  tiles of dq and of dkdv; by default attn chooses the tiles. With peers=False only attn's kernels are timed."""
+  """Times the gradients of one problem with attn's kernels and with PyTorch's. Returns the results by column, as one row of a table. `causal` says
+  whether `p` has a causal mask. `tiles` are the tiles of dq and of dkdv; by default attn chooses the tiles. With peers=False only attn's kernels are
+  timed."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))

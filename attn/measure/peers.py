@@ -51,8 +51,8 @@ def on_the_host(x:Any) -> np.ndarray:
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """Returns (function, output) by the name of PyTorch's backend. The function computes attention with this backend. Leaves out a backend that refuses
-  the problem, and prints the reason."""
+  """Returns (function, output) by the name of PyTorch's backend. The function computes attention with this backend. `causal` says whether `p` has a
+  causal mask. Leaves out a backend that refuses the problem, and prints the reason."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:
@@ -85,7 +85,8 @@ def torch_timer(attention:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(graph.replay)/count
 
 def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any]:
-  """Times attn's kernel, PyTorch's kernels and tinygrad's own attention on one problem. Returns the results by column, as one row of a table."""
+  """Times attn's kernel, PyTorch's kernels and tinygrad's own attention on one problem. `causal` says whether `p` has a causal mask, and `name` is
+  the problem's name in the table. Returns the results by column, as one row of a table."""
   import torch
   torch.cuda.init()
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))

@@ -48,8 +48,8 @@ class OwnRows:
   def loaded(self) -> list[list[UOp]]: return self.load(self.units, self.in_block)
 
   def clamped(self, row:UOp) -> UOp:
-    """Clamps `row`, an index in the block, to the block's rows. The index always lies within these bounds. tinygrad cannot see this, because the
-    index has gone through `amd.opaque`, which hides values so that addresses are computed again."""
+    """Clamps `row`, an index in the block, to the block's rows. The index always lies within these bounds. tinygrad cannot see this, because
+    `amd.opaque` has hidden the index, so that each iteration loads the rows again."""
     return bounded(row, 0, self.block_m - 1)
 
   @property
@@ -74,7 +74,8 @@ class OwnRows:
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
     """Returns operand B for each matrix tile of own rows. A product sums over the elements of a row in steps; `steps` selects the steps whose
-    operands are returned. `t` is the index of the iteration: operands that registers do not keep are read again in each iteration."""
+    operands are returned. `t` is the index of the iteration: operands that registers do not keep are read again in each iteration, after the
+    operations `after`."""
     mat = self.at.matrix
     if self.lds is None and not self.anew: return [operands(mat, units[steps]) for units in self.loaded]
     rows = [amd.opaque(i, t) for i in self.in_block]
@@ -110,8 +111,8 @@ class Products:
   def matrix(self) -> Matrix: return self.at.matrix
 
   def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Computes `start` + A B, where A is `count` matrix tiles of rows in LDS and B is the rows that the workgroup owns. Returns a list of C fragments
-    for each tile of own rows."""
+    """Computes `start` + A B, where A is `count` matrix tiles of rows in LDS and B is the rows that the workgroup owns. `t` is the index of the
+    iteration: rows that registers do not keep are read again in each iteration. Returns a list of C fragments for each tile of own rows."""
     mat, tiles, together = self.matrix, [list(column) for column in start], self.fenced or FENCE_UNITS
     for kt, first in itertools.product(range(count), range(0, len(own.units), together)):
       steps, before = slice(first, first + together), tiles[-1][kt - (first == 0)]

@@ -86,7 +86,9 @@ class StagedTile(InLds):
   @staticmethod
   def of(mat:Matrix, block_n:int, threads:int, thread:UOp, lies:LdsTile|None, turned:LdsTile|None, across:int=0,
          convert:Callable[[UOp], UOp]|None=None) -> StagedTile:
-    """Makes a tile that `threads` threads copy to one or two LDS tiles. `across` is the number of threads that copy a row together; 0: any number."""
+    """Makes a tile that `threads` threads copy to LDS: row by row to `lies`, and transposed to `turned`, unless one of the two is None. `across` is
+    the number of threads that copy a row together; 0: any number. `convert` converts the units of rows that are stored in 8 bits to units of 16-bit
+    numbers."""
     units, fast = lies.layout.units if lies is not None else 0, v_columns(block_n)
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None, convert=convert)
     units = max(units, turned.layout.rows//mat.unit)

@@ -111,10 +111,10 @@ class Warps:
 
   def outputs(self, queries:list[Row], accs:list[UOp], m:UOp, sums:list[UOp], kinds:tuple[str, ...], share:UOp|None=None,
               in_turn:bool=False) -> list[UOp]:
-    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. m is the number that the softmax subtracts from the scores of a row. `sums`
-    lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one. `kinds` says for each of them
-    how it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE: each lane has only the sum
-    of its own elements, and this function adds up the four lanes of a row.
+    """Returns the stores of O = O / l and LSE = m + ln l for 16 queries. `accs` are the C fragments of O. m is the number that the softmax subtracts
+    from the scores of a row. `sums` lists one or two sums l of each row: O is divided by the first one, and the LSE is computed from the last one.
+    `kinds` says for each of them how it was added up. ONES: by products with a matrix of ones, which give every lane the sum of the whole row. LANE:
+    each lane has only the sum of its own elements, and this function adds up the four lanes of a row.
 
     If several warps have the same queries, each stores a part of the columns of O: this warp stores part `share`. The first warp stores the LSE. With
     `in_turn`, the first of two C fragments holds the even columns and the second one the odd columns (`columns_in_turn`)."""

@@ -129,8 +129,9 @@ class PlainBackward(Rectangle):
     return s.after(done.end(trip).end(*heads))
 
   def trip(self, s:PlainState, t:UOp, ready:list[UOp], work:PlainWork) -> UOp:
-    """Does one iteration of the loop: adds what one tile contributes to the gradients. First computes P and dS of one part of the tile after another,
-    and stores them to local memory. Then adds the tile's rows, weighted by P or dS."""
+    """Does one iteration of the loop: adds what tile t contributes to the gradients. First computes P and dS of one part of the tile after another,
+    with `work`, and stores P and dS to local memory. Then adds the tile's rows, weighted by P or dS. Accesses to local memory come after the
+    operations `ready`. Returns the last operation."""
     tile, (part, loop) = self.tile, self.loop(self.tile.parts)
     found, stores = work(s, PlainTrip(self, t*tile.parts + part, [*ready, *loop])).weights, list[UOp]()
     for name, columns in found.items():
@@ -144,7 +145,8 @@ class PlainBackward(Rectangle):
   # ***** the numbers of own queries *****
   def deltas_and_normalisers(self, ready:list[UOp]) -> tuple[UOp, PlainState]:
     """Computes delta and the normaliser of each query that the workgroup owns. A normaliser is a query's lse in the form in which exp2 takes it.
-    Returns the stores of both to registers, and the state with the stores of delta to memory."""
+    Accesses to local memory come after the operations `ready`. Returns the stores of both to registers, and the state with the stores of delta to
+    memory."""
     group, p, s = self.group, self.p, self.state
     column, loop = self.loop(ceildiv(p.Dv, QUAD*self.tile.down))
     sums = s.minus_deltas.after(self.zeroed(s.minus_deltas.after(*ready)), *loop)
@@ -219,8 +221,9 @@ class PlainTrip:
     if self.of.keys: return [[ops.build(*[scaled_delta(x, self.of.p) for x in quad]) for quad in self.of_walked("delta")]]*len(self.of.own_rows)
     return [[self.own(s.minus_deltas, i)]*len(self.firsts) for i in range(len(self.of.own_rows))]
   def product(self, to:UOp, which:int, ready:list[UOp]) -> tuple[UOp, Columns]:
-    """Multiplies the rows of this part by the rows that the workgroup owns. `which` chooses the two tensors: 0 for S, 1 for dP. Returns the registers
-    that hold the products, and a list of products for each own row."""
+    """Multiplies the rows of this part by the rows that the workgroup owns. `which` chooses the two tensors: 0 for S, 1 for dP. The products go to
+    the registers `to`. Accesses to local memory come after the operations `ready`. Returns these registers, and a list of products for each own row.
+    """
     of, n = self.of, len(self.of.quads)
     x = of.product(to, of.walked[which], of.own[which], KEPT[which], self.t, ready)
     return x, of.by_own_row([[x[i*n + j].load() for j in of.quads] for i in range(of.tile.walked)])

@@ -130,8 +130,8 @@ class PlainForward(Rectangle):
                      *[x.store(ops.splat(value, QUAD)) for of, value in ((s.m, LOWEST), (s.l, 0.0)) for x in self.all(of)])
 
   def scored(self, state:QueryState, t:UOp, ready:list[UOp]) -> UOp:
-    """Computes S^T of a tile and stores it to the place in local memory where P^T will lie later. Updates the thread's maxima with the scores that it
-    has computed."""
+    """Computes S^T of a tile and stores it to the place in local memory where P^T will lie later, after the operations `ready`. Updates the thread's
+    maxima with the scores that the thread has computed."""
     tile, began = self.tile, UOp.group(*[top.store(x.load()) for top, x in zip(self.each(self.top.after(*ready)), self.each(state.m))])
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
@@ -158,7 +158,8 @@ class PlainForward(Rectangle):
     return ops.exp2(ops.mul(ops.sub(x, top), self.part_scores.to_log2))
 
   def weights(self, l:UOp, tops:list[UOp], t:UOp, ready:list[UOp]) -> UOp:
-    """Replaces the scores that this thread stored in local memory by P^T after dropout. Adds P before dropout to the row sums."""
+    """Replaces the scores that this thread stored in local memory by P^T after dropout, after the operations `ready`. `tops` are the maxima of the
+    thread's queries. Adds P before dropout to the row sums `l`."""
     tile = self.tile
     four, loop = self.loop(tile.block_n//QUAD) if tile.alone else (UOp.const(0), [])
     rows = [four*QUAD + i for i in range(QUAD)] if tile.alone else [self.result_row(i) for i in range(tile.walked)]

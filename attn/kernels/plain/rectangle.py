@@ -203,8 +203,9 @@ class Rectangle:
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
     """Multiplies part t of the walked rows (the rows that the workgroup loops over) by the own rows (the rows that it owns). `walked` and `own` name
-    the two tensors. Returns the registers `to`, which hold the products. Rows are copied to local memory a few columns at a time. If own rows stay in
-    local memory, they are read from the section `kept`. `ahead` holds registers of rows that were loaded before."""
+    the two tensors. Returns the registers `to`, which hold the products. Rows are copied to local memory a few columns at a time, after the
+    operations `ready`. If own rows stay in local memory, they are read from the section `kept`. `ahead` has the registers with the walked rows that
+    were loaded before; None: no loads run ahead."""
     tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.result_row(i) for i in range(tile.walked)]
@@ -227,8 +228,9 @@ class Rectangle:
 
   def summed(self, acc:UOp, tensor:str, weights:str, t:UOp, ready:list[UOp], weighed:list[UOp], rescale:list[UOp]|None=None,
              ahead:UOp|None=None) -> UOp:
-    """Computes acc = acc*rescale + X^T W. X is a tile of rows of `tensor`, copied to local memory some rows at a time. W is the weights (P or dS) of
-    these rows, which lie in the section `weights` of local memory after the statement `weighed`."""
+    """Computes acc = acc*rescale + X^T W. X is tile t of the rows of `tensor`, copied to local memory some rows at a time, after the operations
+    `ready`. W is the weights (P or dS) of these rows, which lie in the section `weights` of local memory after the operations `weighed`. `ahead` has
+    the registers with the rows that were loaded before; None: no loads run ahead. Returns the last operation."""
     tile, n, first = self.tile, len(self.quads), self.group.scores.row(t*self.tile.block_n)
     block, blocks = self.loop(self.blocks(acc))
     to = self.some.after(*ready, *blocks) if tile.columns else acc
@@ -278,7 +280,7 @@ class Rectangle:
 
   def carried(self, portion:Portion, ready:list[UOp]) -> UOp:
     """Returns this thread's stores of the data `portion` to its section of local memory, transposed if the section is. Elements that do not exist
-    become 0. Each thread copies some groups of four elements."""
+    become 0. Each thread copies some groups of four elements. The stores come after the operations `ready`."""
     to, count = self.section(portion.section, *ready), self.quads_carried(portion)
     item, loop = self.loop(count) if self.tile.alone or count > MOST_UNROLLED else (UOp.const(0), [])
     items = [item] if loop else [UOp.const(i) for i in range(count)]
@@ -307,8 +309,8 @@ class Rectangle:
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns the stores of the data `portion` to local memory. The data comes from global memory, or, if `ahead` is given, from the registers
-    `ahead`. In the second case the next data, `then`, is loaded to these registers afterwards."""
+    """Returns the stores of the data `portion` to local memory, after the operations `ready`. The data comes from global memory, or, if `ahead` is
+    given, from the registers `ahead`. In the second case the next data, `then`, is loaded to these registers afterwards."""
     if ahead is None: return [self.carried(portion, ready)]
     to, now = self.section(portion.section, *ready), ahead.after(*ready)
     places = [place for j in range(self.quads_carried(portion)) for _, place in self.quad_of(portion, UOp.const(j))]
@@ -317,8 +319,8 @@ class Rectangle:
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
     """Combines the values of all threads that share a row into one value, by the function `join` (such as a sum or maximum). `parts` has this
-    thread's number for each of its own rows. The threads exchange the numbers through local memory, after the statements `done`. Returns the results,
-    and the operations after which local memory may be used for something else."""
+    thread's number for each of its own rows. The threads exchange the numbers through local memory, after the operations `ready` and the statements
+    `done`. Returns the results, and the operations after which local memory may be used for something else."""
     if self.tile.alone: return parts, [*ready, *done]
     to = self.section("exchanged", *ready)
     met = self.barrier(*done, *[y for j, x in enumerate(parts) for y in to.store_quad(self.at.h, self.in_block(j), x)])

@@ -27,8 +27,8 @@ def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   copy; a row has `width` elements. It puts the rows that one access of a wave reaches into different banks.
 
   A read reaches neighbouring rows. The rows that one store reaches lie in different groups of four neighbouring rows (`staging.key_rows`). If a
-  matrix tile has 32 rows, the rows of a store are 4 apart: then an even number of 16-byte units lies between rows of a group, and an odd number
-  between groups. In other matrix tiles the rows of a store are 8 apart, or belong to another lane group."""
+  matrix tile has 32 rows, the rows of a store are 4 apart: then neighbouring rows of a group begin an even number of 16-byte units apart, and
+  neighbouring groups an odd number. In other matrix tiles the rows of a store are 8 apart, or belong to another lane group."""
   units = contraction(mat, width)//mat.unit
   if mat.M == 32:
     apart = mat.banks//16

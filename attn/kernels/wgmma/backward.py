@@ -233,8 +233,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
     """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. `which` chooses the two tensors of the product: 0
-    for S, 1 for dP. The result is written to `acc`. A warpgroup for which `there` is false skips the product, but starts a wgmma group without
-    instructions, so that all warpgroups wait for the same number of groups."""
+    for S, 1 for dP. The result is written to `acc`. A warpgroup for which `there` is false skips the product. It starts an empty group of products
+    instead, so that later waits, which count groups, are the same in all warpgroups."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel

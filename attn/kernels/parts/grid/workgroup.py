@@ -350,7 +350,8 @@ class Workgroup:
     return clear_outside(self.p, self.arch, self.sequence, self.given, self.batch, heads, blocks, threads, self.grid.allocator, *self.split)
 
   def kernel(self, kind:str, outputs:list[UOp], dynamic_shared:int=0) -> UOp:
-    """Returns the finished forward kernel, given `outputs`, the stores with which it ends."""
+    """Returns the finished forward kernel, given `outputs`, the stores with which it ends. `kind` becomes a part of the kernel's name.
+    `dynamic_shared` is the size of its shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
     tile, p = self.tile, self.p
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}" + f"_split{p.num_splits}"*len(self.split)
     if dynamic_shared: name = dynamic_shared_name(name, dynamic_shared)
@@ -372,7 +373,8 @@ class Workgroup:
 
   def gradient_kernel(self, kind:str, names:tuple[str, ...], outputs:list[UOp], count:int, dynamic_shared:int=0) -> UOp:
     """Returns the kernel that ends in the stores `outputs` to the tensors `names`, and in stores of 0 to the rows of these tensors that belong to no
-    sequence. `count` is the kernel's number of floating-point operations."""
+    sequence. `count` is the kernel's number of floating-point operations. `kind` becomes a part of the kernel's name. `dynamic_shared` is the size of
+    its shared memory in bytes on NVIDIA, where the name must contain a large size; 0 on other chips."""
     tile, p = self.tile, self.p
     nbytes = sum(math.prod(x.shape)*x.dtype.itemsize for x in self.given.values())
     name = f"attn_{kind}_{self.arch.name}_{p.dtype}_{tile.block_m}x{tile.block_n}_{p.D}"

@@ -59,7 +59,7 @@ class GlobalRows:
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
     """Loads one unit of row `first` + `row`: `unit_bytes` bytes, by default 16. `unit` is the index of the unit within the row. Rows beyond the last
-    one and columns beyond the width read as zero.
+    one and columns beyond the width read as zero. If `gate` is false, everything reads as zero.
 
     `first` is equal in the whole workgroup; `row` < `rows` differs between threads. A row that is not made of whole, aligned units is read element by
     element."""
@@ -81,8 +81,8 @@ class GlobalRows:
     return halves(self.load_units(first, rows, row, part), dtype)
 
   def load_number(self, first:UOp, rows:int, row:UOp, gate:UOp) -> UOp:
-    """Loads one row's number from a tensor that has a single fp32 number for each row. The row is `first` + `row`. Returns 0 for rows beyond the last
-    one."""
+    """Loads one row's number from a tensor that has a single fp32 number for each row. The row is `first` + `row`, where `first` is equal in the
+    whole workgroup and `row` < `rows` differs between threads. Returns 0 for rows beyond the last one, and if `gate` is false."""
     records = (self.count - first).maximum(0).minimum(rows)*self.size
     if self.pin: records = ops.uniform(records)
     return ops.as_float(ops.buffer_load(self.buffer[self.base + first], records, gate.where(row*self.size, ops.OUT_OF_RANGE), self.size))
@@ -135,8 +135,8 @@ class Table:
     if self.checked: entry = ops.page_number(entry, there, self.count)
     return bounded(ops.uniform(entry) if self.whole else entry, 0, self.count - 1)
   def start(self, row:UOp, stride:int, there:UOp) -> UOp:
-    """Returns the index at which a row begins, counted from row 0 of page 0. Within a page each row begins `stride` elements after the row before
-    it."""
+    """Returns the index at which a row begins, counted from row 0 of page 0. Within a page each row begins `stride` elements after the row before it.
+    `there` says whether the row exists; if not, its table entry is not read."""
     return self.page(row, there)*self.apart + row%self.size*stride
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class PagedRows(GlobalRows):
     return self.base + self.pages.start(first, self.stride, first < self.count)
   def start_in_pages(self, first:UOp, row:UOp, there:UOp) -> UOp:
     """Returns the flat index at which row `first` + `row` begins. Looks up the page of this row itself, because other rows of the tile may lie in
-    other pages."""
+    other pages. `there` says whether the row exists; if not, its table entry is not read."""
     return self.base + self.pages.start(self.begin + first + row, self.stride, there)
   def start(self, first:UOp, row:UOp) -> UOp:
     return super().start(first, row) if self.pages.whole else self.start_in_pages(first, row, first + row < self.count)

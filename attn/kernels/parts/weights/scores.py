@@ -146,7 +146,8 @@ class Scores:
     return self.raw and not scattered(self.p)
 
   def masks(self, scores:UOp, rows:list[Row], tile:UOp, *done:UOp) -> list[UOp]:
-    """Returns statements that mask the raw scores of two rows, in the registers that hold the scores. The statements may run in any order."""
+    """Returns statements that mask the raw scores of two rows, in the registers that hold the scores. The statements come after the operations
+    `done`, and may run in any order."""
     of_rows = [self.limits(row, tile) for row in rows]
     limits = {"above": [last for _, last in of_rows], "below": [first for first, _ in of_rows if first is not None]}
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
