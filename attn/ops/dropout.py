@@ -18,7 +18,7 @@ from attn.ops.common import f32, length, u32
 from attn.ops.language import compound
 from attn.ops.operation import Value
 from attn.ops.operation import emit
-from attn.tinygrad_compat import Tensor, UOp, dtypes
+from attn.tinygrad_compat import Tensor, UOp, as_uint64, dtypes
 
 OCTET = 8                      # keys of a query that one call of Philox serves
 WORD = 32                      # rows whose bits form a dword
@@ -134,7 +134,7 @@ class TensorWords:
   def word(n:int) -> int: return n
   @staticmethod
   def wide_product(x:Tensor, y:int) -> tuple[Tensor, Tensor]:
-    product = x.cast(dtypes.ulong)*y
+    product = as_uint64(x)*y
     return product.cast(dtypes.uint), (product >> 32).cast(dtypes.uint)
 
 def kept_elements(seed:Tensor, p:float, batch:Tensor, head:Tensor, query:Tensor, key:Tensor) -> Tensor:

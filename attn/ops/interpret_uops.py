@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from attn.ops.operation import Variable
-from attn.tinygrad_compat import UOp, dtypes
+from attn.tinygrad_compat import UOp, as_uint64, dtypes
 from attn.values import FLOATS
 
 @dataclass(frozen=True)
@@ -75,11 +75,7 @@ class PlainUOps:
   def high_half(self, x:Elements) -> Elements: return x >> 16
   def word(self, n:int) -> Elements: return Elements((UOp.const(n, dtypes.uint),))
   def wide_product(self, x:Elements, y:int) -> tuple[Elements, Elements]:
-    def wide(a:UOp) -> UOp:
-      """Widens the 32-bit number a to 64 bits by way of a bitcast. Without the bitcast tinygrad would merge two casts into one and get a 64-bit
-      index, which becomes a float when it is mixed with 32-bit numbers."""
-      return a.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
-    product = elementwise(lambda a: wide(a)*y, x)
+    product = elementwise(lambda a: as_uint64(a)*y, x)
     return elementwise(lambda a: a.cast(dtypes.uint), product), elementwise(lambda a: (a >> 32).cast(dtypes.uint), product)
   def at_least(self, x:Elements, least:int) -> Elements:
     zero, one = (UOp.const(n, dtypes.uint) for n in (0, 1))

@@ -3,10 +3,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from tinygrad.dtype import DType, dtypes, promo_lattice
 from tinygrad.schedule.multi import multi_pm
 from tinygrad.schedule.rangeify import pm_mops
+from tinygrad.tensor import Tensor
 from tinygrad.uop.ops import GroupOp, Ops, UOp, graph_rewrite
 from tinygrad.uop.spec import glbls as spec_names
 from tinygrad.uop.symbolic import symbolic
@@ -23,6 +24,12 @@ _COMMIT = pm_commit_weak + pm_cast_weak
 def committed(u:UOp) -> UOp:
   """Gives a dtype to each Python number in an expression: the dtype in which the expression computes with this number."""
   return graph_rewrite(u, _COMMIT)
+
+Number = TypeVar("Number", UOp, Tensor)
+def as_uint64(x:Number) -> Number:
+  """Casts 32-bit numbers to uint64, by way of a bitcast. Without the bitcast tinygrad merges this cast with the one that made them from an index, and
+  gets a 64-bit index, which it computes in floats where it meets 32-bit numbers. It then fails to lower the kernel."""
+  return x.cast(dtypes.int).bitcast(dtypes.uint).cast(dtypes.ulong)
 
 # **** vector-typed values ****
 # A fragment is ONE value of a clang vector type and not n scalars: the devectorizer would split a shaped value into n UOps, and lowering time grows

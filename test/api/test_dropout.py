@@ -72,6 +72,12 @@ def test_the_mask_in_tensor_operations() -> None:
     np.testing.assert_array_equal(got.numpy(), kept_mask(SEED, P, 2, 3, 5, 21, 7, 4))
     assert attn.dropout_mask(seed, 0.0, 1, 1, 3, 9).numpy().all()
 
+@pytest.mark.usefixtures("not_unrolled")
+@pytest.mark.parametrize("sizes", [(2, 2, 3, 5), (5, 7, 11, 13)])
+def test_the_mask_of_sizes_that_are_no_powers_of_two(sizes:tuple[int, ...]) -> None:
+  """tinygrad computes the index of an axis as a remainder of a division, and not in 64 bits, which it cannot lower."""
+  with emulated("gfx942"): np.testing.assert_array_equal(attn.dropout_mask(Tensor(SEED, device="EMU"), P, *sizes).numpy(), kept_mask(SEED, P, *sizes))
+
 def lags(mask:np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
   """Yields pairs of arrays of equal shape, in which each element of the mask meets the element at a fixed distance along one axis. The distances
   along the keys reach keys of the same octet (eight neighbouring keys), of neighbouring octets, and further away."""
