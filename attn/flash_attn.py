@@ -69,6 +69,7 @@ def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, lo
   kept = dropout_mask(options["dropout_seed"], options["dropout_p"], B, int(q.shape[-2]), Sq, Sk)
   return out, lse, kept.where(1.0, -1.0).cast(q.dtype)
 
+@values.names_itself
 def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                     softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                     dropout_seed:Tensor|None=None) -> Any:
@@ -92,6 +93,7 @@ def _others(arguments:dict[str, Any], *packed:str) -> dict[str, Any]:
   """Leaves out the arguments named `packed`, and returns the others."""
   return {name: x for name, x in arguments.items() if name not in packed}
 
+@values.names_itself
 def flash_attn_kvpacked_func(q:Tensor, kv:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                              softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                              dropout_seed:Tensor|None=None) -> Any:
@@ -99,6 +101,7 @@ def flash_attn_kvpacked_func(q:Tensor, kv:Tensor, dropout_p:float=0.0, softmax_s
   others, (k, v) = _others(locals(), "q", "kv"), _packed("kv", kv, 2, "(B, Sk, 2, Hkv, D)")
   return flash_attn_func(q, k, v, **others)
 
+@values.names_itself
 def flash_attn_qkvpacked_func(qkv:Tensor, dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                               softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                               dropout_seed:Tensor|None=None) -> Any:
@@ -106,6 +109,7 @@ def flash_attn_qkvpacked_func(qkv:Tensor, dropout_p:float=0.0, softmax_scale:flo
   others, (q, k, v) = _others(locals(), "qkv"), _packed("qkv", qkv, 3, "(B, S, 3, H, D)")
   return flash_attn_func(q, k, v, **others)
 
+@values.names_itself
 def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu_seqlens_k:Tensor, max_seqlen_q:int, max_seqlen_k:int,
                            dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0,
                            alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, block_table:Tensor|None=None, *,
@@ -120,6 +124,7 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
     options |= {"cu_seqlens_k": None, "max_seqlen_k": None, "kv_lengths": _lengths(options["cu_seqlens_k"])}
   return _attend(options, q, k, v, "thd", longest)
 
+@values.names_itself
 def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, cu_seqlens_q:Tensor, cu_seqlens_k:Tensor, max_seqlen_q:int, max_seqlen_k:int,
                                     dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1),
                                     softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
@@ -128,6 +133,7 @@ def flash_attn_varlen_kvpacked_func(q:Tensor, kv:Tensor, cu_seqlens_q:Tensor, cu
   others, (k, v) = _others(locals(), "q", "kv"), _packed("kv", kv, 2, "(total_k, 2, Hkv, D)")
   return flash_attn_varlen_func(q, k, v, **others)
 
+@values.names_itself
 def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:int, dropout_p:float=0.0, softmax_scale:float|None=None,
                                      causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0, alibi_slopes:Tensor|None=None,
                                      deterministic:bool=False, return_attn_probs:bool=False, *, dropout_seed:Tensor|None=None) -> Any:
@@ -189,6 +195,7 @@ def check_batches(numbers:Tensor, count:int) -> None:
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 
+@values.names_itself
 def flash_attn_with_kvcache(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, k:Tensor|None=None, v:Tensor|None=None, rotary_cos:Tensor|None=None,
                             rotary_sin:Tensor|None=None, cache_seqlens:int|UOp|Tensor|None=None, cache_batch_idx:Tensor|None=None,
                             cache_leftpad:Tensor|None=None, block_table:Tensor|None=None, softmax_scale:float|None=None, causal:bool=False,

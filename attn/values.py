@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools, math, numbers
 from collections.abc import Callable, Iterable
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
 import numpy as np
 from attn.tinygrad_compat import DType, Tensor, UOp, dtypes, strong_dtype
 
@@ -20,6 +20,19 @@ MOST_KERNELS = 512      # number of problems whose kernels a process keeps, the 
 cache_of_kernels = functools.lru_cache(MOST_KERNELS)      # decorator for functions of a problem, whose results tinygrad's caches look up by identity
 
 Check = Callable[[str, Any], Any]
+Public = TypeVar("Public", bound=Callable[..., Any])
+
+def names_itself(function:Public) -> Public:
+  """Decorator for a function that users call. Its errors begin with its name. If one such function calls another, they begin with the name of the
+  function that the user called."""
+  @functools.wraps(function)
+  def called(*args:Any, **kwargs:Any) -> Any:
+    try: return function(*args, **kwargs)
+    except (ValueError, RuntimeError) as e:      # NotImplementedError is a RuntimeError
+      text = e.__dict__.setdefault("without_name", str(e))
+      e.args = (f"{function.__name__}: {text}",)
+      raise
+  return called     # type: ignore[return-value]
 
 def option(default:Any, check:Check, meaning:str) -> Any:
   """Makes a dataclass field for an option, with its default, its check and its meaning."""

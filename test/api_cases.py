@@ -5,6 +5,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 import pytest
 import attn
+from attn.calls.options import DEFAULTS
 from attn.choose import tile_lists
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor
@@ -47,7 +48,7 @@ def check_attention(arch:str="gfx942", kernel:str="", make:Callable[[Problem], I
   as (B, H, Sq)."""
   extras = extras or {}
   p = problem(extras=extras, **parameters)
-  x, call = make(p), {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  x, call = make(p), {name: value for name, value in parameters.items() if name in DEFAULTS and name != "out_dtype"}
   with emulated(arch, kernel):
     q, k, v = (place(name, tensor(arrange(a, p.layout), p.dtype)) for name, a in (("q", x.q), ("k", x.k), ("v", x.v)))
     o, lse = attn.attention(q, k, v, return_lse=True, out_dtype=DTYPES[p.out_dtype], **call,

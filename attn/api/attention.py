@@ -20,6 +20,7 @@ from attn.problem import Problem
 from attn.score.terms import check_differentiable
 from attn.tinygrad_compat import DType, Tensor, UOp
 
+@values.names_itself
 def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int,
               int]=(-1, -1), softcap:float=0.0, v_dim:int|None=None, alibi_slopes:Tensor|None=None, bias:Tensor|None=None, score_mod:Callable[...,
               UOp]|None=None, mask_mod:Callable[..., UOp]|None=None, mod_tensors:Sequence[Tensor]=(), sinks:Tensor|None=None,
@@ -150,6 +151,7 @@ def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str
   of a sequence."""
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
+@values.names_itself
 def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
   """Prints which kernel `attention` chooses for these arguments, with its tile and its number of key ranges (KV splits), and why it doesn't choose
   the other kernels. Returns the choice. Runs no kernel.

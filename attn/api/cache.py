@@ -44,6 +44,7 @@ def cache_maker(dtype:Any, scale_dtype:Any, device:Any, axis:int|None=None) -> C
     return Tensor.zeros(*shape, dtype=dtype, device=on[0]).contiguous().shard(on, axis).realize()
   return zeros if format is None else lambda *shape: QuantizedRows(zeros(*shape), zeros(*shape[:-1], dtype=of_scales))
 
+@values.names_itself
 def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, scale_dtype:DType|str=dtypes.float,
                    layout:str="bhsd", device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
   """Allocates a key/value cache. Returns (k_cache, v_cache), filled with zeros: `capacity` rows of `width` elements for each batch and key/value
@@ -65,6 +66,7 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
   shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
   return made(*shape), made(*shape)
 
+@values.names_itself
 def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=None, *, dtype:DType|str=dtypes.half,
                       scale_dtype:DType|str=dtypes.float, device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
   """Allocates a key/value cache in pages. Returns (k_pages, v_pages), filled with zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size,
@@ -291,6 +293,7 @@ def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|
   if at.shared == "rows": raise ValueError("k_cache is sharded along its rows: must be sharded along batch or heads, or whole")
   return _launches(parts, at, cache_seqlens, (size.get("batch", 1), new, size["rows"]), layout, layout)
 
+@values.names_itself
 def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, *, layout:str="bhsd",
               block_table:Tensor|None=None) -> Tensor:
   """Writes new rows of every batch into the caches, in place, from row cache_seqlens on. Returns the new lengths, int32 (B).
@@ -311,6 +314,7 @@ def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenR
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, block_table)
   return rows.append()
 
+@values.names_itself
 def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, *,
                             causal:bool|str=True, layout:str="bhsd", **options:Any) -> Any:
   """Appends k_new and v_new to the caches in place, as `append_kv` does, and then attends over all cache_seqlens + new rows of each batch.

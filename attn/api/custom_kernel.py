@@ -11,6 +11,7 @@ from attn.problem import EXTRAS, MOD_TENSORS, GivenExtras, problem_of
 from attn.tinygrad_compat import UOp
 from attn.values import cache_of_kernels, static_shape
 
+@values.names_itself
 def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, layout:str="bhsd", window:tuple[int, int]=(-1, -1),
                        softcap:float=0.0, score_mod:Callable[..., UOp]|None=None, mask_mod:Callable[..., UOp]|None=None, dropout_p:float=0.0,
                        max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, return_lse:bool=False, arch:str|None=None,

@@ -27,6 +27,7 @@ def first_of_each(at:Placement, p:Problem) -> Tensor:
   firsts = [n for i in range(at.count) for n in (i*batch, i*head)]
   return Tensor(firsts, dtype=dtypes.uint, device=at.device[0]).shard(tuple(at.device), 0)
 
+@values.names_itself
 def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start:int=0, head_start:int=0) -> Tensor:
   """Shows which attention weights (elements of P, the softmax of the scores) `attention` keeps with dropout_p=p and dropout_seed=seed. Returns bool
   (B, H, Sq, Sk) on the seed's device, True for kept.

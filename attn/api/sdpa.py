@@ -66,6 +66,7 @@ def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], Leading]
   if sinks is not None: options["sinks"] = leading.of_heads(sinks)
   return (leading.of_queries(q), leading.of_keys("key", k), leading.of_keys("value", v)), options, leading
 
+@values.names_itself
 def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                                  enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
   """Computes softmax(query key^T * scale + attn_mask) value. The arguments are those of tinygrad and PyTorch.

@@ -10,6 +10,7 @@ from attn import values
 from attn.api.attention import attention
 from attn.tinygrad_compat import Ops, Tensor
 
+@values.names_itself
 def thunder_attention(xq:Tensor, xk:Tensor, xv:Tensor, attn_mask:None=None, is_causal:bool=False, write_flat:bool=False, sinks:Tensor|None=None,
                       window:int=0) -> tuple[Tensor, Tensor, Tensor]:
   """Computes attention of (B, S, H, D) tensors, with the arguments of tinygrad's extra/thunder/amd/fa.py. Returns (o, o, lse): the output twice, as
@@ -39,6 +40,7 @@ def written_as(o:Tensor, lse:Tensor, shapes:tuple[tuple[int, ...], ...]) -> tupl
   new_o, new_lse = (Tensor(u.after(call)) for u in instead.values())
   return new_o, new_lse
 
+@values.names_itself
 def fused_qkv_rope(xqkv:Tensor, freqs_cis:Tensor, n_heads:int, n_kv_heads:int, head_dim:int) -> tuple[Tensor, Tensor, Tensor]:
   """Splits the projection xqkv into q, k and v, each (B, S, heads, D), and applies the rotary embedding to q and k. Returns (q, k, v).
 

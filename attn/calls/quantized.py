@@ -110,6 +110,7 @@ def device_of_rows(name:str, x:Tensor) -> str|tuple[str, ...]:
   if x.device is None: raise ValueError(f"{name} is a constant without a device: call .contiguous() on a device first")
   return x.device
 
+@values.names_itself
 def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtypes.float) -> QuantizedRows:
   """Converts keys or values to 8 bits, by tensor operations. Each row (the elements along the last axis) gets a scale of its own.
 
@@ -126,6 +127,7 @@ def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtype
   scales = format.scale_of(sizes_of(x).max(-1, keepdim=True), of_scales := check_scale_dtype("scale_dtype", scale_dtype))
   return QuantizedRows(format.stored(x, scales), scales.squeeze(-1).cast(of_scales))
 
+@values.names_itself
 def dequantize_kv(rows:QuantizedRows, dtype:DType|str=dtypes.half) -> Tensor:
   """Converts rows of 8 bits back to a tensor of `dtype` (float16, bfloat16 or float32), by tensor operations: each stored number times the scale of
   its row. For tests and for moving a cache: kernels read such rows without this conversion."""
@@ -133,6 +135,7 @@ def dequantize_kv(rows:QuantizedRows, dtype:DType|str=dtypes.half) -> Tensor:
   x, dtype = check_quantized("rows", rows), check_out_dtype("dtype", dtype)
   return (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)
 
+@values.names_itself
 def rotate(x:Tensor) -> Tensor:
   """Rotates rows (the last axis) of q and k by a Hadamard matrix, by tensor operations. Scores of rotated queries and keys are those of the given
   ones, but for rounding. The rotation spreads a large element over its row, so keys with a few large columns lose less in int8.

@@ -34,6 +34,7 @@ def in_order(x:Tensor, axis:int, length:int, count:int, order:str) -> Tensor:
   whole = rearranged(x, axis, [numbers.index(n) for n in range(len(numbers))])
   return whole.shrink(tuple((0, length) if i == axis else None for i in range(x.ndim)))
 
+@values.names_itself
 def shard_sequence(x:Tensor, devices:str|Sequence[str], axis:int, order:str="zigzag") -> Tensor:
   """Shards the rows of x along `axis` over `devices`, for `attention(..., sequence_order=order, sequence_lengths=...)`. A single device gets all of
   x.
@@ -57,6 +58,7 @@ def shard_sequence(x:Tensor, devices:str|Sequence[str], axis:int, order:str="zig
   # contiguous: the realized tensor is then a buffer and not the copies into it
   return sharded_with_gradient(rearranged(x, axis, dealt(len(names), order)), names, axis).contiguous()
 
+@values.names_itself
 def unshard_sequence(x:Tensor, axis:int, length:int, order:str="zigzag") -> Tensor:
   """Gathers a sharded sequence: returns the first `length` rows of the sequence along `axis`, in their natural order, on the first of x's devices.
 

@@ -1,5 +1,6 @@
 """Tests of every argument of every public function with values of wrong type, wrong values and extreme values. Each call gives the right result, or
-raises a ValueError or NotImplementedError that names the argument. The environment variable ATTN_EXAMPLES sets the number of random problems:
+raises a ValueError or NotImplementedError that names the function and the argument. The environment variable ATTN_EXAMPLES sets the number of random
+problems:
 
     ATTN_EXAMPLES=2000 python -m pytest test/api/test_arguments.py -k random
 """
@@ -151,12 +152,13 @@ def right(name:str, given:dict[str, Any], result:Any) -> None:
 
 def result_of(name:str, argument:str, label:str) -> tuple[dict[str, Any], Any]|None:
   """Calls a function with one argument replaced. Returns the arguments and the result, which is not computed yet, or None if the function raises an
-  error with a good message."""
+  error with a good message, which names the function and the argument."""
   function, make = FUNCTIONS[name]
   given, before = make() | {argument: VALUES[label]()}, GlobalCounters.kernel_count
   try: return given, function(**given)
   except REFUSALS as e:
     text = str(e)
+    assert text.startswith(f"{function.__name__}: "), f"{argument} is {label}: {text}"
     assert any(word in text for word in (argument, *ALSO.get(argument, ()))), f"{argument} is {label}: {text}"
     assert mentions(given[argument], text), f"{argument} is {label}: {text}"
     assert GlobalCounters.kernel_count == before and "UOp(" not in text and "<UOp" not in text and len(text) < 600, f"{label}: {text}"

@@ -399,8 +399,9 @@ def test_what_is_wrong_with_a_seed() -> None:
     with pytest.raises(ValueError, match=r"dropout_p=0.3 with extras=\(\): must name dropout_seed"): attn.flash_attention_fn(dropout_p=P)
     with pytest.raises(ValueError, match=r"dropout_seed with dropout_p=0\.0"):
       Tensor.empty_like(q).custom_kernel(q, q, q, seed, fxn=attn.flash_attention_fn(extras=("dropout_seed",)))
-    with pytest.raises(ValueError, match=r"^seed has shape \(1,\): must be \(2,\)"): attn.dropout_mask(seed[:1], P, 1, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"^seed has dtype int32: must be uint32"): attn.dropout_mask(seed.cast(dtypes.int), P, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"^dropout_mask: seed has shape \(1,\): must be \(2,\)"): attn.dropout_mask(seed[:1], P, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"^dropout_mask: seed has dtype int32: must be uint32"):
+      attn.dropout_mask(seed.cast(dtypes.int), P, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="batch_start=-1"): attn.dropout_mask(seed, P, 1, 1, 1, 1, batch_start=-1)
     np.testing.assert_array_equal(array(attn.attention(q, q, q, dropout_seed=seed)), array(attn.attention(q, q, q)))
 

@@ -12,6 +12,7 @@ from attn import flash_attn
 from attn.accuracy import Law, judge, without_error
 from attn.calls import gradient
 from attn.calls.history import made
+from attn.calls.options import DEFAULTS
 from attn.calls.placement import AXES
 from attn.chips import get_chip
 from attn.choose.backward import Parts, can_differentiate, choose_backward, choose_parts, memory_of
@@ -39,7 +40,7 @@ def check_gradients(arch:str="gfx942", kernel:str="", make:Callable[[Problem], I
   rng = np.random.default_rng(11)
   do = rounded(rng.standard_normal((B, p.H, rows, p.Dv), dtype=np.float32), p.out_dtype) if "o" in through else None
   dlse = rng.standard_normal((B, p.H, rows), dtype=np.float32) if "lse" in through else None
-  call = {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  call = {name: value for name, value in parameters.items() if name in DEFAULTS and name != "out_dtype"}
   with emulated(arch, kernel), Context(TRAINING=training):
     given = {name: place(name, tensor(arrange(a, p.layout), p.dtype)) for name, a in vars(x).items()}
     given |= {name: place(name, extra(name, a, p.bias_dtype)) for name, a in extras.items()}

@@ -177,7 +177,7 @@ def test_tensors_that_are_refused() -> None:
   with pytest.raises(ValueError, match=r"^mod_tensors\[1\]=ndarray of shape \(3,\) and dtype float64: must be a Tensor"):
     call(good, np.zeros(3), score=score)
   with pytest.raises(ValueError, match=r"^mod_tensors\[0\]=None: must be a Tensor"): call(None, score=score)
-  with pytest.raises(ValueError, match=r"^mod_tensors=Tensor of shape \(2, 5\) and dtype dtypes.float: must be a tuple of Tensors"):
+  with pytest.raises(ValueError, match=r"^attention: mod_tensors=Tensor of shape \(2, 5\) and dtype dtypes.float: must be a tuple of Tensors"):
     attn.attention(q, q, q, score_mod=score, mod_tensors=good)
   with pytest.raises(ValueError, match=r"^mod_tensors\[1\] is on CPU but q on EMU: all tensors must be on the same device"):
     call(good, other, score=add)

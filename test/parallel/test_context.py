@@ -12,6 +12,7 @@ import attn
 from attn.accuracy import judge
 from attn.api import checked_call
 from attn.calls import checked_kernel
+from attn.calls.options import DEFAULTS
 from attn.chips import get_chip, other_chip
 from attn.emulator.checks import UninitialisedRead
 from attn.kernels.merge import RowRange, merge, part_places
@@ -191,7 +192,7 @@ def check(count:int, order:str="zigzag", arch:str="gfx942", kernel:str="", *, ke
   extras = extras or {}
   p = problem(extras=extras, **parameters)
   x, axis = normal(p), ROWS[p.layout]
-  call = {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  call = {name: value for name, value in parameters.items() if name in DEFAULTS and name != "out_dtype"}
   at = devices(count)
   with emulated(arch, kernel):
     def dealt(a:np.ndarray, name:str) -> Tensor:
@@ -321,7 +322,7 @@ def check_gradients(count:int, order:str="zigzag", arch:str="gfx942", *, keys:bo
   rng = np.random.default_rng(11)
   do = rounded(rng.standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32), p.out_dtype)
   dlse = rng.standard_normal((p.B, p.H, p.Sq), np.float32)
-  call = {name: value for name, value in parameters.items() if name in attn.attention.__kwdefaults__ and name != "out_dtype"}
+  call = {name: value for name, value in parameters.items() if name in DEFAULTS and name != "out_dtype"}
   with emulated(arch), Context(TRAINING=1):
     def dealt(t:Tensor, along:int, to_all:bool) -> Tensor:
       return t.shard(at) if to_all else attn.shard_sequence(t, at, along, order)
