@@ -74,6 +74,20 @@ def test_refused():
       attn.scaled_dot_product_attention(q, draw(2, 3, 40, 32), draw(2, 3, 40, 32), enable_gqa=True)
     with pytest.raises(ValueError, match=r"query has shape \(3,\)"): attn.scaled_dot_product_attention(draw(3), k, k)
 
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80"])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_bool_mask_is_added(arch, number):
+  """Where a bool mask is False, -inf is added to the score, as in tinygrad's own function. So the NaN score of a key with a NaN or an infinity stays
+  NaN, although the mask hides the key."""
+  with emulated(arch):
+    q, v = draw(1, 2, 5, 32), draw(1, 2, 40, 32, seed=1)
+    key, mask = array(draw(1, 2, 40, 32, seed=2)), np.random.default_rng(0).random((1, 1, 5, 40)) < .8
+    key[:, 0, 7], mask[..., 7] = number, False
+    k, mask = tensor(key, "float16"), Tensor(mask, device="EMU")
+    own, ours = (array(f(q, k, v, mask)) for f in (Tensor.scaled_dot_product_attention, attn.scaled_dot_product_attention))
+  assert np.isnan(own[:, 0]).all() and not np.isnan(own[:, 1]).any()
+  np.testing.assert_array_equal(np.isnan(ours), np.isnan(own))
+
 # ***** in place of tinygrad's own method *****
 
 class Block:
