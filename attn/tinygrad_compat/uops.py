@@ -4,10 +4,10 @@ import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes, promo_lattice
 from tinygrad.schedule.multi import multi_pm
 from tinygrad.schedule.rangeify import pm_mops
-from tinygrad.tensor import Tensor
 from tinygrad.uop.ops import GroupOp, Ops, UOp, graph_rewrite
 from tinygrad.uop.spec import glbls as spec_names
 from tinygrad.uop.symbolic import symbolic
