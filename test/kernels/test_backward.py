@@ -272,7 +272,7 @@ def waits_for_one_less(m:pytest.MonkeyPatch) -> None:
 def numbers_of_the_next_tile(m:pytest.MonkeyPatch) -> None:
   wrong(m, WgmmaTrip, "numbers", lambda numbers: lambda self, s, kind: numbers(replace(self, ring_place=self.of.next(self.ring_place)), s, kind))
 def another_head(m:pytest.MonkeyPatch) -> None:
-  wrong(m, WgmmaBackward, "next", lambda next_: lambda self, place: replace(next_(self, place), turn=place.turn))
+  wrong(m, WgmmaBackward, "next", lambda next_: lambda self, place: replace(next_(self, place), loop=place.loop))
 def mask_of_first_head(m:pytest.MonkeyPatch) -> None: m.setattr(WarpRows, "of_head", lambda self, head: self)
 
 @pytest.mark.parametrize("plant, error, text", ((a_ring_of_two, LdsRace, "with no barrier between"), (another_head, AssertionError, "dk: "),
@@ -336,7 +336,7 @@ def test_keys_beyond_kv_lengths_reach_no_query_at_once() -> None:
 
 def no_barrier_after_ds(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_backward, "workgroup_barrier", lambda after: after)
 def a_single_ds(m:pytest.MonkeyPatch) -> None:
-  wrong(m, WgmmaBackward, "weights", lambda weights: lambda self, place: weights(self, replace(place, index=place.index*2)))
+  wrong(m, WgmmaBackward, "ds_in_shared", lambda ds_in_shared: lambda self, place: ds_in_shared(self, replace(place, index=place.index*2)))
 def sums_that_begin_with_1(m:pytest.MonkeyPatch) -> None:
   m.setattr(gradient_sums, "nv", SimpleNamespace(F4=nvidia.F4, zero=lambda order: ops.splat(1.0, 4)))
 def columns_of_first_warpgroup(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaTrip, "dq_column", UOp.const(0))
