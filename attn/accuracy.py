@@ -23,18 +23,31 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 import numpy as np
 from attn.ops.numerics import ROUNDOFF
+from attn.ops.softmax import LIFT
 from attn.reference import (PLAIN, Array, Options, TermStep, with_heads, batch_options, finished_scores, slope_of, softmax_of, summed_to, term_steps,
                             exact, exact_backward)
 
 SIGMAS = 6.0                    # standard deviations that the random part of an element's error may have
 ENOUGH_ELEMENTS = 10**4                  # a root mean square counts only over this many elements or more
 FP32 = ROUNDOFF["float32"]
-SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126}      # smallest normal numbers
+# smallest normal numbers
+SMALLEST = {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "fp8e4m3": 2.0**-6, "fp8e4m3fnuz": 2.0**-7}
 OVERFLOWS = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}      # from here on a number is rounded to inf
 VANISHING = 2.0**-96            # bound of errors below the normal numbers of fp32, 2^-126, times the largest size and number of inputs
 MOST = 700.0                    # exponent of e: beyond it float64 overflows
+EVENLY_SPREAD = 0.6                    # root mean square of a number that is spread evenly over 0..1, rounded up
 STEP = 16                       # number of keys, or of elements of a row, that a matrix instruction adds at a time
 SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs compute tanh as 1 - 2/(1 + exp(2x)), everywhere
+
+@dataclass(frozen=True)
+class ShortSums:
+  """Sums of a matrix unit that cuts off the addends of a product of 8-bit floats at 2^-`bits` of their largest partial sum. After `run` products a
+  sum goes to fp32; 0: never."""
+  bits: int
+  run: int
+  @property
+  def unit(self) -> float: return 2.0**-self.bits
+  def runs(self, n:int) -> list[slice]: return [slice(i, i + (self.run or n)) for i in range(0, n, self.run or n)]
 
 @dataclass(frozen=True)
 class Law:
@@ -190,12 +203,13 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 
   float16 has losses. A weight below 2^-22 is rounded to one of the five smallest numbers: 0, 1, 2, 3 or 4 times 2^-24. The loss of this weight is at
   most the weight itself. If the matrix unit flushes denormal numbers to 0 (`flushes`), every weight below the smallest normal number, 2^-14, is lost.
-  A weight above 2^-14 may then be lost, too, because the computed weight differs from the exact one by up to `off`. bfloat16 has no losses: its
-  smallest normal number is that of fp32, the type in which the weights are computed. float32 is not rounded."""
+  A weight above 2^-14 may then be lost, too, because the computed weight differs from the exact one by up to `off`. The 8-bit floats have losses as
+  float16 does: a weight below half of the smallest normal number is rounded to one of the five smallest numbers. bfloat16 has no losses: its smallest
+  normal number is that of fp32, the type in which the weights are computed. float32 is not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
-  if dtype != "float16": return np.minimum(size, largest), None
-  small = size < (SMALLEST[dtype] + off if flushes else 2**-8*SMALLEST[dtype])
+  if dtype == "bfloat16": return np.minimum(size, largest), None
+  small = size < (SMALLEST[dtype] + off if flushes else 8*ROUNDOFF[dtype]*SMALLEST[dtype])
   lost = size if flushes else np.minimum(size, largest)
   return np.where(small, 0, largest), lost*small if (small & (size > 0)).any() else None
 
@@ -292,6 +306,23 @@ def _dot_error(n:int, size:Array, squares:Array) -> Array:
   value matters. `squares` is the sum of the squares of its terms."""
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
+def _short_dot_errors(short:ShortSums, q:Array, turned:Array, raw:Array) -> tuple[Array, Array]:
+  """Estimates the errors of q k^T in short sums: their standard deviation, and the limit of the part that has one sign. Each addend loses a part of a
+  unit, towards zero. Losses of addends of both signs partly cancel."""
+  unit = short.unit*(np.abs(raw) + np.sqrt((q*q) @ (turned*turned)))
+  return unit*EVENLY_SPREAD*math.sqrt(q.shape[-1]), unit*np.abs(np.sign(q) @ np.sign(turned))/2
+
+def _short_sum_errors(short:ShortSums, w:Array, x:Array, below:float=2.0) -> Array:
+  """Bounds the error of the sum of w_j x_j in short sums. Only weights below `below` times the sum of all weights lose something: larger ones are
+  multiples of a unit."""
+  random, signed = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], x.shape[-1]))
+  for here in short.runs(w.shape[-1]):
+    some, of_x = w[..., here], x[..., here, :]
+    mass, counted = some @ np.abs(of_x), np.where((some > 0) & (some < below*some.sum(-1, keepdims=True)), 1.0, 0.0)
+    random += np.square(short.unit*mass)*(counted @ np.sign(np.abs(of_x)))
+    signed += short.unit*mass*np.abs(counted @ np.sign(of_x))/2
+  return SIGMAS*EVENLY_SPREAD*np.sqrt(random) + signed
+
 # ***** the pairs of queries and keys *****
 
 def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
@@ -317,6 +348,7 @@ class _Pairs:
   lse_off: Array         # error of a row's lse
   rounding: tuple[Array, Array|None]     # largest rounding error and loss of `weights`: see _rounding
   weights: Array         # P; with rows of 8 bits, P times the scale of the key's row of V. Forward rounds these numbers times a factor of each row
+  short: ShortSums|None = None           # how the matrix unit adds, if not in fp32
   def kept(self, a:Array) -> Array:
     """Applies dropout to an array with a value for each pair of a query and a key: multiplies the values of the pairs that dropout keeps by 1/(1 -
     dropout_p), and the other values by 0."""
@@ -339,7 +371,7 @@ BENT: dict[str, Callable[[Array, TermStep, Options, str], tuple[Array, Array]]] 
   "softcap": _off_by_the_cap, "score_mod": _off_by_a_function}
 
 def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offset:int, x:Options, dtype:str, flushes:bool,
-           v_scales:Array|None=None) -> _Pairs:
+           v_scales:Array|None=None, short:ShortSums|None=None) -> _Pairs:
   given_q, given_k, v = with_heads(q, k, _clean(v), np.float64)
   q, k = _finite(given_q), _finite(given_k)
   if x.bias is not None: x = replace(x, bias=np.where(np.isnan(x.bias) | np.isposinf(x.bias), 0, x.bias.astype(np.float64)))
@@ -356,6 +388,10 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
     bare = _finite(finished_scores(np.zeros_like(raw), (-1, -1), offset, replace(x, **none_bent))[0])
   lse = lse[..., None]
   off, size, slope_off = scale*_dot_error(q.shape[-1], raw/scale, (q*q) @ (turned*turned)), np.abs(raw), np.zeros_like(raw)
+  of_sign = np.zeros_like(raw)
+  if short is not None:
+    more, of_sign = (scale*a for a in _short_dot_errors(short, q, turned, raw/scale))
+    off = off + more + of_sign/3
   for step in term_steps(raw, offset, x):
     if step.name not in BENT: continue
     off, more = BENT[step.name](off, step, x, dtype)
@@ -364,8 +400,9 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   own = FP32*((size + np.abs(lse))/2 + 1.5)
   off = np.minimum(off + own, 1)
   lse_off = SIGMAS*np.sqrt(_grouped(raw, p*off, np.ones((p.shape[-1], 1)))[0]) + FP32*(
-    3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + _roundings(p))
+    3*(p*size).sum(-1, keepdims=True) + 4*(1 + np.abs(lse)) + _roundings(p)) + (p*of_sign).sum(-1, keepdims=True)
   above = np.exp(np.minimum(lse - top, MOST))      # forward's weights are relative to the row's largest score, or to a lower number
+  above = above*2.0**LIFT.get(dtype, 0.0)           # times the weight of the largest score
   weights = p
   if v_scales is not None:                         # then relative to the row's largest product of P and a scale
     scales = np.repeat(_scales_in_range(v_scales), q.shape[-3]//v_scales.shape[-2], axis=-2)[..., None, :]
@@ -375,7 +412,7 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
   r, lost = _rounding(p*above, dtype, flushes)
   factor = None if x.kept is None else np.broadcast_to(np.where(x.kept, 1/(1 - x.dropout_p), 0), p.shape)
   return _Pairs(dtype, flushes, scale, q, k, v, raw, p, np.broadcast_to(slope, p.shape), slope_off, factor, off, own, lse, lse_off,
-                (r/above, None if lost is None else lost/above), weights)
+                (r/above, None if lost is None else lost/above), weights, short)
 
 # ***** forward *****
 
@@ -385,17 +422,17 @@ def _scales_in_range(scales:Array) -> Array:
   return np.where(scales > 0, scales, 2.0**-100)
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
-           out_dtype:str, flushes:bool=False, v_scales:Array|None=None) -> tuple[Law, Law]:
+           out_dtype:str, flushes:bool=False, v_scales:Array|None=None, short:ShortSums|None=None) -> tuple[Law, Law]:
   """Computes the exact values and error limits of (o, lse) for inputs of this `dtype`. scale, `window`, `offset` (the place of query 0 among the
   keys) and `options` describe the call, as for `reference.exact`. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as
   CDNA2 does. If k and v are stored in 8 bits, they are given as float64, each row times its scale, and `v_scales` (B, Hkv, Sk) are the scales of
-  V."""
+  V. q, k and v of 8-bit floats are given as float64, times their scales. `short` says how the matrix unit adds, if it does not add in fp32."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
     keys = (one, Ellipsis, slice(n), slice(None))
     scales = None if v_scales is None else v_scales[one, ..., :n]
-    t = _pairs(q[one], k[keys], v[keys], scale, window, offset + shift, x, dtype, flushes, scales)
+    t = _pairs(q[one], k[keys], v[keys], scale, window, offset + shift, x, dtype, flushes, scales, short)
     centre = _finite(o[one])
     total, equals = _grouped(t.weights, t.rounding[0], t.v, t.factor, centre)
     of_o.add(one, _Moments(total/3, _slack_of_o(t, centre), equals))
@@ -419,14 +456,17 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
   """Returns the slack of o: the limit of all errors except the roundings that the dtypes force. The slack is the sum of four errors. (1) The fp32
   error of each score: one part comes from the product q.k, and is equal for keys with equal q.k; the other part comes from later operations, and is
-  equal for keys with equal weights. (2) The error of adding up. (3) The error of rescaling the sums when the softmax subtracts a larger number than
-  before. (4) The loss of small weights."""
+  equal for keys with equal weights. (2) The error of adding up, in fp32 or in short sums. (3) The error of rescaling the sums when the softmax
+  subtracts a larger number than before. (4) The loss of small weights."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)
   of_weights, _ = _grouped(t.p, t.p*np.minimum(t.own, 1), t.v, t.factor, o)
   found = SIGMAS*np.sqrt(of_products + of_weights)
   found += _added(t.p, largest) + np.minimum(4*FP32*(1 + np.abs(t.lse)), 1)*centred
+  if t.short is not None:
+    found += _short_sum_errors(t.short, t.p, t.v)
+    found += _short_sum_errors(t.short, t.p, np.ones((t.p.shape[-1], 1)), 2.0**(4 - t.short.bits))*np.abs(o)      # P has 4 significant bits
   if (lost := t.rounding[1]) is not None:
     mass = lost.sum(-1, keepdims=True) if t.weights is t.p else np.zeros_like(t.lse)     # sums of scaled weights lose nothing
     found += (t.kept(lost) @ np.abs(t.v) + mass*np.abs(o))/np.maximum(1 - mass, FP32)

@@ -12,8 +12,10 @@ LAYOUTS = {"bhsd": "(B, H, S, D)", "bshd": "(B, S, H, D)", "nsd": "(B*H, S, D)",
 CAUSAL = {False: "full", True: "bottom-right: query i sees keys j <= i + Sk - Sq", "bottom-right": "as True",
           "top-left": "query i sees keys j <= i"}
 ORDERS = {"contiguous": 1, "zigzag": 2}     # orders in which devices hold a sequence, and the number of its pieces that each device has
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1}   # size of an element
-STORED = {"int8": "int8", "fp8e4m3": "uint8", "fp8e4m3fnuz": "uint8"}   # formats of stored rows (attn/ops/formats.py), dtypes of their tensors
+OF_8_BITS = ("fp8e4m3", "fp8e4m3fnuz")     # dtypes of q, k and v of 8 bits: OCP's, and that of gfx942. Kernels take their bytes, as uint8
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, **dict.fromkeys(OF_8_BITS, 1)}   # size of an element
+STORED = {"int8": "int8", **dict.fromkeys(OF_8_BITS, "uint8")}   # formats of stored rows (attn/ops/formats.py), dtypes of their tensors
+INPUT_SCALES = ("q_scale", "k_scale", "v_scale")     # scales of q, k and v of 8 bits
 SCALE_DTYPES = ("float32", "float16")
 MAX_SPLITS = 256
 MOST_ROWS = 2**28        # most rows of one sequence, and of all packed sequences together
@@ -215,6 +217,9 @@ class Problem:
     stored       format in which k and v are stored (STORED), or "" if they have the dtype of q. Stored rows have scales: row s of k
                  is the numbers of the tensor k times one number of the tensor k_scales, v likewise with v_scales. Only with k_view and v_view
     scale_dtype  dtype of the scales, "float32" or "float16"
+    q_scale, k_scale, v_scale   only with q, k and v of 8 bits: number of elements of the tensor of this name, float32, which has a factor of q, k
+                 or v: one for all heads, or one for each batch and key/value head. 0: there is no such tensor
+    fast_accumulate   only with q, k and v of 8 bits: leave all sums of products to the matrix unit, even if it adds them coarsely
     k_scale_view, v_scale_view   where the scales of the rows of k and v lie in their tensors, which have one dimension
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
@@ -270,6 +275,10 @@ class Problem:
   scale_dtype: str = "float32"
   k_scale_view: Strided|None = None
   v_scale_view: Strided|None = None
+  q_scale: int = 0
+  k_scale: int = 0
+  v_scale: int = 0
+  fast_accumulate: bool = False
   kv_starts: bool = False
   total_q: int = 0
   total_k: int = 0
@@ -287,7 +296,8 @@ class Problem:
     left, right = self.window
     first, last = (self.place(row) + self.offset for row in (0, self.Sq - 1))
     put("window", (left if left < last else -1, right if right < self.Sk - 1 - first else -1))
-    for check_together in (check_heads_and_types, check_scores, check_packed, check_numbers_of_rows, check_places, check_stored):
+    for check_together in (check_heads_and_types, check_scores, check_packed, check_numbers_of_rows, check_places, check_stored,
+                           check_8_bits):
       check_together(self)
 
   @property
@@ -295,7 +305,13 @@ class Problem:
   @property
   def key_dtype(self) -> str:
     """Dtype of the tensors k and v: that of q, or that of the format in which they are stored."""
-    return STORED[self.stored] if self.stored else self.dtype
+    return STORED[self.stored] if self.stored else self.bits_dtype
+  @property
+  def of_8_bits(self) -> bool: return self.dtype in OF_8_BITS
+  @property
+  def bits_dtype(self) -> str:
+    """Dtype of the tensor q in a kernel: that of the problem, or uint8 for the bytes of 8-bit floats."""
+    return STORED[self.dtype] if self.of_8_bits else self.dtype
   @property
   def key_itemsize(self) -> int: return BYTES[self.key_dtype]    # bytes of an element of k and v
   @property
@@ -305,7 +321,8 @@ class Problem:
   @property
   def options(self) -> tuple[str, ...]:
     """Names of the active options that change a kernel's code."""
-    names = ("sinks", "kv_lengths", "sk_variable", "stored", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod")
+    names = ("sinks", "kv_lengths", "sk_variable", "stored", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod",
+             *INPUT_SCALES)
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def functions(self) -> tuple[Traced, ...]:
@@ -375,6 +392,7 @@ class Problem:
       ("cu_seqlens_k", self.varlen and self.pages is None, (B + 1,), "int32"),
       ("dropout_seed", self.dropout_p > 0, (2,), "uint32"),
       ("first_batch_and_head", self.first_batch_and_head, (2,), "uint32"),
+      *[(name, (number := getattr(self, name)) > 0, (B, self.Hkv) if number > 1 else (1, 1), "float32") for name in INPUT_SCALES],
       *[(name, True, shape, dtype) for name, (shape, dtype) in zip(MOD_TENSORS, self.mod_tensors)],
       ("tile_list", self.tile_list is not None, self.tile_list or (), "int32"))
     return of_terms | {name: (shape, dtype) for name, there, shape, dtype in tensors if there}
@@ -397,7 +415,7 @@ class Problem:
       ("o", True, of_o, self.out_dtype),
       ("lse", self.return_lse, of_lse, "float32"),
       ("lse_rest", self.lse_rest, of_lse, "float32"),
-      ("q", True, of_q, self.dtype),
+      ("q", True, of_q, self.bits_dtype),
       ("k", True, of_keys(self.D, self.k_view), self.key_dtype),
       ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.key_dtype),
       *[(name, view is not None, (view.size if view else 0,), self.scale_dtype) for name, view in self.scale_views.items()])
@@ -429,7 +447,7 @@ OF_TERMS, OF_MASKS = (tuple(f.name for f in fields(Problem) if f.metadata.get("o
 TENSORS_OF_TERMS: dict[str, TensorOfTerm] = {f.name: f.metadata["tensor"] for f in fields(Problem) if "tensor" in f.metadata}   # by term
 MOD_TENSORS = tuple(f"mod_tensor{n}" for n in range(MOST_TENSORS))
 EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "kv_starts", "block_table", "cu_seqlens_q", "cu_seqlens_k",
-          "dropout_seed", "first_batch_and_head", *MOD_TENSORS)   # optional input tensors, in the order a kernel takes them
+          "dropout_seed", "first_batch_and_head", *INPUT_SCALES, *MOD_TENSORS)   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
   """Computes the sum of clamp(n, 0, most) over all whole numbers n < end."""
@@ -457,14 +475,15 @@ FIELD_CHECKS: dict[str, values.Check] = {
   **dict.fromkeys(("B", "H", "Hkv", "D", "Dv"), check_size), **dict.fromkeys(("Sq", "Sk"), check_rows),
   **dict.fromkeys(("total_q", "total_k"), check_total),
   **dict.fromkeys(("return_lse", "lse_rest", "top_left", "sinks", "kv_lengths", "kv_starts"), values.truth),
-  **dict.fromkeys(("first_batch_and_head", "batch_invariant", "v_in_k"), values.truth),
+  **dict.fromkeys(("first_batch_and_head", "batch_invariant", "v_in_k", "fast_accumulate"), values.truth),
   "layout": check_layout, "softmax_scale": check_softmax_scale,
   "num_splits": check_splits, "dropout_p": check_dropout_p, "offset": check_offset,
   **{f.name: check for f in fields(Problem) if (check := f.metadata.get("check")) is not None}}
 
 def check_heads_and_types(p:Problem) -> None:
   if p.H % p.Hkv: raise ValueError(f"H={p.H} query heads are not a multiple of Hkv={p.Hkv} key/value heads")
-  if p.dtype not in DTYPES: raise NotImplementedError(f"dtype={p.dtype!r}: q, k and v must be one of {', '.join(DTYPES)}")
+  if p.dtype not in (*DTYPES, *OF_8_BITS):
+    raise NotImplementedError(f"dtype={p.dtype!r}: q, k and v must be one of {', '.join((*DTYPES, *OF_8_BITS))}")
   if p.out_dtype not in OUT_DTYPES:
     raise NotImplementedError(f"out_dtype={p.out_dtype!r}: must be one of {', '.join(OUT_DTYPES)}")
   for name, x in TENSORS_OF_TERMS.items():
@@ -534,6 +553,20 @@ def check_stored(p:Problem) -> None:
   if p.v_in_k: raise NotImplementedError(f"stored={p.stored!r} with v_in_k: a latent cache must have the dtype of q")
   for name, view in places.items():
     if view is None: raise ValueError(f"stored={p.stored!r} with {name}=None: must say where the rows and their scales lie")
+
+def check_8_bits(p:Problem) -> None:
+  """Checks the scales of q, k and v of 8 bits. Raises NotImplementedError for options that kernels do not support with such inputs."""
+  for name in INPUT_SCALES:
+    if (number := getattr(p, name)) not in (0, 1, p.B*p.Hkv): raise ValueError(f"{name}={number}: must be 0, 1 or B*Hkv={p.B*p.Hkv} numbers")
+  if not p.of_8_bits:
+    for name in (*INPUT_SCALES, "fast_accumulate"):
+      if getattr(p, name): raise ValueError(f"{name} with q, k and v of {p.dtype}: it is for {' and '.join(OF_8_BITS)} only")
+    return
+  if p.dropout_p: raise NotImplementedError(f"dropout_p={p.dropout_p} with {p.dtype}: q, k and v of 8 bits have no gradient, so nothing to train")
+  for name in ("stored", "v_in_k", "k_view", "dealt"):
+    if (value := getattr(p, name)):
+      raise NotImplementedError(f"{name}={value} with {p.dtype}: q, k and v of 8 bits must be whole tensors of their own, on one device or sharded "
+                                "along batch or heads")
 
 # ***** from shapes to a Problem *****
 
@@ -636,6 +669,7 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "first_batch_and_head")}
+  there |= {name: math.prod(extras[name][0]) for name in INPUT_SCALES if name in extras}
   there["mod_tensors"] = tuple((tuple(extras[name][0]), extras[name][1]) for name in MOD_TENSORS if name in extras)
   for name, x in TENSORS_OF_TERMS.items():
     if x.name not in extras: continue

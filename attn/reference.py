@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
+from attn.ops.eight_bits import numbers, rounded_bytes
+from attn.ops.formats import FORMATS
 from attn.ops.numerics import ROUNDOFF, round_bf16, round_fp16, widen
 
 Array = NDArray[Any]
@@ -18,6 +20,7 @@ Array = NDArray[Any]
 def rounded(x:Array, dtype:str) -> Array:
   """Rounds x to `dtype` (to nearest even), and returns it as float32."""
   if dtype == "float32": return x.astype(np.float32)
+  if dtype in FORMATS: return numbers(rounded_bytes(x, dtype, True), dtype)
   bits = (round_fp16 if dtype == "float16" else round_bf16)(np.ascontiguousarray(x, dtype=np.float32))
   return widen(bits, dtype)
 

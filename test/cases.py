@@ -6,7 +6,7 @@ from typing import Any, Callable, Container, Iterable, Sequence
 import numpy as np
 import pytest
 from attn import flash_attention_fn
-from attn.accuracy import Law, judge, law_of, law_of_gradients, without_error
+from attn.accuracy import Law, ShortSums, judge, law_of, law_of_gradients, without_error
 from attn.api.launch import kernels
 from attn.calls.checked_kernel import CheckedKernel, device_arch
 from attn.chips import Chip, get_chip
@@ -19,8 +19,9 @@ from attn.kernels.combine import combine_arguments
 from attn.kernels.parts.grid.tensors import arguments
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
+from attn.ops.eight_bits import rounded_bytes
 from attn.ops.hopper import GROUP
-from attn.problem import OF_MASKS, OF_TERMS, Problem, problem_of
+from attn.problem import OF_8_BITS, OF_MASKS, OF_TERMS, Problem, problem_of
 from attn.reference import Options, arrange, restore, rounded
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
@@ -95,6 +96,7 @@ def tensor(x:np.ndarray, dtype:str, device:str="EMU") -> Tensor:
   if dtype == "bfloat16":
     bits = (np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return Tensor(bits, device=device).bitcast(dtypes.bfloat16)
+  if dtype in OF_8_BITS: return Tensor(rounded_bytes(x, dtype, True), device=device)
   return Tensor(np.ascontiguousarray(x.astype({"float16": np.float16, "float32": np.float32}[dtype])), device=device)
 
 def array(t:Tensor) -> np.ndarray:
@@ -233,19 +235,29 @@ def numbers_of_rows(p:Problem) -> dict[str, float]:
   uses."""
   return {name: x for name in (*OF_TERMS, *OF_MASKS) if isinstance(x := getattr(p, name), int|float) and not isinstance(x, bool)}
 
-def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None) -> None:
-  """Compares a kernel's o and lse (None: no lse) with float64: each element must be within its error limit (docs/contract.md)."""
-  law, of_lse = expected(p, x, extras)
+def hold(p:Problem, x:Inputs, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None, short:ShortSums|None=None) -> None:
+  """Compares a kernel's o and lse (None: no lse) with float64: each element must be within its error limit (docs/contract.md). `short` describes the
+  sums of the matrix unit, if it does not add in fp32."""
+  law, of_lse = expected(p, x, extras, short)
   assert (verdict := judge(o, law)).ok, f"o: {verdict}"
   if lse is not None: assert (verdict := judge(lse, of_lse)).ok, f"lse: {verdict}"
 
-def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> tuple[Law, Law]:
+def with_input_scales(p:Problem, x:Inputs, extras:dict[str, np.ndarray]) -> Inputs:
+  """Multiplies q, k and v of 8 bits by their scales, in float64."""
+  def scaled(a:np.ndarray, name:str) -> np.ndarray:
+    if name not in extras: return a
+    factors = np.broadcast_to(extras[name].astype(np.float64), (p.B, p.Hkv))
+    return a*np.repeat(factors, a.shape[1]//p.Hkv, axis=1)[..., None, None]
+  return Inputs(*(scaled(a, name) for a, name in ((x.q, "q_scale"), (x.k, "k_scale"), (x.v, "v_scale"))))
+
+def expected(p:Problem, x:Inputs, extras:dict[str, np.ndarray], short:ShortSums|None=None) -> tuple[Law, Law]:
   """Returns the expected o and lse: for each the exact values and the limit of each element's error. Packed sequences are computed one at a time.
   Rows of no sequence have o 0 and lse -inf."""
   options: dict[str, Any] = {n: extras[n] for n in SCORE_OPTIONS if n in extras} | dropped(p, extras)
   def law(q:np.ndarray, k:np.ndarray, v:np.ndarray, offset:int, **more:Any) -> tuple[Law, Law]:
     o = Options(top_left=p.top_left, **numbers_of_rows(p), **{**options, **more})
-    return law_of(q, k, v, p.softmax_scale, p.window, offset, o, dtype=p.dtype, out_dtype=p.out_dtype)
+    return law_of(q, k, v, p.softmax_scale, p.window, offset, o, dtype=p.dtype, out_dtype=p.out_dtype, short=short)
+  x = with_input_scales(p, x, extras)
   if not p.varlen: return law(x.q, x.k, x.v, p.offset)
   found = without_error((*x.q.shape[:-1], x.v.shape[-1])), without_error(x.q.shape[:-1], -np.inf)
   for b, (rows, keys) in enumerate(packed_sequences(p, extras)):

@@ -10,13 +10,14 @@ from attn.api.launch import check_devices, run, seeded
 from attn.calls.options import AttentionOptions, options_of
 from attn.calls.quantized import GivenRows, QuantizedRows
 from attn.calls.tile_shares import shares_told
+from attn.chips import Chip
 from attn.choose.backward import BackwardChoice, choose_backward
 from attn.choose.dispatch import Choice
 from attn.compilers.choice import in_use
 from attn.kernels.parts.grid.tensors import of_backward
 from attn.kernels.tiles.common import BlockTile
 from attn.parallel.context import first_launch
-from attn.problem import Problem
+from attn.problem import INPUT_SCALES, Problem
 from attn.score.terms import check_differentiable
 from attn.tinygrad_compat import DType, Tensor, UOp
 
@@ -26,7 +27,8 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
               UOp]|None=None, mask_mod:Callable[..., UOp]|None=None, mod_tensors:Sequence[Tensor]=(), sinks:Tensor|None=None,
               kv_lengths:int|UOp|Tensor|None=None, kv_starts:Tensor|None=None, block_table:Tensor|None=None, cu_seqlens_q:Tensor|None=None,
               cu_seqlens_k:Tensor|None=None, max_seqlen_q:int|None=None, max_seqlen_k:int|None=None, dropout_p:float=0.0,
-              dropout_seed:Tensor|None=None, num_splits:int=0, batch_invariant:bool=False, deterministic:bool=True,
+              dropout_seed:Tensor|None=None, q_scale:Tensor|None=None, k_scale:Tensor|None=None, v_scale:Tensor|None=None,
+              fast_accumulate:bool=False, num_splits:int=0, batch_invariant:bool=False, deterministic:bool=True,
               return_lse:bool=False, sequence_order:str="contiguous", sequence_lengths:tuple[int, int]|None=None, out:Tensor|None=None,
               out_dtype:DType|str|None=None, arch:str|None=None) -> Any:
   """Computes softmax(score) V. Returns o in the layout of q, or (o, lse) with `return_lse`. Nothing runs before a result is realized.
@@ -38,13 +40,13 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   The score is softmax_scale * Q K^T. Then softcap, ALiBi, bias and the masks act on it, in this order.
 
   Tensors
-    q                 (B, H, Sq, D), float16, bfloat16 or float32. A view is copied.
+    q                 (B, H, Sq, D), float16, bfloat16, float32 or 8-bit floats (see below). A view is copied.
     k                 (B, Hkv, Sk, D), in the dtype of q. H is a multiple of Hkv: query head h reads key/value head h // (H // Hkv).
     v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given. k and v may be QuantizedRows, of 8 bits.
     v_dim             V is k[..., :v_dim]: multi-head latent attention, see MLA below.
     layout            "bhsd", "bshd" (B, S, H, D), "nsd" (B*H, S, D) or "thd" (total, H, D): packed sequences, one after another.
     out               Buffer to write o to, and what the call returns as o. It must be a whole buffer.
-    out_dtype         Dtype of o. Default: the dtype of `out`, or of q.
+    out_dtype         Dtype of o. Default: the dtype of `out`, or of q; bfloat16 for q of 8 bits.
     return_lse        Also return lse, the natural-log sum of exponentials: float32 (B, H, Sq), (B*H, Sq) in "nsd", (H, total) in "thd".
 
   Scores
@@ -73,6 +75,12 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   Dropout
     dropout_p         Probability that an element of P becomes 0, at least 0 and below 1. The others become P/(1 - dropout_p).
     dropout_seed      uint32 (2): decides which elements. Default: a new one for each call, from tinygrad's generator.
+
+  8-bit floats
+    q_scale           Factor of q, float32: one number, or (B, Hkv).
+    k_scale           Factor of k, as q_scale.
+    v_scale           Factor of v, as q_scale.
+    fast_accumulate   Leave all sums to the matrix unit, which adds with 14 bits on sm_89. See 8-bit floats below.
 
   Execution
     num_splits        Number of key ranges computed in parallel and then merged. 0: chosen by a heuristic. 1: no split.
@@ -104,6 +112,10 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   Dropout: dropout_p counts in steps of 2^-16 and is active in training or not. lse is computed without dropout. Every device holds the whole
   dropout_seed; attn.dropout_mask shows which elements dropout keeps. The default seed depends on Tensor.manual_seed. Under TinyJit, too, each call
   draws a new seed.
+
+  8-bit floats: q, k and v of fp8e4m3 stand for q*q_scale, k*k_scale and v*v_scale. The matrix unit multiplies them as they are, and P is rounded to
+  the same dtype. They have no gradient, no dropout and no cache. sm_89 adds products with about 14 bits, so each sum goes to float32 after 128
+  products. With fast_accumulate it does not, and a long row may lose the products of small weights (docs/attention.md).
 
   Batch invariance: a kernel divides the keys at the same places in every batch. So the bits of a row depend on the number of queries, but not on the
   lengths of other sequences or on the pages (docs/serving.md).
@@ -145,6 +157,13 @@ def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
   tensors = {name: t.values if isinstance(t, QuantizedRows) else t for name, t in given.items() if t is not None}
   return [name for name, t in tensors.items() if c.tensors[name] is not t]
 
+def bits_told(p:Problem, arch:Chip|None) -> str:
+  """Returns a text for `explain` about q, k and v of 8 bits: their format, their scales, and how their products are added."""
+  scales = [name for name in INPUT_SCALES if getattr(p, name)]
+  coarse = arch is not None and arch.short_sums
+  sums = "float32" if not coarse else "about 14 bits (fast_accumulate)" if p.fast_accumulate else "float32, after each 128 products of about 14 bits"
+  return f"q, k and v: {p.dtype}, {', '.join(scales) or 'without scales'}; sums in {sums}"
+
 def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
   """Returns a text for `explain`: which share of its tiles a kernel skips because of masks, and in which share it computes the mask. `over` says what
   the tiles consist of: "keys", or "queries" for a backward kernel that loops over queries. Returns "" without a mask, and if devices share the rows
@@ -166,6 +185,7 @@ def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **o
   print(choice := call.choice())
   if told := of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")
   if call.shards is not None: print(f"  {call.shared_rows.explanation}")
+  if call.problem.of_8_bits: print(f"  {bits_told(call.problem, choice.arch)}")
   if call.problem.stored: print(f"  k and v: {call.problem.stored}, with {call.problem.scale_dtype} scales, converted by the kernel")
   for name in copied_caches(call, {"k": k, "v": v}): print(f"  {name} is a view whose rows don't lie a constant stride apart: every call copies it")
   if p := options_of("attention", options).dropout_p: print(f"  dropout_p={p}: each element of P is kept with probability {1 - p:g}")

@@ -19,7 +19,7 @@ from attn.calls.placement import AXES, Placement, device_names, local_shape, pla
 from attn.calls.plain import bhsd
 from attn.calls.views import in_buffer, overlapping, whole_places
 from attn.kernels.append import Append, Scales, append
-from attn.problem import LAYOUTS, Pages, Strided
+from attn.problem import INPUT_SCALES, LAYOUTS, Pages, Strided
 from attn.tinygrad_compat import Context, DType, Device, Ops, Tensor, UOp, ast_of, buffer_under, device_of, dtypes, written_to
 from attn.values import FLOATS, cache_of_kernels, static_shape
 
@@ -328,7 +328,8 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:G
     cache_seqlens     number of rows filled before the call, as in `append_kv`
     causal            True (default) is bottom-right: the last query sees every row
     layout            axes of q, new rows and caches: "bhsd", "bshd" or "nsd", as in `append_kv`
-    options           other options of `attention`, except dropout, kv_lengths, the cu_seqlens and max_seqlen arguments, and those for rows sharded
+    options           other options of `attention`, except dropout, those for q, k and v of 8-bit floats (q_scale, k_scale, v_scale,
+                      fast_accumulate), kv_lengths, the cu_seqlens and max_seqlen arguments, and those for rows sharded
     over devices
 
   Returns o, or (o, lse) with return_lse, as `attention` does. A wrong argument raises an error before any row is appended.
@@ -339,6 +340,8 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:G
     if name in options: raise ValueError(f"{name} with a cache: give cache_seqlens instead, the rows filled before the new ones")
   for name in ("sequence_order", "sequence_lengths"):
     if name in options: raise ValueError(f"{name} with a cache: caches are not sharded along rows; shard batch or heads")
+  for name in (*INPUT_SCALES, "fast_accumulate"):
+    if name in options: raise ValueError(f"{name} with a cache: it is for whole q, k and v of 8-bit floats; a cache of 8 bits is QuantizedRows")
   for name in ("dropout_p", "dropout_seed"):
     if name in options: raise ValueError(f"{name} with a cache: attention over a cache has no dropout; train with attn.attention")
   rows = _rows(k_new, v_new, k_cache, v_cache, cache_seqlens, layout, options.get("block_table"))

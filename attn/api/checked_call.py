@@ -1,6 +1,7 @@
 """Checks a call of `attention` before anything runs. Finds where its tensors lie and which optional tensors it has, and makes the `Problem` that
 describes the call."""
 from __future__ import annotations
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 from attn import values
@@ -18,7 +19,7 @@ from attn.functions.symbols import FUNCTION_TENSOR_DTYPES
 from attn.functions.trace import TensorKind, functions_of
 from attn.parallel.context import SharedRows, extra_shape, first_launch, sequence_shards, with_rows
 from attn.parallel.shards import SequenceShards
-from attn.problem import EXTRAS, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, Pages, Problem, Strided, problem_of
+from attn.problem import EXTRAS, INPUT_SCALES, INVARIANT_KEYS, LAYOUTS, MOD_TENSORS, OF_8_BITS, Pages, Problem, Strided, problem_of
 from attn.score.masks import check_moves, fixed_in_sequence
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Tensor, UOp, dtypes
@@ -110,6 +111,24 @@ class PlacedInputs:
     axes = AXES[self.layout_of_keys]
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
+def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_place:bool) -> dict[str, Tensor]:
+  """Returns q, k and v of 8-bit floats as tensors of their bytes, which kernels take. Raises NotImplementedError if k and v are a cache."""
+  for name, there in (("block_table", options.block_table is not None), ("v_dim", options.v_dim is not None), ("a cache", in_place)):
+    if there: raise NotImplementedError(f"{name} with q of {dtype}: a cache of 8 bits is QuantizedRows, and its queries have 16 bits")
+  return {name: t.bitcast(dtypes.uchar) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
+
+def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
+  """Returns the factor of q, k or v of 8 bits as a tensor of the shape (1, 1), or (B, Hkv) if there is one for each batch and key/value head.
+  `sequences` is the number of packed sequences, which count as batches, or 0."""
+  values.dtype_name(name, t.dtype, ("float32",))
+  if x.types[0] not in OF_8_BITS: raise ValueError(f"{name} with q of {x.types[0]}: it is for {' and '.join(OF_8_BITS)} only")
+  sizes = dict(zip(AXES[x.layout], static_shape("k", x.tensors["k"].shape)))
+  batches = (sizes["batch"],) if "batch" in sizes else (sequences,)*bool(sequences)
+  given, each = static_shape(name, t.shape), (*batches, heads := sizes["heads"])
+  if math.prod(given) == 1: return place(name, t.reshape(1, 1), x.at)
+  if given != each: raise ValueError(f"{name} has shape {given}: must be one number, or {each}, one for each batch and key/value head")
+  return place(name, t.reshape(-1, heads), x.at)
+
 def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
   """Checks q, k and v, and finds on which devices they lie. For pages (blocks of cache rows), for rows of 8 bits, and with `in_place` for other views
   of a larger buffer, also finds the strides of k and v, so that kernels can read k and v without a copy. Error messages call kv_lengths
@@ -121,8 +140,10 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
     if name == "v" and part_of_k(v, options.v_dim): continue
     if isinstance(t, QuantizedRows): quantized[name] = check_quantized(name, t)
     tensors[name] = quantized[name].stored if name in quantized else values.tensor(name, t)
+  types = [values.dtype_text(t.dtype) if name in quantized else values.dtype_name(name, t.dtype, (*FLOATS, *OF_8_BITS))
+           for name, t in ((name, tensors.get(name, tensors["k"])) for name in ("q", "k", "v"))]
+  if types[0] in OF_8_BITS: tensors = as_bytes(types[0], tensors, options, in_place)
   of_k, rows_of_v = tensors["k"], tensors.get("v", tensors["k"])
-  types = [values.dtype_text(t.dtype) if name in quantized else dtype_of(name, t) for name, t in (("q", q), ("k", of_k), ("v", rows_of_v))]
   if options.block_table is not None: return with_places_of_scales(placed_in_pages(tensors, types, options, lengths_name), quantized)
   for name, t in tensors.items():
     if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
@@ -131,6 +152,8 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   at, shards, (queries, keys) = sequence_shards(whole, options, placement_of(q, of_k, rows_of_v, layout))
   def shape_of(name:str, t:Tensor) -> tuple[int, ...]:
     return local_shape(t) if shards is None else with_rows(whole[name], layout, queries if name == "q" else keys)
+  if shards is not None and types[0] in OF_8_BITS:
+    raise NotImplementedError(f"q, k and v of {types[0]} sharded along their rows: shard them along batch or heads")
   shapes = {name: shape_of(name, t) for name, t in tensors.items()}
   if options.v_dim is not None: shapes["v"] = columns_of(shapes["k"], options.v_dim)
   views = places_in_cache(of_k, rows_of_v, layout) if in_place and not quantized and isinstance(at.device, str) else None
@@ -195,6 +218,9 @@ def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str)
     if (given := getattr(options, name)) is not None:
       dtype_of(name, given)
       extras[name] = place(name, given, x.at)
+  for name in INPUT_SCALES:
+    if (given := getattr(options, name)) is not None:
+      extras[name] = input_scale(name, given, x, 0 if options.cu_seqlens_q is None else int(options.cu_seqlens_q.shape[0]) - 1)
   if options.dropout_p and options.dropout_seed is not None:
     extras["dropout_seed"] = place("dropout_seed", check_seed("dropout_seed", options.dropout_seed), x.at)
   return {name: extras[name] for name in EXTRAS if name in extras}
@@ -211,9 +237,11 @@ def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
     raise ValueError(f"out lies on {out.device}, sharded along axis {out.uop.axis}: must be as q, on {q.device}, along axis {q.uop.axis}")
 
 def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
-  """Returns the dtype name of the output o: `out_dtype` if given, else the dtype of the buffer `out` if given, else the dtype of q."""
+  """Returns the dtype name of the output o: `out_dtype` if given, else the dtype of the buffer `out` if given, else the dtype of q, or bfloat16 if q
+  has 8 bits."""
   if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
-  return x.types[0] if options.out is None else dtype_of("out", options.out)
+  if options.out is not None: return dtype_of("out", options.out)
+  return "bfloat16" if x.types[0] in OF_8_BITS else x.types[0]
 
 def tensor_kind(name:str, t:Tensor) -> TensorKind:
   """Checks one tensor of mod_tensors (the tensors that a user's own score function reads). Returns its shape and its dtype name."""
@@ -230,7 +258,7 @@ def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, l
   check_out(q, x.shapes["v"][-1], options)
   p = problem_of((*x.shapes["q"][:-1], x.shapes["v"][-1]), x.shapes["q"], x.shapes["k"], x.shapes["v"],
                  dtypes=[out_dtype_of(x, options), *x.types], num_splits=options.num_splits, views=x.views, pages=x.pages,
-                 v_in_k="v" not in x.tensors, **x.stored, **options.posed, **functions,
+                 v_in_k="v" not in x.tensors, fast_accumulate=options.fast_accumulate, **x.stored, **options.posed, **functions,
                  extras={name: (extra_shape(name, t, x.shards, x.shapes["q"][AXES[x.layout].index("rows")]), dtype_of(name, t))
                          for name, t in extras.items()})
   if p.varlen: check_sequences("cu_seqlens_q", extras["cu_seqlens_q"], p.total_q, p.Sq, "max_seqlen_q")

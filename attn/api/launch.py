@@ -23,7 +23,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, forget_oldest_kernels
 from attn.values import FLOATS, MOST_KERNELS, cache_of_kernels
 
-OF_8_BITS = "k and v are QuantizedRows: rows of 8 bits have no gradient; train with k and v of 16 bits or float32"
+OF_STORED_ROWS = "k and v are QuantizedRows: rows of 8 bits have no gradient; train with k and v of 16 bits or float32"
 OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.attention of whole k and v"
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
@@ -47,7 +47,7 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   def checked(program:Any, takes:Iterable[str], given:tuple[str, ...]) -> KernelFunction:
     takes, written = tuple(takes), tuple(name for name in takes if name in WRITTEN)
     gradient = None if "o" not in given else gradient_of(replace(p, tile_list=None), arch, given) if p.k_view is None else \
-               no_gradient(OF_8_BITS if p.stored else OF_A_CACHE)
+               no_gradient(OF_STORED_ROWS if p.stored else OF_A_CACHE)
     def kernel(*placeholders:UOp) -> CheckedKernel:
       sink = checked_ast(program, arch, *placeholders[:len(takes)])
       return CheckedKernel(sink, written, gradient=gradient, small=written[0] == "o" and p.num_splits > 1, kept="o" in given, takes=len(takes))

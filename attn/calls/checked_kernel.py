@@ -14,7 +14,7 @@ from attn.compilers.choice import compiled_on
 from attn.compilers.renderer import check_opens, require
 from attn.functions.symbols import FUNCTION_TENSOR_DTYPES
 from attn.ops.renderers import adapt
-from attn.problem import MOD_TENSORS
+from attn.problem import INPUT_SCALES, MOD_TENSORS
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import (AddrSpace, AxisType, Device, Ops, Tensor, UOp, ast_of, begins_at, capturing, compile_at_once, copied, device_of,
                                   inside_function, with_params, workgroups_of)
@@ -167,7 +167,7 @@ def numbers_at_hand(t:Tensor) -> np.ndarray|None:
 
 TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int32",), "kv_starts": ("int32",), "block_table": ("int32",),
                  "cu_seqlens_q": ("int32",), "cu_seqlens_k": ("int32",), "dropout_seed": ("uint32",), "first_batch_and_head": ("uint32",),
-                 **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()},
+                 **dict.fromkeys(INPUT_SCALES, ("float32",)), **{name: tensor.dtypes for name, tensor in TERM_TENSORS.items()},
                  **dict.fromkeys(MOD_TENSORS, tuple(FUNCTION_TENSOR_DTYPES))}   # tensors with a dtype of their own
 
 def dtype_of(name:str, t:Any) -> str:

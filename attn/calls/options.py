@@ -96,6 +96,10 @@ class AttentionOptions(KernelOptions):
   cu_seqlens_k: Tensor|None = option(None, values.tensor_or_none,
                                      'int32 (sequences + 1), for layout "thd": first row of each sequence in k and v, then the total')
   dropout_seed: Tensor|None = option(None, values.tensor_or_none, "uint32 (2): decides which elements drop; by default from tinygrad's generator")
+  q_scale: Tensor|None = option(None, values.tensor_or_none, "float32, factor of q of 8 bits: one number, or (B, Hkv)")
+  k_scale: Tensor|None = option(None, values.tensor_or_none, "float32, factor of k of 8 bits: one number, or (B, Hkv)")
+  v_scale: Tensor|None = option(None, values.tensor_or_none, "float32, factor of v of 8 bits: one number, or (B, Hkv)")
+  fast_accumulate: bool = option(False, values.truth, "q, k and v of 8 bits: leave sums to a matrix unit that adds with 14 bits; faster, coarser")
   num_splits: int = option(0, check_splits, "number of key ranges computed in parallel; 0: as many as fill the chip, 1: no split")
   batch_invariant: bool = option(False, values.truth, "a row has the same bits alone and in any batch; slower")
   deterministic: bool = option(True, values.truth, "gradients have the same bits in every run; False lets faster kernels add to dq in no order")
@@ -103,7 +107,8 @@ class AttentionOptions(KernelOptions):
   sequence_lengths: tuple[int, int]|None = option(None, unless_none(check_sequence_lengths),
                                                      "(Sq, Sk) without padding, of rows sharded over devices")
   out: Tensor|None = option(None, values.tensor_or_none, "whole buffer to write o to; the call returns it as o")
-  out_dtype: DType|str|None = option(None, unless_none(check_out_dtype), "float16, bfloat16 or float32; by default the dtype of out, or of q")
+  out_dtype: DType|str|None = option(None, unless_none(check_out_dtype),
+                                     "float16, bfloat16 or float32; by default the dtype of out, or of q; bfloat16 for q of 8 bits")
 
 DEFAULTS = {f.name: f.default for f in fields(AttentionOptions)}
 

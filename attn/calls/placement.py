@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 from attn import values
+from attn.problem import INPUT_SCALES
 from attn.score.terms import TERM_TENSORS
 from attn.tinygrad_compat import Device, DType, Tensor, UOp, device_of, dtypes, new_buffer
 
@@ -66,6 +67,7 @@ def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   """Returns the name of each axis of an optional tensor along which the tensor may be sharded, such as "batch". None stands for an axis along which
   it may not be sharded."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
+  if name in INPUT_SCALES: return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads"), shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:

@@ -133,6 +133,7 @@ class Chip:
   machine: int = 0        # number of the chip in the e_flags of a code object (EF_AMDGPU_MACH); 0: there are no reports for this chip
   wgmma: bool = False     # whether the chip has wgmma: matrix products of a warpgroup, from shared memory
   fp8: str = ""           # format of 8-bit floats that the chip converts by instructions (attn/ops/formats.py); "": none
+  short_sums: bool = False    # whether its matrix unit adds products of 8-bit floats with about 14 bits (attn/emulator/chips.py has the sources)
   searched: bool = False  # whether the search for tiles compiles for this chip of the family (attn/search/forward.py)
   tuned: bool = False     # whether this is a real device, whose tiles may come from its own TUNE=1 (attn/cache/tuned.py)
   serial: bool = False    # whether the device has no workgroups: it executes the parts of a kernel one after another

@@ -104,12 +104,14 @@ class LaneSums:
 
 @dataclass(frozen=True)
 class Mma:
-  """The instruction mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulation (PTX ISA 9.7.14.5.8), and the addresses from which ldmatrix.x4
-  (9.7.14.5.15) reads its operands.
+  """The instruction mma.sync.m16n8k16 on 16-bit inputs, or m16n8k32 on 8-bit floats, with fp32 accumulation (PTX ISA 9.7.14.5.8 and 9.7.14.5.10),
+  and the addresses from which ldmatrix.x4 (9.7.14.5.15) reads its operands. ldmatrix moves pairs of 8-bit floats as if each were one number of 16
+  bits.
 
   With S = Q K^T and O = P V a query is a row. A lane holds parts of rows g = lane//4 and g + 8. In each of these rows of C, it holds the columns
-  2*(lane%4) and 2*(lane%4) + 1. The C fragments of two neighbouring tiles, packed, are the A fragment of their 16 columns, so P never leaves its
-  lane. K is read as it lies in memory. ldmatrix transposes V while it reads V."""
+  2*(lane%4) and 2*(lane%4) + 1. The C fragments of `together` neighbouring tiles, packed, are the A fragment of their columns, so P never leaves its
+  lane. For 8-bit floats, a lane then has its columns in another order than the PTX ISA gives them, which does not matter if V has the same order. K
+  is read as it lies in memory. ldmatrix transposes V while it reads V."""
   name: str       # name of the instruction in the emulator
   ptx: str        # PTX type of A and B
   M: int = 16
@@ -126,6 +128,8 @@ class Mma:
   @property
   def unit(self) -> int: return UNIT_BYTES//self.size               # elements of a unit
   @property
+  def together(self) -> int: return self.K//self.N                  # C fragments that, packed, are an A fragment
+  @property
   def row_part(self) -> int: return self.N//self.groups            # elements of C in a lane that belong to one query
   @property
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
@@ -134,20 +138,20 @@ class Mma:
     """Returns the key to which the n-th score of a lane belongs. `h` is the index of the lane among the four lanes that share a row. n counts the
     lane's scores in one row of S, over a row of tiles of S."""
     return n//self.block*self.N + h*self.block + n%self.block
-  # (row, unit of 8 columns) of the address that a lane gives to ldmatrix
   def a_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read A (16 rows and 16 columns) from memory that holds rows
+    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix to read A (16 rows and K columns) from memory that holds rows
     of A. The result of ldmatrix is a uint4."""
     return lane%16, lane//16
   def b_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B^T: 16
-    rows (keys) and 16 of their columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
+    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B^T: 16
+    rows (keys) and K of their columns, over which the product sums. The result of ldmatrix is a uint4, half of it for each tile."""
     return lane//16*8 + lane%8, lane//8%2
   def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns the address, as (row, unit of 8 columns), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B: 16
+    """Returns the address, as (row, unit of 16 bytes), that a lane gives to ldmatrix to read B of two tiles from memory that holds rows of B: K
     rows, over which the product sums, and 16 of their columns. ldmatrix transposes them."""
-    return lane%16, lane//16
+    return lane%self.K, lane//self.K
 
+MMA_OF_8_BITS: dict[str, Mma] = {"fp8e4m3": Mma("mma_m16n8k32_e4m3", "e4m3", K=32, size=1)}
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:

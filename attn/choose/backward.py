@@ -231,6 +231,7 @@ def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tile
   """Returns the tiles of the best backward kernels for `p` on `arch`, or the reasons why no backward kernels can compute its gradient. Considers only
   kernels for `units`. Kernels for a matrix unit come before kernels of plain UOps."""
   if arch is None: return NO_UNIT
+  if p.of_8_bits: return f"q, k and v are {p.dtype}: attention of 8-bit floats has no gradient"
   p, reasons = replace(p, num_splits=1), []
   for everywhere in (False, True):
     refusals = []

@@ -10,8 +10,8 @@ from attn.chips.matrix import MMA
 from attn.choose import splits
 from attn.choose.forced import Forced, forced
 from attn.choose.mla_tiles import latent_refuses, mla_mma_tile, mla_tile
-from attn.choose.refusals import (NO_UNIT, Refusal, amd_refuses, lacks_nothing, mma_refuses, most_telling, no_latent_tiles, no_mma, no_tiles,
-                                  no_wgmma, too_many_parts, unconverted, wgmma_refuses)
+from attn.choose.refusals import (ABLE_WITH_8_BITS, NO_UNIT, Refusal, amd_refuses, bits_refused, lacks_nothing, mma_refuses, most_telling,
+                                  no_latent_tiles, no_mma, no_tiles, no_wgmma, too_many_parts, unconverted, wgmma_refuses)
 from attn.choose.splits import AnyTile
 from attn.choose.tiled_tiles import tiled_tile
 from attn.choose.tiles import choose_amd_tile, dual_wave_tile, mma_tile, staggered_tile, wgmma_tile
@@ -71,6 +71,7 @@ class Choice:
 def plain_only(p:Problem, *but:str) -> str|None:
   """Returns the reason why `p` has an option that a kernel does not support. The kernel supports no options except those named in `but`. Returns None
   if the kernel supports all options of `p`."""
+  if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
   options = [x for x in (*p.options, *["num_splits"]*(p.num_splits > 1)) if x not in but]
   return f"{options[0]}: this kernel does not support it" if options else None
 
@@ -88,10 +89,12 @@ def staggered_refuses(p:Problem, arch:Chip) -> str|None:
   return plain_only(p, *(() if p.dealt is None else ("dealt", "k_view")))     # these change only where rows lie
 
 def tiled_refuses(p:Problem, arch:Chip) -> str|None:
+  if (reason := bits_refused(p, arch, False)) is not None: return reason
   if (reason := unconverted(p, arch) or beyond_registers(p)) is not None: return reason
   return "batch_invariant=True: the tiles of this kernel depend on the size of the batch" if p.batch_invariant else None
 
 def tensors_refuse(p:Problem, arch:Chip|None) -> str|None:
+  if p.of_8_bits: return f"q, k and v are {p.dtype}: tensor operations would convert them to float32; {ABLE_WITH_8_BITS}"
   return f"stored={p.stored!r}: tensor operations would hold all keys and values in memory once more, converted" if p.stored else None
 
 def never(p:Problem, arch:Chip) -> None: return None
@@ -179,6 +182,10 @@ def staggered_slower(p:Problem, arch:Chip) -> str|None:
     return f"{blocks} blocks of {rows} queries leave some of the {arch.cus} compute units idle"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
+def mma_slower(p:Problem, arch:Chip) -> str|None:
+  if not (p.of_8_bits and arch.wgmma): return None
+  return f"q, k and v are {p.dtype}: mma.sync multiplies them no faster than wgmma multiplies 16 bits; convert them to bfloat16"
+
 def too_short(p:Problem, arch:Chip) -> str|None:
   rows = WgmmaTile(1, MMA[p.dtype].N).block_m
   return f"Sq={p.Sq}: a warpgroup has {rows} queries; forward_mma, with smaller tiles, is faster" if p.Sq < rows else None
@@ -224,7 +231,7 @@ KERNELS: dict[str, ForwardKernel] = {
   "staggered": ForwardKernel(staggered_refuses, staggered_tile, staggered.staggered, no_tiles, staggered_slower),
   "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward(AmdForward.of), no_tiles, ranges=True, general=True),
   "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward(WgmmaForward.of), no_wgmma, too_short, ranges=True),
-  "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward(MmaForward.of), no_mma, ranges=True, general=True),
+  "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward(MmaForward.of), no_mma, mma_slower, ranges=True, general=True),
   "mla": ForwardKernel(latent_refuses, mla_tile, forward(AmdLatent.of), no_latent_tiles, ranges=True),
   "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, forward(MmaLatent.of), no_mma, ranges=True),
   "tiled": ForwardKernel(tiled_refuses, tiled_tile, for_rectangles(forward(PlainForward.of)), divide=over_threads),

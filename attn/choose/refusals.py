@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from attn.chips import CHIPS, FAMILIES, Chip
-from attn.chips.matrix import MMA
+from attn.chips.matrix import MMA, MMA_OF_8_BITS
 from attn.kernels.parts.grid.tensors import too_wide
 from attn.kernels.plain.rectangle import serial_items
-from attn.problem import Problem
+from attn.problem import OF_8_BITS, Problem
 
 MATRIX_DTYPES = ("float16", "bfloat16")
 WITH_TILES = [name for name, family in FAMILIES.items() if family.matrix]
@@ -24,6 +24,9 @@ def no_wgmma(arch:Chip) -> str|None: return None if arch.wgmma else f"{arch.name
 def no_latent_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: it has tiles for {', '.join(WITH_TILES)}"
 
+ABLE_WITH_8_BITS = "kernels for them: " + ", ".join(
+  f"{name} ({chip.fp8})" for name, chip in CHIPS.items() if chip.fp8 in chip.matrix or (chip.fp8 in MMA_OF_8_BITS and not chip.wgmma))
+
 NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"
 
 CONVERTED = ("int8", "fp8e4m3", "fp8e4m3fnuz")     # formats of stored rows that kernels convert: int8 on every chip, a chip's own floats on this chip
@@ -33,15 +36,25 @@ def unconverted(p:Problem, arch:Chip) -> str|None:
   able = [x for x in CONVERTED if x in ("int8", arch.fp8)]
   return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
+def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
+  """Returns the reason why a chip cannot multiply q, k and v of 8 bits, or None if it can or if they have more bits. `able` says whether a kernel
+  for the chip's matrix unit multiplies the chip's own 8-bit floats."""
+  if not p.of_8_bits or (able and p.dtype == arch.fp8): return None
+  if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
+  return f"q, k and v are {p.dtype}: {arch.name} multiplies no 8-bit floats; {ABLE_WITH_8_BITS}. Convert them to bfloat16"
+
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
-  if p.dtype not in MATRIX_DTYPES: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
+  if (reason := bits_refused(p, arch, arch.fp8 in arch.matrix)) is not None: return reason
+  if p.dtype not in (*MATRIX_DTYPES, *OF_8_BITS): return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
   return unconverted(p, arch) or too_wide(p)
 
 def mma_refuses(p:Problem, arch:Chip) -> str|None:
-  if p.dtype not in MMA: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
+  if (reason := bits_refused(p, arch, arch.fp8 in MMA_OF_8_BITS)) is not None: return reason
+  if p.dtype not in MMA | MMA_OF_8_BITS: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
   return unconverted(p, arch) or too_wide(p)
 
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
+  if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   if p.stored: return f"stored={p.stored!r}: wgmma reads its operands from shared memory, where stored rows have 8 bits; forward_mma converts them"
   if (reason := too_wide(p)) is not None: return reason

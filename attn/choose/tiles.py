@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from attn.cache import tuned
 from attn.chips import Chip
-from attn.chips.matrix import MMA, Matrix, row_registers
-from attn.chips.nvidia import FEW_QUERIES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_WGMMA
+from attn.chips.matrix import MMA, MMA_OF_8_BITS, Matrix, row_registers
+from attn.chips.nvidia import (FEW_QUERIES, FEW_QUERIES_OF_BYTES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_OF_BYTES,
+                               FORWARD_WGMMA)
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
 from attn.functions.symbols import elements_of
@@ -147,17 +148,18 @@ def mma_tile(p:Problem, arch:Chip) -> MmaTile:
   queries and divide the keys, chooses the first row of FEW_QUERIES that fits. Otherwise chooses the first row of FORWARD_MMA that fits and leaves
   enough shared memory for two blocks on a multiprocessor, or, if there is none, the first row that fits. The tile is no larger than the problem's
   queries need."""
-  mat = MMA[p.dtype]
+  mat = (MMA | MMA_OF_8_BITS)[p.dtype]
   group = p.H//p.Hkv if p.Sq < mat.M else 1     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*group
   needed = ceildiv(rows, mat.M)
-  for few in (FEW_QUERIES_OF_STORED if p.stored else FEW_QUERIES) if needed <= WARPS//2 else ():
+  of_few, of_all = (FEW_QUERIES_OF_BYTES, FORWARD_OF_BYTES) if p.of_8_bits else (FEW_QUERIES_OF_STORED if p.stored else FEW_QUERIES, FORWARD_MMA)
+  for few in of_few if needed <= WARPS//2 else ():
     tile = MmaTile(**vars(few.shape), matrix=mat, waves=WARPS, pack_gqa=group > 1, key_waves=WARPS//needed)
     if misfit(p, arch, few, tile) is None: return tile
   def of_all_keys(row:UpTo[MmaShape]) -> MmaTile:
     q_tiles = row.shape.q_tiles if rows > mat.M else 1
     return MmaTile(**vars(replace(row.shape, q_tiles=q_tiles)), matrix=mat, waves=min(WARPS, ceildiv(rows, q_tiles*mat.M)), pack_gqa=group > 1)
-  found = list(fitting("forward_mma", p, arch, FORWARD_MMA, of_all_keys, burden(p)))
+  found = list(fitting("forward_mma", p, arch, of_all, of_all_keys, burden(p)))
   return next((tile for tile in found if blocks_in_lds(p, arch, tile) > 1), found[0])
 
 CROWDED_KEYS = 64    # most keys of a tile if a term takes as many registers as the scores

@@ -2,7 +2,7 @@
 data come from the documents and not from attn/chips; a test checks that they agree with attn/chips.
 
 Sources: AMD Instinct MI300 ISA and CDNA4 ISA chapter 7 (MFMA, register layouts, FP8), RDNA3 ISA section 7.9 and RDNA4 ISA chapter 7 (WMMA), PTX ISA
-chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16), AMD Matrix Instruction Calculator.
+chapter "Warp level matrix multiply-accumulate instructions" (mma.m16n8k8, mma.m16n8k16, mma.m16n8k32), AMD Matrix Instruction Calculator.
 
 A layout is data. The index of an element in a lane, and the index of a lane in the wave, are each split into named factors, the major factor first.
 The row and the column of the matrix are concatenations of such factors. For example, the layout of C in MFMA 32x32 is "ab hn -> ahb n": element 4a+b
@@ -46,10 +46,22 @@ def emulated_chip(arch:str) -> EmulatedChip:
   if arch not in EMULATED: raise ValueError(f"EMU does not emulate {arch!r}; DEV=EMU::<arch> with arch one of {', '.join(EMULATED)}")
   return EMULATED[arch]
 
+# Sums of products of 8-bit floats on Ada and Hopper have 13 bits after the binary point: each product, and C, is cut off at 2^-13 of the power of two
+# of the largest one, they are added, and the sum is cut off to 13 bits of mantissa (MMA-Sim, arXiv 2511.10909; SageAttention2, arXiv 2411.10958,
+# section 3.2). Other chips add them as 16-bit floats.
+SHORT_SUMS = {"sm_89": 13, "sm_90": 13}
+# Chips without mma.sync of 8-bit floats (PTX ISA, mma: ".e4m3 requires sm_89 or higher")
+WITHOUT_FP8 = ("sm_80", "sm_86")
+
 FLUSHING = ("cdna2",)                                                                          # families whose matrix unit treats denormals as zero
 # Families that have v_dot2_f32_f16 and v_dot2_f32_bf16 (LLVM, AMDGPU.td: features dot10-insts and dot12-insts). All of them treat a denormal fp32
-# accumulator, and a denormal result, as zero in every mode of the wave (LLVM, SIISelLowering.cpp, performFMACombine).
-DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("cdna4", "rdna3", "rdna4")}
+# accumulator, and a denormal result, as zero in every mode of the wave (LLVM, SIISelLowering.cpp, performFMACombine). Of 8-bit floats there is
+# v_dot4_f32_fp8_fp8 (RDNA4 ISA section 16.10).
+DOTS = {"float16": ("cdna2", "cdna3", "cdna4", "rdna3", "rdna4"), "bfloat16": ("cdna4", "rdna3", "rdna4"), "fp8e4m3": ("rdna4",)}
+
+# Families whose conversion of fp32 to 8-bit floats saturates (PTX ISA, cvt: .satfinite). On other chips a number beyond the range becomes NaN, as
+# long as the wave's mode has FP16_OVFL = 0 (MI300 ISA and RDNA4 ISA, V_CVT_PK_FP8_F32).
+SATURATING = ("nvidia",)
 
 # ***** the layouts *****
 
@@ -145,10 +157,12 @@ INSTRUCTIONS: dict[str, MatrixInstruction] = {
   "mfma_f32_16x16x16bf16_1k": _mfma(16, 4, "bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_4x4x4f16": _blocks("float16", "cdna2", "cdna3", "cdna4"), "mfma_f32_4x4x4bf16_1k": _blocks("bfloat16", "cdna2", "cdna3", "cdna4"),
   "mfma_f32_32x32x16_fp8_fp8": _mfma(32, 8, "fp8e4m3fnuz", "cdna3"), "mfma_f32_16x16x32_fp8_fp8": _mfma(16, 8, "fp8e4m3fnuz", "cdna3"),
+  "mfma_scale_f32_32x32x64_f8f6f4": _mfma(32, 32, "fp8e4m3", "cdna4"),
   "mfma_f32_32x32x16_f16": _mfma(32, 8, "float16", "cdna4"), "mfma_f32_32x32x16_bf16": _mfma(32, 8, "bfloat16", "cdna4"),
   "mfma_f32_16x16x32_f16": _mfma(16, 8, "float16", "cdna4"), "mfma_f32_16x16x32_bf16": _mfma(16, 8, "bfloat16", "cdna4"),
   "wmma_f32_16x16x16_f16_w32": _wmma3("float16"), "wmma_f32_16x16x16_bf16_w32": _wmma3("bfloat16"), "wmma_i32_16x16x16_iu8_w32": _wmma3("int8"),
   "wmma_f32_16x16x16_f16_w32_gfx12": _wmma4("float16"), "wmma_f32_16x16x16_bf16_w32_gfx12": _wmma4("bfloat16"),
+  "wmma_f32_16x16x16_fp8_fp8_w32_gfx12": _wmma4("fp8e4m3"),
   "mma_m16n8k16_f16": _mma(16, 2, "float16"), "mma_m16n8k16_bf16": _mma(16, 2, "bfloat16"), "mma_m16n8k8_f16": _mma(8, 2, "float16"),
-  "mma_m16n8k8_tf32": _mma(8, 1, "tfloat32"),
+  "mma_m16n8k8_tf32": _mma(8, 1, "tfloat32"), "mma_m16n8k32_e4m3": _mma(32, 4, "fp8e4m3"),
 }

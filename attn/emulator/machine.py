@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from attn.tinygrad_compat import AddrSpace, UOp
 from attn.emulator.alu import elements, numpy_dtype
 from attn.emulator.banks import BankCounter
+from attn.emulator.chips import SATURATING
 from attn.emulator.checks import (BadEntry, Deadlock, DivergentBarrier, DivergentMatrix, EmulatorError, Misaligned,
                                   NegativePart, OutOfBounds, SharedSlot)
 from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
@@ -47,6 +48,7 @@ class Frame(Threads):
     self.meeting = meeting
     self.wait: Wait|None = None         # what the threads wait for
     self.matrix_unit = MatrixUnit(plan.chip.family, plan.arch)
+    self.saturates = plan.chip.family in SATURATING
     self.under_way = UnderWay(self)
     # values and memory
     self.v: list[Any] = list(plan.constants)

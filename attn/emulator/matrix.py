@@ -1,19 +1,21 @@
 """Emulation of matrix instructions on the registers of waves, with the layouts of emulator/chips.py.
 
 Arithmetic: products of 8-bit and of 16-bit floats are exact in fp32. They are summed in fp32, and then C is added. The ISA does not specify the order
-in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. Matrix instructions of CDNA2
+in which hardware adds the products: a kernel must not depend on the last bit. NaN and inf propagate as in a dot product. On some chips the sums of
+8-bit floats are much less exact (SHORT_SUMS). Matrix instructions of CDNA2
 treat denormals as zero, in their 16-bit inputs, and in the fp32 accumulator that they read and write: "the FP16 and BF16 V_DOT2 and MFMA matrix
 instructions flush input and output denormal values to zero" (PyTorch, "Numerical accuracy", section on MI200, written by AMD; AMD's MIOpen says the
 same of MFMA_F16, MFMA_BF16, MFMA_BF16_1K).
 """
 from __future__ import annotations
+import functools, operator
 from dataclasses import dataclass, field
 from typing import Any, Callable
 import numpy as np
 from numpy.typing import NDArray
 from attn.emulator.alu import bf16_to_float, float_to_bf16
 from attn.emulator.checks import BadOperand
-from attn.emulator.chips import DOTS, FLUSHING, INSTRUCTIONS, Layout, MatrixInstruction
+from attn.emulator.chips import DOTS, FLUSHING, INSTRUCTIONS, SHORT_SUMS, WITHOUT_FP8, Layout, MatrixInstruction
 
 Array = NDArray[Any]
 
@@ -64,30 +66,32 @@ def _parts(x:Array, kind:str) -> Array:
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
-def _fp8() -> Array:
-  """Makes the table of the 256 values of CDNA3's FP8 (E4M3FNUZ; LLVM, APFloat.h, Float8E4M3FNUZ): a sign, 4 bits of exponent with bias 8, 3 bits of
-  mantissa. There is no infinity; the bits of -0 are the only NaN."""
+def _fp8(bias:int, nans:tuple[int, ...]) -> Array:
+  """Makes the table of the 256 values of a format of 8-bit floats: a sign, 4 bits of exponent with this bias, 3 bits of mantissa. There is no
+  infinity. `nans` are the bits of NaN."""
   bits = np.arange(256)
   exponent, mantissa = bits >> 3 & 15, bits & 7
-  value = np.where(exponent == 0, mantissa/8*2.0**-7, (1 + mantissa/8)*2.0**(exponent - 8.0))*np.where(bits < 128, 1, -1)
-  return np.where(bits == 128, np.nan, value).astype(np.float32)
+  value = np.where(exponent == 0, mantissa/8*2.0**(1 - bias), (1 + mantissa/8)*2.0**(exponent - float(bias)))*np.where(bits < 128, 1, -1)
+  return np.where(np.isin(bits, nans), np.nan, value).astype(np.float32)
 
-_FP8 = _fp8()
+# LLVM, APFloat.h: Float8E4M3FN (OCP), and Float8E4M3FNUZ of CDNA3, in which the bits of -0 are the only NaN
+_FP8 = {"fp8e4m3": _fp8(7, (0x7f, 0xff)), "fp8e4m3fnuz": _fp8(8, (0x80,))}
 
 _WIDEN: dict[str, Callable[[Array], Array]] = {
   "float16": lambda x: _from_high_half(np.ascontiguousarray(x).view(np.uint16).astype(np.int32) << 16),
   "bfloat16": bf16_to_float,
-  "fp8e4m3fnuz": lambda x: _FP8.take(x.view(np.uint8)),
+  "fp8e4m3": lambda x: _FP8["fp8e4m3"].take(x.view(np.uint8)), "fp8e4m3fnuz": lambda x: _FP8["fp8e4m3fnuz"].take(x.view(np.uint8)),
   "int8": lambda x: x.view(np.int8).astype(np.float64),                              # sums are exact: 16 products of at most 2^14
   "tfloat32": lambda x: (x.view(np.uint32) & np.uint32(0xffffe000)).view(np.float32),  # mma.tf32 reads the upper 19 bits
 }
 
 _UNPACK: dict[str, Callable[[Array], Array]] = {   # type -> function from dwords of packed numbers to fp32
   "float16": lambda x: _from_high_half(_halves(x)), "bfloat16": lambda x: _halves(x).view(np.float32),
-  "fp8e4m3fnuz": lambda x: _WIDEN["fp8e4m3fnuz"](_parts(x, "u1")), "tfloat32": _WIDEN["tfloat32"],
+  "fp8e4m3": lambda x: _WIDEN["fp8e4m3"](_parts(x, "u1")), "fp8e4m3fnuz": lambda x: _WIDEN["fp8e4m3fnuz"](_parts(x, "u1")),
+  "tfloat32": _WIDEN["tfloat32"],
 }
 
-_BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # bytes of an element
+_BYTES = {"float16": 2, "bfloat16": 2, "fp8e4m3": 1, "fp8e4m3fnuz": 1, "int8": 1, "tfloat32": 4}   # bytes of an element
 
 def to_float32(bits:Array, dtype:str) -> Array:
   return _WIDEN[dtype](bits)
@@ -103,6 +107,21 @@ def flushed(x:Array, dtype:str) -> Array:
   """Sets the fp32 values that are denormal in `dtype` to zero."""
   return np.where(np.abs(x) < _SMALLEST[dtype], np.float32(0), x)
 
+def truncated_at(x:Array, size:Array, bits:int) -> Array:
+  """Cuts off fp32 numbers x towards zero at `bits` binary places below the power of two of `size`."""
+  places = np.ldexp(np.float32(1), bits + 1 - np.frexp(size)[1])     # frexp counts the power of two from 1/2
+  return np.trunc(x*places)/places
+
+def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
+  """Computes c + A B with the short sums of 8-bit floats (SHORT_SUMS of emulator/chips.py). A is (waves, M, K), B (waves, K, N), c (waves, M, N). All
+  addends are cut off at `bits` binary places of the largest one."""
+  addends = np.concatenate([a[:, :, None] * b.swapaxes(1, 2)[:, None], c[..., None]], axis=-1, dtype=np.float32)
+  size = np.abs(addends).max(-1)
+  usual = (size > 2.0**-80) & (size < np.inf)      # neither zero, nor so small that fp32 loses bits, nor NaN or inf
+  scale = np.where(usual, size, np.float32(1))
+  total = truncated_at(addends, scale[..., None], bits).sum(-1)
+  total = truncated_at(total, np.where(total == 0, np.float32(1), np.abs(total)), bits)
+  return np.where(usual, total, addends.sum(-1))
 
 @dataclass
 class MatrixUnit:
@@ -125,7 +144,11 @@ class MatrixUnit:
   def _run(self, i:MatrixInstruction, a:Array, b:Array, c:Array, packed:bool) -> Array:
     if c.shape[0] != i.c.elements: raise BadOperand(f"a matrix accumulator has {c.shape[0]} elements a lane, the instruction wants {i.c.elements}")
     # (waves, K, M) and (waves, K, N) -> the product, (waves, M, N)
-    product = self._operand(a, i.a, i.dtype, packed).transpose(0, 2, 1) @ self._operand(b, i.b, i.dtype, packed)
+    rows, columns = self._operand(a, i.a, i.dtype, packed).transpose(0, 2, 1), self._operand(b, i.b, i.dtype, packed)
+    if i.dtype in _FP8 and self.arch in SHORT_SUMS:
+      old = i.c.to_matrices(c, lambda x: x).transpose(0, 2, 1)
+      return i.c.add_matrices(np.zeros_like(c), short_sum(rows, columns, old, SHORT_SUMS[self.arch]))
+    product = rows @ columns
     if self.family not in FLUSHING: return i.c.add_matrices(c, product)
     return flushed(i.c.add_matrices(flushed(c, "float32"), product), "float32")
 
@@ -133,18 +156,17 @@ class MatrixUnit:
     """Executes the matrix instruction `name` (the stem of its compiler builtin) on registers as they are on hardware. a and b hold packed elements,
     as uint32 (registers, threads). c is fp32 (registers, threads)."""
     i = INSTRUCTIONS.get(name)
-    if i is None or self.family not in i.families:
+    if i is None or self.family not in i.families or (i.dtype in _FP8 and self.arch in WITHOUT_FP8):
       have = ", ".join(n for n, x in INSTRUCTIONS.items() if self.family in x.families)
       raise BadOperand(f"{self.arch} has no matrix instruction {name!r}; it has {have}")
     return self._run(i, a, b, c, True)
 
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
-    """Executes v_dot2_f32_f16 or v_dot2_f32_bf16. a and b are dwords of shape (threads,), c is fp32 of shape (threads,)."""
-    if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of pairs of {dtype}")
+    """Executes v_dot2_f32_f16, v_dot2_f32_bf16 or v_dot4_f32_fp8_fp8. a and b are dwords of shape (threads,), c is fp32 of shape (threads,)."""
+    if self.family not in DOTS[dtype]: raise BadOperand(f"{self.arch} has no dot product of dwords of {dtype}")
     pairs = [_UNPACK[dtype](np.atleast_2d(x)) for x in (a, b)]
     if self.family in FLUSHING: pairs = [flushed(x, dtype) for x in pairs]
-    low, high = pairs[0]*pairs[1]
-    return flushed(flushed(c, "float32") + low + high, "float32")
+    return flushed(functools.reduce(operator.add, pairs[0]*pairs[1], flushed(c, "float32")), "float32")
 
   def wmma(self, dims:tuple[int, int, int], dtype:str, a:Array, b:Array, c:Array, out:str) -> Array:
     """Executes Ops.WMMA: `dims` is (N, M, K), the operands have one array row per element, `out` is the type of C and D."""

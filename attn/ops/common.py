@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from attn.chips import get_chip
 from attn.ops.language import compound, instruction
-from attn.ops.numerics import words_of
+from attn.ops.numerics import IN_A_DWORD, words_of
 from attn.ops.operation import Array, Value, Body, emit, integer, statement
 from attn.tinygrad_compat import VECTORS, DType, Ops, UOp, dtypes, new_uop, vector_dtype
 
@@ -99,12 +99,12 @@ def _widen(c:Any, words:Value, *, n:int, dtype:str) -> Value:
   return c.vector(*map(half, range(n)))
 
 def pack(x:UOp, dtype:str) -> UOp:
-  """Rounds n fp32 numbers to the 16-bit type `dtype`, to nearest even, and packs the results into n/2 dwords."""
-  return emit("pack", u32(length(x)//2), x, dtype=dtype)
+  """Rounds fp32 numbers to `dtype`, of 16 or 8 bits, to nearest even, and packs the results into dwords."""
+  return emit("pack", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Rounds elements of P to the 16-bit type `dtype` and packs two into each dword, with fewer instructions than `pack`. An element that is not
-  finite, or that is above LARGEST_WEIGHT (2^111), may become any value that is not finite."""
-  return emit("pack_weights", u32(length(x)//2), x, dtype=dtype)
+  """Rounds elements of P to `dtype`, of 16 or 8 bits, and packs them into dwords, with fewer instructions than `pack`. An element that is not finite,
+  or that is above LARGEST_WEIGHT (2^111), may become any value that is not finite, or the largest 8-bit float."""
+  return emit("pack_weights", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:
   """Converts n 16-bit floats to fp32. Each dword of x holds two 16-bit floats; if n is 1, the float lies in the low half."""
   return emit("widen", f32(n), x, n=n, dtype=dtype)

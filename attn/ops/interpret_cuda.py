@@ -3,7 +3,7 @@ computes element by element."""
 from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
-from attn.ops.numerics import TWO_ONES
+from attn.ops.numerics import IN_A_DWORD, ONES_OF
 from attn.ops.operation import Value
 from attn.ops.printer import Printer, Term, bare, length_of, returned, vector_of
 
@@ -70,11 +70,21 @@ class Cuda(Printer):
   def pack(self, x:Value, dtype:str) -> Value:
     """Renders the rounding of each pair of fp32 numbers to a dword of two 16-bit floats, as cvt (PTX ISA 9.7.9.21). The first operand of cvt becomes
     the high half."""
+    if IN_A_DWORD[dtype] == 4: return self.vector(*[self.pack_four(x, i) for i in range(0, length_of(x.type), 4)])
     name, ptx = {"float16": ("pack_half", "f16x2"), "bfloat16": ("pack_bfloat", "bf16x2")}[dtype]
     self.declare(f"{name}(float, float)", f'{self.header}unsigned {name}(float low, float high) {{\n  unsigned y;\n'
                                           f'  asm("cvt.rn.{ptx}.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));\n  return y;\n}}')
     pairs = [self.call(name, "unsigned", self.element(x, i), self.element(x, i + 1)) for i in range(0, length_of(x.type), 2)]
     return self.vector(*pairs)
+  def pack_four(self, x:Value, first:int) -> Value:
+    """Renders the rounding of four fp32 numbers to a dword of 8-bit floats, the first number in the low byte (PTX ISA 9.7.9.21). A number beyond the
+    largest one becomes the largest one."""
+    self.declare("pack_fp8(float, float, float, float)",
+                 f"{self.header}unsigned pack_fp8(float x, float y, float z, float w) {{\n  unsigned packed;\n"
+                 '  asm("{\\n.reg .b16 low, high;\\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\\n"\n'
+                 '      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\\nmov.b32 %0, {low, high};\\n}"\n'
+                 '      : "=r"(packed) : "f"(x), "f"(y), "f"(z), "f"(w));\n  return packed;\n}')
+    return self.call("pack_fp8", "unsigned", *[self.element(x, first + i) for i in range(4)])
   def pack_weights(self, x:Value, dtype:str) -> Value: return self.pack(x, dtype)
   def at_least(self, x:Value, least:int) -> Value:
     low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
@@ -92,7 +102,7 @@ class Cuda(Printer):
     x = self.term(x)
     return x, Term(self, f"__shfl_xor_sync({WARP}, {x.text}, {step})", x.type)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    ones = f"0x{TWO_ONES[dtype]:08x}u"
+    ones = f"0x{ONES_OF[dtype]:08x}u"
     return self.call(declare_mma(self, matrix), "float4", p, Term(self, ones, "unsigned"), Term(self, ones, "unsigned"), c)
 
 WARP = "0xffffffffu"
@@ -103,7 +113,7 @@ def declare_mma(printer:Printer, matrix:Any) -> str:
   c, a = ", ".join(f"%{i}" for i in range(4)), ", ".join(f"%{i}" for i in range(4, 8))
   results, operands = (", ".join(f'"{kind}"({name}.{e})' for e in "xyzw") for kind, name in (("+f", "c"), ("r", "a")))
   printer.declare(f"mma_{matrix.ptx}", f"{printer.header}float4 mma_{matrix.ptx}(uint4 a, unsigned b0, unsigned b1, float4 c) {{\n"
-                  f'  asm("mma.sync.aligned.m16n8k16.row.col.f32.{matrix.ptx}.{matrix.ptx}.f32 "\n'
+                  f'  asm("mma.sync.aligned.m16n8k{matrix.K}.row.col.f32.{matrix.ptx}.{matrix.ptx}.f32 "\n'
                   f'      "{{{c}}}, {{{a}}}, {{%8, %9}}, {{{c}}};"\n'
                   f'      : {results}\n      : {operands}, "r"(b0), "r"(b1));\n  return c;\n}}')
   return f"mma_{matrix.ptx}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 from attn.chips import get_chip
 from attn.ops import numerics
-from attn.ops.numerics import TWO_ONES
+from attn.ops.numerics import IN_A_DWORD, ONES_OF
 from attn.ops.operation import Value
 from attn.ops.printer import Printer, RegisterArray, Signature, Term, bare, element_of, float_literal, length_of, returned, vector_of, wrapped
 
@@ -89,9 +89,12 @@ class Hip(Printer):
     if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
     return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")
   def pack(self, x:Value, dtype:str) -> Value:
-    """Renders the rounding to 16 bits. If the chip has no instruction that converts to bf16, the text adds half a unit of bf16's last place to the
-    fp32 bits (and the odd bit, for ties), and keeps the upper half."""
+    """Renders the rounding to 16 bits, or to 8 bits (v_cvt_pk_fp8_f32 gives the chip's own format). If the chip has no instruction that converts to
+    bf16, the text adds half a unit of bf16's last place to the fp32 bits (and the odd bit, for ties), and keeps the upper half."""
     n = length_of(x.type)
+    if IN_A_DWORD[dtype] == 4:
+      def pair(i:int, before:str, high:str) -> str: return f"__builtin_amdgcn_cvt_pk_fp8_f32(x[{i}], x[{i + 1}], {before}, {high})"
+      return self._words("pack_fp8", x, [f"(unsigned){pair(i + 2, pair(i, '0', 'false'), 'true')}" for i in range(0, n, 4)])
     if dtype == "float16":
       out = vector_of("unsigned", n//2)
       return Term(self, f"__builtin_bit_cast({out}, __builtin_convertvector({x.text}, half{n}))", out)
@@ -104,7 +107,7 @@ class Hip(Printer):
     """Renders the rounding of P to 16 bits. If the chip has no instruction that converts to bf16, two fp32 operations round an element x to the 8
     significant bits of bf16, to nearest even: less = x*(1 - 2^16), and then the fma x*2^16 + less. CDNA executes each of the two operations for two
     elements at a time, and RDNA issues two of them together. x*2^16 has to be finite."""
-    if dtype == "float16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
+    if dtype != "bfloat16" or get_chip(self.arch).bf16_pack: return self.pack(x, dtype)
     n, factor = length_of(x.type), numerics.SPLITTING
     rounded = f"__builtin_elementwise_fma(x, ({x.type})({float_literal(factor)}), less)"
     return self._upper_halves("pack_weights", x, f"  {x.type} less = x*{float_literal(1 - factor)};\n"
@@ -165,16 +168,17 @@ class Hip(Printer):
     other chips the hint would cost registers.)"""
     if get_chip(self.arch).unit.packs_anew: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Renders a call of a function that adds the two 16-bit numbers of a dword to a sum. The function has a scalar parameter, because clang's
+    """Renders a call of a function that adds the numbers of a dword to a sum. For 16-bit numbers, the function has a scalar parameter: clang's
     __builtin_bit_cast, applied to an element of a vector such as v[1], would wrongly take v[0]."""
+    if IN_A_DWORD[dtype] == 4: return self.call("__builtin_amdgcn_dot4_f32_fp8_fp8", "float", x, self.word(ONES_OF[dtype]), c)
     name, pair = {"float16": ("fdot2", "half2"), "bfloat16": ("fdot2_f32_bf16", "bfloat2")}[dtype]
-    p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{TWO_ONES[dtype]:08x}u"))
+    p, ones = (f"__builtin_bit_cast({pair}, {bits})" for bits in ("word", f"0x{ONES_OF[dtype]:08x}u"))
     self.declare(f"dot_ones({pair})", f"{self.header}float dot_ones(unsigned word, float sum) {{\n"
                                       f"  return __builtin_amdgcn_{name}({p}, {ones}, sum, false);\n}}")
     return self.call("dot_ones", "float", x, c)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
     kind, n = f"{matrix.operand_type}{2*matrix.operand_words}", matrix.operand_words
-    ones = self.vector(*[Term(self, f"0x{TWO_ONES[dtype]:08x}u", "unsigned")]*n)
+    ones = self.vector(*[Term(self, f"0x{ONES_OF[dtype]:08x}u", "unsigned")]*n)
     a, b = (f"__builtin_bit_cast({kind}, {bare(x.text)})" for x in matrix.with_ones(p, ones))
     return Term(self, matrix.call(a, b, bare(self.term(c).text)), "float4")
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 import numpy as np
 from attn.ops import numerics
-from attn.ops.numerics import TWO_ONES, Array
+from attn.ops.eight_bits import packed_bytes
+from attn.ops.numerics import ONES_OF, Array
 from attn.ops.operation import Lanes, Value, Variable
 
 class Numbers:
@@ -49,11 +50,11 @@ class Numbers:
   # bits
   def as_float(self, x:Value) -> Value: return numerics.bits_as(x, "float32")
   def pack(self, x:Value, dtype:str) -> Value:
-    packed = numerics.pack_pairs(x, dtype)
+    packed = packed_bytes(x, dtype, self.lanes.saturates) if numerics.IN_A_DWORD[dtype] == 4 else numerics.pack_pairs(x, dtype)
     return packed if len(packed) > 1 else packed[0]
   def pack_weights(self, x:Value, dtype:str) -> Value:
-    """Rounds elements of P to the 16-bit type `dtype` and packs two into each dword. An element that is not finite, or that is above LARGEST_WEIGHT
-    (2^111), may become any value that is not finite."""
+    """Rounds elements of P to `dtype` and packs them into dwords. An element that is not finite, or that is above LARGEST_WEIGHT (2^111), may become
+    any value that is not finite, or the largest 8-bit float."""
     return self.pack(x, dtype)
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
@@ -92,11 +93,11 @@ class Numbers:
   def whole(self, x:Value) -> None:
     """Does nothing. In rendered text `whole` is a hint that all of x is in its registers at this point."""
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:
-    """Adds the two 16-bit numbers in each dword of x to c."""
-    return self.lanes.dot(x, np.full(x.shape, TWO_ONES[dtype], np.uint32), c, dtype)
+    """Adds the numbers in each dword of x to c."""
+    return self.lanes.dot(x, np.full(x.shape, ONES_OF[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
     """Adds the product of P and a matrix of ones to c. The elements of this product are sums of P. The matrix instruction's `with_ones` selects which
     operand is P."""
-    ones = np.full((2, p.shape[-1]), TWO_ONES[dtype], np.uint32)
+    ones = np.full((2, p.shape[-1]), ONES_OF[dtype], np.uint32)
     a, b = matrix.with_ones(p, ones)
     return self.lanes.matrix(matrix.name, a, b, c)

@@ -7,8 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}   # largest relative error of rounding to nearest
-TWO_ONES = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80}    # dword that holds 1.0 twice
+# largest relative error of rounding to nearest
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "fp8e4m3": 2.0**-4, "fp8e4m3fnuz": 2.0**-4}
+# dword of which each element is 1.0
+ONES_OF = {"float16": 0x3c003c00, "bfloat16": 0x3f803f80, "fp8e4m3": 0x38383838, "fp8e4m3fnuz": 0x40404040}
+IN_A_DWORD = {"float16": 2, "bfloat16": 2, "fp8e4m3": 4, "fp8e4m3fnuz": 4}     # elements of a dword
 
 def bits_as(x:Array, dtype:str) -> Array:
   """Reinterprets the bits of an array as numbers of another type of the same size."""

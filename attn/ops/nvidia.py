@@ -15,7 +15,7 @@ from attn.ops.language import compound, instruction
 from attn.ops.operation import Array, Value
 from attn.ops.numerics import from_xor_lane
 from attn.ops.operation import Body, emit, integer, statement
-from attn.ops.softmax import RowLanes
+from attn.ops.softmax import RowLanes, packed_together
 from attn.tinygrad_compat import UOp, dtypes
 
 F2, F4, U4 = f32(2), f32(4), u32(4)
@@ -147,7 +147,24 @@ def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
 # ***** the operand P *****
 
 @compound("pack_a", inline=True)
-def _pack_a(c:Any, x:Value, y:Value, *, dtype:str) -> Value: return c.join(c.pack(x, dtype), c.pack(y, dtype))
+def _pack_a(c:Any, *fragments:Value, dtype:str) -> Value: return packed_together(c, list(fragments), ROWS, dtype)
+
+# the bytes of four keys of an even column, and of four keys of an odd column, from two dwords that have both columns of two keys each
+EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
+
+def _columns_apart(lanes:Any, words:Array) -> Array:
+  pairs = np.ascontiguousarray(words.T).view(np.uint8).reshape(-1, 2, 2, 2, 2)               # thread, half of K, dword, key, column
+  return np.ascontiguousarray(pairs.transpose(0, 4, 1, 2, 3)).reshape(len(pairs), 16).view(np.uint32).T
+
+instruction("columns_apart", _columns_apart, cuda=Body(
+  "return make_uint4(" + ", ".join(f"__byte_perm(words.{x}, words.{y}, 0x{selector:04x}u)"
+                                   for selector in (EVEN_BYTES, ODD_BYTES) for x, y in ("xy", "zw")) + ");", "words"))
+
+def columns_apart(words:UOp) -> UOp:
+  """Returns B fragments of 32 keys of V of 8 bits: one of 8 even columns, and one of 8 odd columns. `words` is what ldmatrix returned for 32 rows of
+  16 columns, transposed: each dword has two neighbouring columns of two keys, because ldmatrix moves pairs of bytes. The keys of a lane are in the
+  order in which `pack_a` packs their weights."""
+  return emit("columns_apart", U4, words)
 
 @compound("row_unit", suffix="_{row}")
 def _row_unit(c:Any, x:Value, y:Value, z:Value, w:Value, factor:Value, *, row:int, dtype:str) -> Value:
@@ -171,9 +188,10 @@ def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
   """Multiplies a lane's elements of one row by a factor and packs them, rounded to nearest even. The elements come from four neighbouring C
   fragments, two from each. The result is four dwords."""
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
-def pack_a(p:UOp, q:UOp, dtype:str) -> UOp:
-  """Packs the C fragments of two neighbouring tiles into the A fragment of their 16 columns, rounded to nearest even."""
-  return emit("pack_a", U4, p, q, dtype=dtype)
+def pack_a(fragments:list[UOp], dtype:str) -> UOp:
+  """Packs the C fragments of neighbouring tiles into the A fragment of their columns, rounded to nearest even: two tiles for a `dtype` of 16 bits,
+  four for 8 bits."""
+  return emit("pack_a", U4, *fragments, dtype=dtype)
 
 # ***** across lanes *****
 

@@ -32,6 +32,7 @@ class Lanes(Protocol):
   """The methods by which the numpy function of an operation uses the emulator. Arrays have one column per thread. A method that only has an effect
   returns zeros of shape (threads,), or None."""
   wave: int                 # lanes of a wave
+  saturates: bool           # whether conversions to 8-bit floats give the largest number for a number beyond it, or else NaN
   @property
   def active(self) -> Array: """Threads that execute this operation, as bool (threads,)."""
   def load_bytes(self, pointer:Any, offset:Array, nbytes:int, gate:Array) -> Array:

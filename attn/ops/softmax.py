@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from attn.ops.common import f32, length
 from attn.ops.language import compound
+from attn.ops.numerics import IN_A_DWORD
 from attn.ops.operation import Value, Variable, emit, statement
 from attn.tinygrad_compat import UOp
 
@@ -53,14 +54,15 @@ def highest(c:Any, start:Value, scores:list[Value]) -> Value:
   return top.value
 
 def raise_reference(c:Any, rows:RowLanes, m:Value, addend:Value, scores:list[Value],
-                    scale:float) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
-  """Raises the reference m of each row of a tile to the largest score of the row so far. The reference is the number that the softmax subtracts from
-  the scores. `scores` are the lane's vectors of scores, in which rows lie as `rows` says. Returns the new m, the new addend, the factors that rescale
-  the accumulators, and a function that computes P from scores with the new m."""
+                    scale:float, lift:float=0.0) -> tuple[Value, Value, list[Value], Callable[[Value], Value]]:
+  """Raises the reference m of each row of a tile to the largest score of the row so far, less `lift` powers of two. The reference is the number that
+  the softmax subtracts from the scores. `scores` are the lane's vectors of scores, in which rows lie as `rows` says. Returns the new m, the new
+  addend, the factors that rescale the accumulators, and a function that computes P from scores with the new m."""
   split, tops, addends, factors, nears, shifts = [parts(c, x, rows.rows) for x in scores], [], [], [], [], []
   for r in range(rows.rows):
     old = c.let("old", c.element(m, r))
-    top = highest(c, old, [x[r] for x in split])
+    top = highest(c, old if not lift else c.number(LOWEST), [x[r] for x in split])
+    if lift: top = c.let("top", c.max(old, top - c.number(lift/scale)))
     for step in rows.steps: top = c.let("top", c.max(*c.exchange(top, step, rows.exchange)))
     found = c.let("found", -top*scale)
     factors.append(c.let("factor", c.exp2(c.let("power", (old - top)*scale))))
@@ -78,12 +80,37 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
   """Multiplies the elements of each row in x by the factor of this row."""
   return c.join(*[y*factor for y, factor in zip(parts(c, x, len(factors)), factors)]) if len(factors) > 1 else x*factors[0]
 
-# Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P after rounding to 16 bits:
-# DOT by dot products of a lane's pairs with ones (the first term may be a product with a matrix of ones),
+# Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P after rounding to the inputs' dtype:
+# DOT by dot products of a lane's dwords with ones (the first term may be a product with a matrix of ones),
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
 # UNPACKED by converting a lane's own elements back from 16 bits to fp32.
 # UNSCALED is for weights that include the scales of stored rows of V (attn/ops/stored.py): it adds the weights without the scales.
 LANE, DOT, ONES, UNPACKED, UNSCALED = "lane", "dot", "ones", "unpacked", "unscaled"
+
+# Weights of 8 bits. The largest P of a row is 2^LIFT: small weights then keep more of their bits. If P has grown to 2^8 (OCP's e4m3 ends at 448), or
+# to 2^7 (e4m3fnuz ends at 240), its exponent has all bits set, and the reference is raised.
+LIFT = {"float16": 0.0, "bfloat16": 0.0, "fp8e4m3": 4.0, "fp8e4m3fnuz": 3.0}
+SMALLEST_SCALE = 2.0**-100
+ALL_SET_BEFORE, SIGNS = 0x08080808, 0x80808080     # added to bytes whose exponent has all bits set, and to NaN, the first sets the sign
+
+def lift_of(dtype:str, scale:float) -> float:
+  """Returns the power of two that is the largest P of a row, for scores that are multiplied by `scale`. It is 0 if the scale is so small that fp32
+  has no number for the difference of two references."""
+  return LIFT[dtype] if scale > SMALLEST_SCALE else 0.0
+
+def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
+
+def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
+  """Packs vectors of weights into dwords, rounded to `dtype`. Each vector has `rows` rows. A dword has elements of one row: two elements of one
+  vector or, for 8 bits, those of two neighbouring vectors."""
+  if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
+  return c.vector(*[c.pack_weights(c.join(*[parts(c, x, rows)[r] for x in pair]), dtype)
+                    for pair in zip(vectors[0::2], vectors[1::2]) for r in range(rows)])
+
+def too_large(c:Any, packed:list[Value]) -> Value:
+  """Tells whether one of the weights in packed dwords of 8-bit floats is so large that its row's reference must be raised, or is NaN."""
+  words = [c.element(x, i) for x in packed for i in range(c.length(x))]
+  return ~((functools.reduce(operator.or_, [x + c.word(ALL_SET_BEFORE) for x in words]) & c.word(SIGNS)) == c.word(0))
 
 def lane_sums(c:Any, total:Variable, x:Value, rows:int) -> None:
   """Adds P to a lane's sums. If the lane has several rows, it keeps one sum for each row. If the lane has one row, it keeps two sums, one of the even
@@ -186,7 +213,7 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
   for i in range(0, count, together):
     found = [weigh(j) for j in range(i, i + together)]
     factors = found if scales is None else [with_scales(c, x, c.load(scales, i + j), rows.rows, operator.mul) for j, x in enumerate(found)]
-    packed = c.let("packed", c.join(*[c.pack_weights(x, dtype) for x in factors]))
+    packed = c.let("packed", packed_together(c, factors, rows.rows, dtype))
     c.store(p, (t*stride + i)//together, packed)
     if kind: rounded = add_rounded(c, rounded, packed, kind, matrix, dtype)
     if unscaled is not None:
@@ -219,6 +246,7 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
     return [c.let("with_scale", with_scales(c, x, log, rows.rows, operator.add)) for x, log in zip(found, logs)]
   def grown(t:int) -> Value:
     """Tells whether the reference of any query in the t-th tile of queries must be raised."""
+    if of_bytes(dtype): return too_large(c, [c.load(p, (t*stride + i)//together) for i in range(0, count, together)])
     total = [c.element(c.load(part, t), r) for r in range(rows.rows)]
     if above: return functools.reduce(operator.or_, [~(x <= 2.0**above) for x in total])
     old = c.let("old", c.load(reference, t))
@@ -226,7 +254,7 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
   def correct_all() -> None:
     for t in range(tiles): correct_tile(t)
   def correct_tile(t:int) -> None:
-    m, next_addend, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(addend, t), compared(t), scale)
+    m, next_addend, factors, weigh = raise_reference(c, rows, c.load(reference, t), c.load(addend, t), compared(t), scale, lift_of(dtype, scale))
     c.store(addend, t, next_addend)
     c.store(reference, t, m)
     for i in range(t, len(sums)*tiles, tiles): c.store(l, i, scaled(c, c.load(l, i), factors))

@@ -3,11 +3,9 @@
 A stored number is converted without an error. The scale of a row of K is multiplied into the scores of its key. The scale of a row of V is multiplied
 into the weights of its key, in fp32, before they are rounded to 16 bits."""
 from __future__ import annotations
-import functools
 from typing import Any
-import numpy as np
 from attn.ops.common import length, u32
-from attn.ops.formats import FORMATS
+from attn.ops.eight_bits import bytes_of, numbers
 from attn.ops.language import compound, instruction
 from attn.ops.numerics import pack_pairs
 from attn.ops.operation import Array, Body, Value, emit
@@ -38,24 +36,6 @@ def zero_or_nan(x:UOp) -> UOp:
   return emit("zero_or_nan", x.dtype, x)
 
 # ***** numbers of 8 bits *****
-
-@functools.cache
-def numbers_of_bytes(kind:str) -> Array:
-  """Returns the fp32 number of each of the 256 bytes of a format. `kind` is the format: int8 or a float."""
-  of, byte = FORMATS[kind], np.arange(256)
-  if not of.bias: return byte.astype(np.uint8).view(np.int8).astype(np.float32)
-  exponent, mantissa = byte >> 3 & 15, (byte & 7)/8
-  size = np.where(exponent == 0, mantissa*of.normal, (1 + mantissa)*2.0**(exponent - of.bias))
-  return np.where(np.isin(byte, of.nans), np.nan, np.where(byte < 128, size, -size)).astype(np.float32)
-
-def numbers(stored:Array, kind:str) -> Array:
-  """Converts 8-bit numbers of a cache, given as bytes (uint8), to fp32. `kind` is their format: int8 or a float."""
-  return numbers_of_bytes(kind)[stored]
-
-def bytes_of(words:Array) -> Array:
-  """Returns the bytes of dwords. The dwords have the shape (n, threads), the bytes (4*n, threads)."""
-  words = np.atleast_2d(words)
-  return np.stack([(words >> np.uint32(8*i)).astype(np.uint8) for i in range(4)], axis=1).reshape(-1, words.shape[-1])
 
 def _widen_all(lanes:Any, words:Array, kind:str, dtype:str) -> Array: return pack_pairs(numbers(bytes_of(words), kind), dtype)
 

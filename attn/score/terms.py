@@ -39,7 +39,8 @@ def varies(p:Problem) -> bool:
   return any(term.derivative is not one for term in score_terms(p))
 
 def check_differentiable(p:Problem) -> None:
-  """Raises NotImplementedError if a score term of the problem, such as a score_mod, has no derivative."""
+  """Raises NotImplementedError if a problem has no gradient: q, k and v have 8 bits, or a score term, such as a score_mod, has no derivative."""
+  if p.of_8_bits: raise NotImplementedError(f"q, k and v are {p.dtype}: attention of 8-bit floats has no gradient; train with 16 bits or float32")
   for term in score_terms(p):
     if not term.differentiable: raise NotImplementedError(f"{term.name}={getattr(p, term.name)}: it has no derivative, so attention has no gradient")
 

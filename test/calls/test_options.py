@@ -13,7 +13,7 @@ from api_cases import emulated
 ROOT = Path(__file__).resolve().parent.parent.parent
 OF_KERNELS, OF_ATTENTION = ({f.name: f for f in fields(record)} for record in (KernelOptions, AttentionOptions))
 NOT_WITH_A_CACHE = {"kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p", "dropout_seed",
-                    "sequence_order", "sequence_lengths"}
+                    "sequence_order", "sequence_lengths", "q_scale", "k_scale", "v_scale", "fast_accumulate"}
 
 def keywords(function:Any) -> dict[str, Any]:
   """Returns the keyword arguments of a function with their defaults."""

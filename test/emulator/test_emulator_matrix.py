@@ -9,6 +9,7 @@ from attn.emulator.checks import EmulatorError
 from attn.emulator.device import register
 from attn.emulator.chips import INSTRUCTIONS
 from attn.emulator.matrix import MatrixUnit
+from eight_bits import numbers_of
 
 register()
 
@@ -27,9 +28,12 @@ FORMULAS = {
   "wmma_f32_16x16x16_f16_w32": (lambda i, k: (i, k), lambda k, j: (j, k), lambda i, j: (j + 16*(i % 2), i//2)),
   "wmma_f32_16x16x16_f16_w32_gfx12": (lambda i, k: (i + 16*(k//8), k % 8), lambda k, j: (j + 16*(k//8), k % 8), lambda i, j: (j + 16*(i//8), i % 8)),
   "mma_m16n8k16_f16": mma(16), "mma_m16n8k16_bf16": mma(16),
+  "mfma_f32_32x32x16_fp8_fp8": mfma(32, 8), "mfma_f32_16x16x32_fp8_fp8": mfma(16, 8), "mfma_scale_f32_32x32x64_f8f6f4": mfma(32, 32),
+  "mma_m16n8k32_e4m3": (lambda i, k: (i % 8*4 + k % 16//4, k % 4 + 4*(i//8) + 8*(k//16)), lambda k, j: (j*4 + k % 16//4, k % 4 + 4*(k//16)),
+                        lambda i, j: (i % 8*4 + j//2, j % 2 + 2*(i//8))),
 }
 FORMULAS["wmma_f32_16x16x16_bf16_w32"] = FORMULAS["wmma_f32_16x16x16_f16_w32"]
-FORMULAS["wmma_f32_16x16x16_bf16_w32_gfx12"] = FORMULAS["wmma_f32_16x16x16_f16_w32_gfx12"]
+FORMULAS["wmma_f32_16x16x16_fp8_fp8_w32_gfx12"] = FORMULAS["wmma_f32_16x16x16_bf16_w32_gfx12"] = FORMULAS["wmma_f32_16x16x16_f16_w32_gfx12"]
 
 def unit_of(name):
   family = INSTRUCTIONS[name].families[-1]
@@ -48,13 +52,24 @@ def place(m, where, elements, lanes, dtype=np.float32):
       out[e, :, lane] = m[:, r, c]
   return out.reshape(elements, -1)
 
-def pack(elements16): return (elements16[0::2].astype(np.uint32) | (elements16[1::2].astype(np.uint32) << np.uint32(16)))
+def pack(elements):
+  """Packs elements of 8 or 16 bits (elements, lanes) into dwords."""
+  return np.ascontiguousarray(elements.T).view(np.uint32).T.copy()
+
+def bits(x, dtype): return bits16(x, dtype) if "float16" in dtype else bytes_of(dtype, x)
+def bytes_of(dtype, x):
+  """Returns the bytes of numbers that the 8-bit float format `dtype` holds exactly."""
+  numbers = numbers_of(dtype)
+  order = np.argsort(np.where(np.arange(256) == 128, np.nan, numbers))
+  found = order[np.searchsorted(numbers[order][:254], x)].astype(np.uint8)
+  return np.where(np.isnan(x), 0x80 if dtype == "fp8e4m3fnuz" else 0x7f, found).astype(np.uint8)
 
 def operands(name, a, b, c):
   """Packs matrices (waves, M, K), (waves, K, N), (waves, M, N) into registers. The table FORMULAS says which lane holds which element."""
   i, (fa, fb, fc) = INSTRUCTIONS[name], FORMULAS[name]
   _, lanes = unit_of(name)
-  images = [place(bits16(x, i.dtype), f, layout.elements, lanes, np.uint16) for x, f, layout in ((a, fa, i.a), (b, fb, i.b))]
+  kind = np.uint16 if "float16" in i.dtype else np.uint8
+  images = [place(bits(x, i.dtype), f, layout.elements, lanes, kind) for x, f, layout in ((a, fa, i.a), (b, fb, i.b))]
   if lanes == 32 and i.families == ("rdna3",):
     for x in images: x.reshape(x.shape[0], -1, 32)[..., 16:] = x.reshape(x.shape[0], -1, 32)[..., :16]
   return *map(pack, images), place(c, fc, i.c.elements, lanes)
@@ -80,6 +95,42 @@ def test_nan_and_inf_stay_in_their_row_and_column(name):
     got, want = unit.instruction(name, *operands(name, a, b, c)), place(a @ b + c, FORMULAS[name][2], INSTRUCTIONS[name].c.elements, lanes)
   np.testing.assert_array_equal(got, want)
   assert np.isnan(want).sum() > 0 and np.isfinite(want[:, :lanes]).all()
+
+OF_8_BITS = [name for name in FORMULAS if "fp8" in INSTRUCTIONS[name].dtype]
+
+@pytest.mark.parametrize("name", OF_8_BITS)
+def test_every_8_bit_float_is_multiplied(name):
+  """The matrix instructions of 8-bit floats give each of the 256 bytes its number, NaN included."""
+  unit, lanes = unit_of(name)
+  numbers = numbers_of(INSTRUCTIONS[name].dtype)
+  a, b, c = [np.zeros_like(x) for x in matrices(name, waves=8)]
+  rows = a.shape[1]
+  some = np.resize(numbers, 8*rows)
+  some[np.isnan(some)] = 0
+  a[:, :, 0], b[:, 0] = some.reshape(8, rows), 1
+  got = unit.instruction(name, *operands(name, a, b, c))
+  np.testing.assert_array_equal(got, place(np.broadcast_to(a[:, :, :1], c.shape), FORMULAS[name][2], INSTRUCTIONS[name].c.elements, lanes))
+  a[1, 2, 3] = np.nan
+  got = unit.instruction(name, *operands(name, a, b, c))
+  assert np.isnan(got).sum() == c.shape[2]
+
+def test_short_sums():
+  """sm_89 and sm_90 cut off the addends of 8-bit products at 2^-13 of the largest one, towards zero. sm_120 adds them in fp32, and sm_80 has no such
+  instruction."""
+  name = "mma_m16n8k32_e4m3"
+  def total(arch, c, *products):
+    a, b, C = [np.zeros_like(x) for x in matrices(name)]
+    a[:, 0, :len(products)], b[:, :len(products), 0], C[:, 0, 0] = products, 1, c
+    return MatrixUnit("nvidia", arch).instruction(name, *operands(name, a, b, C))[0, 0]
+  for arch in ("sm_89", "sm_90"):
+    assert total(arch, 0, 64, 2.0**-7) == 64 + 2.0**-7            # 2^6 and a multiple of 2^(6 - 13)
+    assert total(arch, 0, 64, 2.0**-8, 2.0**-8, -2.0**-8) == 64    # each is cut off by itself
+    assert total(arch, 8192, 0.5, 0.5) == 8192 and total(arch, -8192, -0.5) == -8192
+    assert total(arch, 8192, 1.5, 1.5) == 8194                    # each becomes 1, not 2
+    assert total(arch, 0, 448, 448, 448, 448) == 1792 and np.isnan(total(arch, 0, np.nan, 1))
+    assert total(arch, 2.0**-20, 0) == 2.0**-20
+  assert total("sm_120", 8192, 0.5, 0.25) == 8192.75
+  with pytest.raises(EmulatorError, match="sm_80 has no matrix instruction 'mma_m16n8k32_e4m3'"): total("sm_80", 0, 1)
 
 def test_accumulates_in_fp32():
   name = "mfma_f32_32x32x8f16"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from attn.chips import get_chip
 from attn.chips.matrix import MMA
-from attn.emulator.chips import EMULATED
+from attn.emulator.chips import EMULATED, SATURATING
 from attn.emulator.matrix import MatrixUnit
 from attn.kernels.parts.weights.softmax import Sums
 from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
@@ -180,7 +180,7 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(NVIDIA, f"rounded_sum, {dtype}"): lambda dtype=dtype: rounded_sum([u(4, 0), u(4, 1)], ONES, MMA[dtype], dtype, nv.ROWS) for dtype in MMA},
   **{(NVIDIA, f"mma, {dtype}, half {half}"): lambda dtype=dtype, half=half: nv.mma(MMA[dtype], u(4, 0), u(4, 1), half, f(4, 2))
      for dtype in MMA for half in range(2)},
-  **{(NVIDIA, f"pack_a, {dtype}"): lambda dtype=dtype: nv.pack_a(f(4, 0), f(4, 1), dtype) for dtype in MMA},
+  **{(NVIDIA, f"pack_a, {dtype}"): lambda dtype=dtype: nv.pack_a([f(4, 0), f(4, 1)], dtype) for dtype in MMA},
   (NVIDIA, "zero"): lambda: nv.zero(f()), (NVIDIA, "clear"): lambda: nv.clear(array(3, 4, 0)),
   **{(NVIDIA, f"row_unit, {dtype}, row {row}"): lambda dtype=dtype, row=row: nv.row_unit([f(4, slot) for slot in range(4)], row, f(1, 4), dtype)
      for dtype in MMA for row in range(nv.ROWS)},
@@ -235,7 +235,7 @@ class Wave:
   """Stand-in for the emulator's interface to operations (`Lanes`), with the methods that the operations under test need."""
   def __init__(self, arch:str):
     self.wave, self.unit = EMULATED[arch].wave, MatrixUnit(EMULATED[arch].family, arch)
-    self.active = np.ones(WAVES*self.wave, np.bool_)
+    self.active, self.saturates = np.ones(WAVES*self.wave, np.bool_), EMULATED[arch].family in SATURATING
   def load_register(self, pointer:Registers, i:int) -> np.ndarray: return pointer.elements[pointer.first + i]
   def store_register(self, pointer:Registers, i:int, value:np.ndarray, gate:np.ndarray) -> None:
     pointer.elements[pointer.first + i] = np.where(gate, value, pointer.elements[pointer.first + i])

@@ -6,7 +6,7 @@ that are swizzled against bank conflicts, and transposes V. The softmax computes
 """
 from __future__ import annotations
 import functools, itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
@@ -26,6 +26,8 @@ from attn.ops.stored import scale_in_range
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
+
+EXACT_PRODUCTS = 128     # 8-bit products of which a matrix unit with short sums adds up; more of them would lose the small ones
 
 @dataclass(frozen=True)
 class Operands:
@@ -67,7 +69,7 @@ class MmaForward:
     q_tiles, k_tiles, d_tiles = tile.q_tiles, tile.warp_keys//mat.N, fragments(p.Dv, mat)
     state = MmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(q_tiles*d_tiles, nv.F4), new.registers(q_tiles, nv.F2),
                      new.registers(q_tiles, nv.F2), new.registers(kinds*q_tiles, nv.F2), new.registers(q_tiles*k_tiles, nv.F4),
-                     new.registers(q_tiles*k_tiles//2, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new), Operands(),
+                     new.registers(q_tiles*k_tiles//mat.together, nv.U4), new.registers(kinds*q_tiles, nv.F2), Statements.of(new), Operands(),
                      Optional(new.registers(k_tiles, nv.F2) if p.stored else None))
     return MmaForward(warps, tile, state)
 
@@ -86,6 +88,16 @@ class MmaForward:
     """Names of the sums of P (see `kinds`) by which O is divided and from which the LSE is computed. If V is stored in 8 bits, O is divided by a sum
     of P without V's scales. The first sum of `kinds`, in which P is multiplied by these scales, is then left out."""
     return self.kinds[1:] if self.p.stored else self.kinds
+  @property
+  def of_bytes(self) -> bool: return self.mat.size == 1
+  @property
+  def in_turn(self) -> bool:
+    """Whether pairs of C fragments of O hold the even and the odd columns (`Warps.columns_in_turn`). This is so if V has 8 bits in memory."""
+    return self.p.key_itemsize == 1
+  @property
+  def exact_steps(self) -> int:
+    """Number of steps of a sum that the matrix unit adds before the sum goes to fp32 registers, or 0 for all steps."""
+    return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
   @property
@@ -138,7 +150,7 @@ class MmaForward:
   def scores(self, s:MmaState, t:UOp, masked:bool) -> tuple[MmaState, None]:
     """Computes S of a tile, in registers. Copies of later tiles start while the tensor cores work."""
     s = s.arrived(self.tile.stages - 2)
-    raw = self.raw_scores(s, t)
+    raw = self.warps.group.scaled(self.raw_scores(s, t))
     if self.p.stored:
       of_k = [ops.concat(x, x) for x in self.scales(s, t, 0)]
       raw = [[ops.mul(x, y) for x, y in zip(row, of_k)] for row in raw]
@@ -162,36 +174,33 @@ class MmaForward:
 
   def weigh(self, s:MmaState, x:None, t:UOp, steps:range, masked:bool) -> tuple[MmaState, None]:
     stores, q_tiles, kinds, to_log2 = [], self.tile.q_tiles, self.kinds, self.warps.group.scores.to_log2
+    n, dtype = self.mat.together, self.p.dtype
     for qt in range(q_tiles):
       packed = list[UOp]()
       sums: dict[str, UOp] = dict.fromkeys((LANE, UNSCALED), ops.splat(0.0, 2))
       for step in steps:
-        pair = [ops.weights(s.scores[qt*self.k_tiles + 2*step + i].load(), s.addend[qt].load(), to_log2) for i in range(2)]
-        low, high = (self.factors(s, y, 2*step + i) for i, y in enumerate(pair))
-        packed.append(nv.pack_a(low, high, self.p.dtype))
-        for i, y in enumerate(pair):
+        found = [ops.weights(s.scores[qt*self.k_tiles + n*step + i].load(), s.addend[qt].load(), to_log2) for i in range(n)]
+        packed.append(nv.pack_a([self.factors(s, y, n*step + i) for i, y in enumerate(found)], dtype))
+        for i, y in enumerate(found):
           sums[LANE] = lane_sum(sums[LANE], y, nv.ROWS)
           if (of_v := s.scales.value) is not None:
-            sums[UNSCALED] = sum_without_scales(sums[UNSCALED], ops.slice_(packed[-1], 2*i, 2), y, of_v[2*step + i].load(), self.p.dtype)
-        stores.append(s.weights[qt*self.k_tiles//2 + step].store(packed[-1]))
-      sums[ONES] = rounded_sum(packed, ONES, self.mat, self.p.dtype, nv.ROWS, nv.zero(s.done))
+            sums[UNSCALED] = sum_without_scales(sums[UNSCALED], ops.slice_(packed[-1], 2*i, 2), y, of_v[n*step + i].load(), dtype)
+        stores.append(s.weights[qt*self.k_tiles//n + step].store(packed[-1]))
+      sums[ONES] = rounded_sum(packed, ONES, self.mat, dtype, nv.ROWS, nv.zero(s.done))
       stores += [s.l_of_trip[i*q_tiles + qt].store(sums[kind]) for i, kind in enumerate(kinds)]
     s = s.store(stores)
-    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.weights, s.scores, s.l_of_trip, rows=nv.ROW_LANES, dtype=self.p.dtype, sums=kinds,
-                     matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=2*steps.start, count=2*len(steps), scales=s.scales.value))
+    s = s.do(correct(s.m, s.addend, s.l, s.acc, s.weights, s.scores, s.l_of_trip, rows=nv.ROW_LANES, dtype=dtype, sums=kinds,
+                     matrix=self.mat, scale=to_log2, above=self.tile.rescale_above, first=n*steps.start, count=n*len(steps), scales=s.scales.value))
     return s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(len(kinds)*q_tiles)])), None
 
   def add_to_o(self, s:MmaState, p:None, t:UOp, steps:range, masked:bool) -> UOp:
     """Computes O += P V for the keys of `steps`, some steps of the sum over the tile's keys. P comes from the state, where `weigh` has put it: `p` is
     None. Weights that dropout drops are 0. Returns the stores of O to registers."""
     left = [kept_scores(self.warps.group.scores, rows, self.own_tile(t)) for rows in self.queries]
-    mat, q_tiles = self.mat, range(self.tile.q_tiles)
+    n, q_tiles = self.mat.together, range(self.tile.q_tiles)
     accs = [[s.acc[qt*self.d_tiles + i].load() for i in range(self.d_tiles)] for qt in q_tiles]
-    weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//2 + step].load(), 2*step) for qt in q_tiles for step in steps}
-    for step, d_pair in itertools.product(steps, range(self.d_tiles//2)):
-      b = self.v_operand(s, t, step, d_pair)
-      for qt, half in itertools.product(q_tiles, range(2)):
-        accs[qt][2*d_pair + half] = nv.mma(mat, weights[qt, step], b, half, accs[qt][2*d_pair + half])
+    weights = {(qt, step): left[qt].packed(s.weights[qt*self.k_tiles//n + step].load(), n*step) for qt in q_tiles for step in steps}
+    accs = self.multiplied(s, accs, steps, lambda qt, step: weights[qt, step], lambda step, pair: self.v_operand(s, t, step, pair))
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
 
   def kernel(self, s:MmaState) -> UOp:
@@ -203,7 +212,7 @@ class MmaForward:
     the scores of a row, and l the row's sum of P."""
     m, sums, accs = self.found_by_all(s, qt) if self.tile.key_waves > 1 else self.found(s, qt)
     return self.warps.outputs(self.queries[qt], accs, m, sums, self.kinds_of_result, self.share if self.tile.key_waves > 1 else None,
-                              bool(self.p.stored))
+                              self.in_turn)
 
   # ***** sums over warps with the same queries *****
   def found(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
@@ -241,7 +250,7 @@ class MmaForward:
     def total(parts:list[UOp], factors:list[UOp]) -> UOp: return functools.reduce(ops.add, [ops.mul(x, y) for x, y in zip(parts, factors)])
     sums = [total([ops.slice_(x, 2, 2) for x in heads], factors)]
     if len(self.kinds_of_result) > 1: sums.append(total([ops.slice_(unit(n, 1), 0, 2) for n in shares], factors))
-    columns = round_up(ceildiv(self.d_tiles, self.tile.key_waves), 2 if self.p.stored else 1)
+    columns = round_up(ceildiv(self.d_tiles, self.tile.key_waves), 2 if self.in_turn else 1)
     wide = [ops.build(*[ops.extract(x, r) for r in range(nv.ROWS) for _ in range(2)]) for x in factors]
     places = [(self.share*columns + i).minimum(self.d_tiles - 1) + 2 for i in range(columns)]
     return m, sums, [total([unit(n, i) for n in shares], wide) for i in places]
@@ -274,24 +283,41 @@ class MmaForward:
     """Reads operand B of S = Q K^T for one step of the sum over columns and 16 keys: the group of 16 keys with index `pair` among the warp's keys of
     tile t."""
     row, unit = self.mat.b_address(self.warps.at.lane)
-    def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*self.mat.K, units)
+    def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*2*self.mat.N, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Reads operand B of O += P V for 16 keys and 16 columns. `step` is the index of the keys among the warp's groups of 16 keys in tile t, and
-    `pair` is the index of the columns."""
+    """Reads operand B of O += P V for one step of keys and 16 columns. `step` is the index of the keys among the warp's groups of K keys in tile t,
+    and `pair` is the index of the columns. If the elements have 8 bits, there is one fragment of the even columns and one of the odd columns."""
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.v_rows(t), self.first_key + row, unit, step*self.mat.K, units, transposed=True)
-    return self.stored.v_operand(read(pair//2*2), pair) if self.p.stored else read(2*pair)
+    if self.p.stored: return self.stored.v_operand(read(pair//2*2), pair)
+    words = read(2*self.mat.N//self.mat.unit*pair)
+    return nv.columns_apart(words) if self.of_bytes else words
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """Computes S = Q K^T of one tile of keys, without terms (bias, softcap, ...) and masks. Returns C fragments for each matrix tile of queries."""
-    mat, q_tiles = self.mat, range(self.tile.q_tiles)
-    tiles = [[nv.zero(s.done)]*self.k_tiles for _ in q_tiles]
-    for step in self.depth_steps:
-      a = [self.q_operand(s, qt, step) if self.tile.q_in_lds else s.q.of_tiles[qt][step] for qt in q_tiles]
-      for pair in range(self.k_tiles//2):
-        b = self.k_operand(s, t, step, pair)
-        for qt, half in itertools.product(q_tiles, range(2)):
-          tiles[qt][2*pair + half] = nv.mma(mat, a[qt], b, half, tiles[qt][2*pair + half])
+    """Computes S = Q K^T of one tile of keys, without terms (bias, softcap, ...) and masks. Returns C fragments for each tile of queries."""
+    def a(qt:int, step:int) -> UOp: return self.q_operand(s, qt, step) if self.tile.q_in_lds else s.q.of_tiles[qt][step]
+    zeros = [[nv.zero(s.done)]*self.k_tiles for _ in range(self.tile.q_tiles)]
+    return self.multiplied(s, zeros, self.depth_steps, a, lambda step, pair: self.k_operand(s, t, step, pair), empty=True)
+
+  def multiplied(self, s:MmaState, tiles:list[list[UOp]], steps:range, a:Callable[[int, int], UOp], b:Callable[[int, int], UOp],
+                 empty:bool=False) -> list[list[UOp]]:
+    """Adds A B to C fragments. `tiles` has the fragments of each tile of queries. `a` returns operand A of a tile of queries and a step of the sum,
+    `b` operand B of a step and a pair of neighbouring fragments. If the matrix unit adds too coarsely (`exact_steps`), it adds only some steps, and
+    their sums are added in fp32. `empty` says that the fragments are still 0; there are then only few of them."""
+    queries, pairs = range(self.tile.q_tiles), range(len(tiles[0])//2)
+    def add(into:list[list[UOp]], step:int, pair:int) -> None:
+      operand = b(step, pair)
+      for qt, half in itertools.product(queries, range(2)):
+        into[qt][2*pair + half] = nv.mma(self.mat, a(qt, step), operand, half, into[qt][2*pair + half])
+    runs = [steps[i:i + self.exact_steps] for i in range(0, len(steps), self.exact_steps)] if self.exact_steps else [steps]
+    if not self.exact_steps or empty:       # the sums of the first run are those of all fragments
+      for step, pair in itertools.product(runs[0], pairs): add(tiles, step, pair)
+    further = [(pairs, run) for run in runs[1:]] if empty else [((pair,), run) for pair in pairs for run in runs]
+    for some, run in further if self.exact_steps else []:
+      sums = [[nv.zero(s.done)]*len(row) for row in tiles]
+      for step, pair in itertools.product(run, some): add(sums, step, pair)
+      for qt, pair, half in itertools.product(queries, some, range(2)):
+        tiles[qt][2*pair + half] = ops.add(tiles[qt][2*pair + half], sums[qt][2*pair + half])
     return tiles

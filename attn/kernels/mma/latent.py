@@ -111,7 +111,7 @@ class MmaLatent:
     reference = raised(m, top, to_log2, self.tile.rescale_above)
     factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
     weights = [weights_from(y, reference, to_log2) for y in x]
-    packed = [nv.pack_a(*pair, dtype) for pair in zip(weights[0::2], weights[1::2])]
+    packed = [nv.pack_a([*pair], dtype) for pair in zip(weights[0::2], weights[1::2])]
     exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, zero)
     sums = (rounded_sum(packed, ONES, self.mat, dtype, nv.ROWS, nv.zero(s.done)), exact)[:self.names.kinds]
     s = s.store([s.m[0].store(reference)], store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(sums)]))

@@ -189,7 +189,7 @@ class WarpTrip(Generic[L]):
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
     """Packs C fragments of one tile of rows into operand A of the next product."""
-    return [nv.pack_a(a, b, self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
+    return [nv.pack_a([a, b], self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:
     return [[left.packed(x, 2*i) for i, x in enumerate(self.packed(w.p))] for left, w in zip(self.left, weights)]

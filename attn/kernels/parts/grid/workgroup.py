@@ -301,6 +301,19 @@ class Workgroup:
     def load(n:int) -> UOp: return scale_as_float(rows.load_units(first, scores.block_n, lane + n, UOp.const(0)), size)
     return [ops.build(*map(load, columns)) for columns in scores.walked]
 
+  def input_scale(self, name:str) -> UOp|None:
+    """Loads the factor of q, k or v of 8 bits, for the workgroup's key/value head. `name` is "q_scale", "k_scale" or "v_scale". Returns None if the
+    problem has no such tensor."""
+    if name not in self.given: return None
+    numbers = flat(self.given[name])
+    return numbers[self.batch*self.p.Hkv + self.kv_head if numbers.max_numel() > 1 else 0].load()
+
+  def scaled(self, raw:list[list[UOp]]) -> list[list[UOp]]:
+    """Multiplies raw scores by the factors of q and k, if q and k have 8 bits and such factors."""
+    if not (factors := [x for name in ("q_scale", "k_scale") if (x := self.input_scale(name)) is not None]): return raw
+    factor = functools.reduce(ops.mul, factors)
+    return [[ops.mul(x, factor) for x in row] for row in raw]
+
   def operand_rows(self, name:str, head:UOp|None=None) -> Rows:
     """Returns the rows of a tensor that the workgroup reads (its sequence and head, or the query head `head`), converted to the dtype of the matrix
     unit's inputs."""
@@ -328,6 +341,7 @@ class Workgroup:
     `totals` are sums of P over the row. The first one sums P after rounding, and O is divided by it. The LSE is computed from the last one."""
     sink = flat(self.given["sinks"])[row.head].load() if "sinks" in self.given else None
     factor, log_sum = finish(m, totals, self.scores, sink)
+    if (of_v := self.input_scale("v_scale")) is not None: factor = ops.mul(factor, of_v)
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:

@@ -113,8 +113,8 @@ class SwizzledRows(CopiedLayout):
     return (self.base + row*self.stride).cast(dtypes.int) + (unit.cast(dtypes.int) ^ (row%LINE).cast(dtypes.int))
   def further(self, row:UOp, unit:UOp, rows:int, units:int) -> tuple[UOp, int]:
     """Returns the position of a 16-byte unit in shared memory as two summands: a number that takes few different values and is kept in a register,
-    and a constant. The unit is `rows` rows and `units` units beyond unit `unit` of row `row`. `rows` must be a multiple of 8, `units` even, and
-    `unit` 0 or 1."""
+    and a constant. The unit is `rows` rows and `units` units beyond unit `unit` of row `row`. `rows` must be a multiple of 8. `unit` must be 0, or it
+    may be 1 if `units` is even."""
     return self.place(row, unit) ^ units%LINE, rows*self.stride + units//LINE*LINE
 
 @dataclass(frozen=True)
