@@ -85,8 +85,8 @@ class Staggered:
 
   # ***** the two halves of an iteration *****
   def weigh(self, s:StaggeredState, t:UOp, masked:bool) -> tuple[StaggeredState, list[UOp]]:
-    """Turns S(t) into P(t), stores the loaded tiles to LDS and starts the next loads. Before the
-    barrier that ends this step, reads from LDS the columns of V(t) for the first of O's matrix tiles (blocks of one matrix instruction)."""
+    """Turns S(t) into P(t), stores the loaded tiles to LDS and starts the next loads. Before the barrier that ends this step, reads from LDS the
+    columns of V(t) for the first of O's matrix tiles. Returns the state, and these columns as operand A."""
     one = self.common
     raw = [s.s[i].load() for i in range(s.s.max_numel())]
     softmax = one.weighed(s.softmax, [one.group.scores.finished(raw, [one.queries[0]], t, masked)])

@@ -41,7 +41,7 @@ def launches_of(p:Problem, arch:Chip, way:str) -> list[BackwardLaunch]:
   return [launch for name, launch in found.items() if name != "forward"]
 
 def computed_gradients(launches:list[BackwardLaunch], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns dq, dk and dv as the launches compute them from the tensors `have`. They are not computed yet."""
+  """Returns dq, dk and dv as tensors that the launches compute from the tensors `have`, by name. dq, dk and dv are not computed yet."""
   there = dict(have)
   for x in launches:
     given = [there[name] if name in there else Tensor.empty(*shape, dtype=(FLOATS | INTS)[dtype]) for name, (shape, dtype) in x.shapes.items()]

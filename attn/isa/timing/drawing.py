@@ -71,7 +71,6 @@ def svg_of(timing:Timing, loop:LoopTiming, trips:int=_SHOWN) -> str:
   return drawing.svg()
 
 def draw_svg(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> None:
-  """Draws iterations of a loop (`svg_of`) to an SVG file."""
   path.write_text(svg_of(timing, loop, trips), encoding="utf-8")
 
 def draw_png(timing:Timing, loop:LoopTiming, path:Path, trips:int=_SHOWN) -> None:

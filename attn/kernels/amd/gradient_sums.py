@@ -44,8 +44,9 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
   return ops.sub(total, group.number("dlse", row)) if "dlse" in group.given else total
 
 def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
-  """Makes three things for a kernel of which each workgroup owns some queries of the fp32 accumulator of dQ: its `Workgroup`, the sizes of its tile
-  (`BackwardTile`), and this thread's position (`Lane`)."""
+  """Makes three things for a kernel whose workgroups each own some queries of the fp32 accumulator of dQ: the workgroup (`Workgroup`), the sizes of
+  its tile (`BackwardTile`), and this thread's position (`Lane`). `args` are the kernel's tensors. `shapes` has their names, shapes and dtypes, in the
+  same order."""
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
   grid = head_fastest(p, tile, mat, arch)

@@ -186,8 +186,8 @@ class AmdLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores two values of each row to LDS, from where all waves read them: the number that the softmax subtracts from the row's scores,
-    and the sums of P that this wave has computed. Returns the state after these stores."""
+    """Stores two values of each row to LDS, from where all waves read them: the number that the softmax subtracts from the row's scores, and the sums
+    of P that this wave has computed. Returns the state after these stores."""
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]
     stores = [s.told.store(self.names.total(kind, self.share.part), self.own, x, first) for kind, x in enumerate(sums)]

@@ -153,8 +153,8 @@ class MmaLatent:
     told, to = self.told(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def hear(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Loads, from shared memory, the numbers of kind `i` that warps have stored there (`tell`): those of the lane's two rows among the 16 rows from
-    row `first` of the block on."""
+    """Loads numbers that warps have stored to shared memory with `tell`: the numbers of kind `i` (such as a maximum or a sum) of the lane's two rows
+    among the 16 rows from row `first` of the block on."""
     return ops.build(*[self.told(s).load(i, row) for row in self.in_block(first)])
   def met(self, s:LatentMmaState) -> LatentMmaState:
     """Waits at a barrier until all warps have done all statements (operations with side effects, such as stores) so far."""

@@ -45,8 +45,8 @@ class StoredKeys:
 
   # ***** scales *****
   def copies(self, shared:UOp, t:UOp, base:UOp) -> list[UOp]:
-    """Returns the statements that copy the scales of tile t to shared memory, from float number `base` on: those of K, then those of V. Rows that do
-    not exist get scales of 0."""
+    """Returns the statements that copy the scales of tile t to shared memory, from the float with index `base` on: first the scales of K, then those
+    of V. Rows that do not exist get scales of 0."""
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, size, first = group.tile.block_n, group.tile.threads, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
     for kind, name in enumerate(group.p.scale_views):

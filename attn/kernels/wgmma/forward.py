@@ -82,7 +82,7 @@ class WgmmaForward:
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the warpgroup has queries. If all its rows lie beyond the last query, the warpgroup only copies tiles: its products would take time
+    """Whether the warpgroup has queries. If all its rows lie beyond the last query, the warpgroup only copies tiles, because products would take time
     from the other warpgroups."""
     group, n_q, front = self.warps.group, self.warps.group.sequence.n_q, 0 if self.p.dealt is None else self.p.dealt.front
     def full(rows:int) -> bool: return round_up(rows, wgmma.M) % group.tile.block_m == 0

@@ -101,12 +101,13 @@ class Weights:
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Computes P from the raw scores (Q K^T) of one row."""
+  """Computes P, and the derivatives of the score terms, from the raw scores (Q K^T) of one row. `masked` says whether masks may hide some of the
+  scores."""
   return weights_of_rows(scores, raw, [normalisers], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normaliser]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Computes P from the raw scores (Q K^T) of several rows. Each vector of `raw` holds elements of all these rows, one row after another.
-  `normalisers` has one list for each row."""
+  """Computes P, and the derivatives of the score terms, from the raw scores (Q K^T) of several rows. Each vector of `raw` holds elements of all these
+  rows, one row after another. `normalisers` has one list for each row. `masked` says whether masks may hide some of the scores."""
   def by_row(x:list[UOp]) -> list[list[UOp]]:
     n = ops.length(x[0])//len(rows)
     return [x] if len(rows) == 1 else [[ops.slice_(y, i*n, n) for y in x] for i in range(len(rows))]

@@ -27,8 +27,8 @@ CACHED = 16 << 20   # bytes of K and V that concurrently running blocks should s
 
 @dataclass(frozen=True)
 class Grid:
-  """The ranges of a kernel's program (UOps that are indices): over the workgroups of the grid, and over the threads of a workgroup. The head and the
-  block of rows that a workgroup computes are computed from these ranges."""
+  """The ranges of a kernel's program (UOps that are indices): over the workgroups of the grid, and over the threads of a workgroup. From the ranges
+  follow the head and the block of rows that a workgroup works on, and the lane and wave of a thread."""
   allocator: Allocator
   ranges: tuple[UOp, ...]     # the ranges over the grid and over a workgroup's threads
   head: UOp                   # index of the workgroup's head, or group of heads, among all that are computed

@@ -29,7 +29,7 @@ def trip_count(n:UOp) -> UOp|None:
 @dataclass(frozen=True)
 class Extent:
   """The sequence that a workgroup works on: its numbers of queries and keys, and the rows of the tensors at which they begin. `offset` places the
-  diagonal of causal masks: query i meets it at key i + offset."""
+  diagonal of causal masks: query i is on the diagonal at key i + offset."""
   n_q: int|UOp
   n_k: int|UOp
   q_start: int|UOp
@@ -133,8 +133,8 @@ class TileList:
   size: int
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), 0, self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Converts a position to a row of the sequence. Positions count the rows of the listed tiles, in the order of the list. A position beyond the
-    list gives a row beyond the sequence."""
+    """Converts a position in the list to a row of the sequence. Positions count the rows of the listed tiles, in the order of the list. A position
+    beyond the list gives a row beyond the sequence."""
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   @property
   def blocks(self) -> Blocks:
@@ -154,8 +154,8 @@ class Descending:
   count: UOp
   size: int
   def row(self, place:UOp) -> UOp:
-    """Converts a position to a row of the sequence. Positions count rows in the order of the loop. A position after the loop gives a row beyond the
-    sequence."""
+    """Converts a position in the loop to a row of the sequence. Positions count rows in the order of the loop. A position after the loop gives a row
+    beyond the sequence."""
     tile, beyond = place//self.size, (self.count + (self.size - 1))//self.size
     return (tile < self.tiles.end).where(self.mirrored(tile) - 1, beyond)*self.size + place%self.size
   def mirrored(self, x:UOp) -> UOp:
@@ -175,8 +175,9 @@ def list_length(tiles:int) -> int:
   return OF_A_LIST + tiles + 1
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """Returns the tiles of columns that the rows `first`..`last` see. They go from the first column that row `first` sees to the last column that row
-  `last` sees. This covers the rows between, because from row to row neither the first nor the last seen column moves back."""
+  """Returns the tiles of columns that the rows `first`..`last` see, in a walk over columns (keys if rows are queries, queries if rows are keys). A
+  tile has `block_n` columns. The tiles go from the first column that row `first` sees to the last column that row `last` sees. This covers the rows
+  between, because from row to row neither the first nor the last seen column moves back."""
   masked_first = first_seen(walk, first) is not None
   def hidden(row:UOp) -> UOp: return UOp.const(0) if (column := first_seen(walk, row)) is None else column.maximum(0)
   seen, unseen = seen_up_to(walk, last), hidden(first).minimum(walk.count)

@@ -57,8 +57,8 @@ class StagedTripsTile(Protocol):
   """Fields of a tile's description (such as `BackwardTile`) that say when and how the kernel's loop loads rows of keys or queries."""
   @property
   def prefetch(self) -> int:
-    """When a tile is loaded. 0: in the iteration that uses it; 1: one iteration earlier; 2: one iteration earlier, and stored to a second LDS
-    buffer."""
+    """When the loads of a tile start. 0: in the iteration that uses the tile; 1: one iteration earlier; 2: one iteration earlier, and the tile is
+    stored to a second LDS buffer."""
   @property
   def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor."""
   @property

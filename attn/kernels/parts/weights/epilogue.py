@@ -48,8 +48,8 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (the row's index in lse, the flat index at which the row begins in o). If `split`, the index of a key range, is given, both belong to
-  lse_partial and o_partial instead."""
+  """Returns (the row's index in lse, the flat index at which the row begins in o). If `split`, the index of a key range, is given, returns the row's
+  places in lse_partial and o_partial instead."""
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number
   sb, sh, ss = strides(p.layout, p.H, p.Sq, p.Dv)

@@ -62,7 +62,6 @@ class Scores:
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
   def of_head(self, head:UOp) -> Scores:
-    """Returns a copy of this object for another head."""
     return replace(self, first=replace(self.first, head=head))
   def row(self, place:UOp) -> UOp:
     """Converts the position of a row in the workgroup's loop to the row's index in the sequence. The two differ if the loop has an `order`: it then
@@ -123,7 +122,8 @@ class Scores:
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def seen_by(self, first:UOp, last:UOp, tile:UOp) -> UOp:
-    """Returns whether some row from `first` to `last` may see a column of a tile."""
+    """Returns whether some row from `first` to `last` may see a column of a tile. A column is a key if rows are queries, and a query if rows are
+    keys."""
     begin, first_column = self.tile(tile)*self.block_n, first_seen(self.walk, first)
     seen = begin <= last_seen(self.walk, last)
     return seen if first_column is None else seen & (first_column < begin + self.block_n)
@@ -153,8 +153,8 @@ class Scores:
     return [ops.mask_rows(scores, each, side, self.walked[0], self.at.matrix.tile_keys, *done) for side, each in limits.items() if each]
 
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
-    """Turns the raw scores of `rows` into the input of the softmax: applies the score terms (softcap, ALiBi, bias), and if `masked` the masks. In
-    each vector the elements of one row lie before those of the next row."""
+    """Turns the raw scores of `rows`, which the vectors `tiles` hold, into the input of the softmax: applies the score terms (softcap, ALiBi, bias),
+    and if `masked` the masks. In each vector the elements of one row lie before those of the next row."""
     if self.raw and not masked and not self.natural: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]
