@@ -1,7 +1,7 @@
 """Waits of an iteration of the hot loop: each wait with the accesses that it waits for, and the accesses that are not complete at each barrier.
 
-A counter counts the accesses that a wave has issued and that are not complete. They complete in the order of issue, and a wait for n lasts until at
-most n of them are left. Scalar loads may complete in another order; while they are under way, code waits until 0 accesses are left. AMD's ISA
+A counter counts the accesses that a wave has issued and that are not complete. Accesses complete in the order of issue, and a wait for n lasts until
+at most n of them are left. Scalar loads may complete in another order; while they are under way, code waits until 0 accesses are left. AMD's ISA
 documents, "Data Dependency Resolution", and LLVM, lib/Target/AMDGPU/SIInsertWaitcnts.cpp, say which accesses each counter counts. A wait for the
 vector ALU (depctr) is listed without what it waits for."""
 from __future__ import annotations
@@ -66,8 +66,8 @@ def waited_for(x:Instruction, counters:Counters) -> dict[str, int]:
   return {one[1]: value} if one is not None else {}
 
 def path_of_waits(blocks:Sequence[Block], loop:Loop, usual:Sequence[int]) -> list[int]:
-  """Returns the path of basic blocks on which the waits of an iteration lie. It is the path `usual`, with the basic blocks added that s_cbranch_execz
-  skips for a wave without active lanes. All other waves run through the added basic blocks and wait in them."""
+  """Returns the path of basic blocks on which the waits of an iteration lie. The result is the path `usual`, with the basic blocks added that
+  s_cbranch_execz skips for a wave without active lanes. All other waves run through the added basic blocks and wait in them."""
   path = []
   for b, after in zip(usual, [*usual[1:], loop.header]):
     path.append(b)

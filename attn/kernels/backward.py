@@ -37,7 +37,7 @@ class BackwardTrip(Protocol[Carry]):
     """Computes dS = P * (dP - delta), the gradient of the product Q K^T without the factor softmax_scale. By default the result is multiplied by the
     derivatives of all score terms (softcap, ALiBi, bias, score_mod). If `derivatives` is given, it is multiplied only by the derivatives of the terms
     that `derivatives` names. The result is then, for each score, the gradient of the bias, or of the value that score_mod reads from a tensor."""
-  def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype. It is an operand of the product P^T dO."""
+  def kept(self, weights:Any) -> Any: """Returns P after dropout, rounded to the inputs' dtype, as an operand of the product P^T dO."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
   def add(self, s:Carry, name:str, p_or_ds:Any) -> Carry:
     """Multiplies P or dS, which `p_or_ds` holds, by rows of the tile, and adds the product to the gradient `name`."""
@@ -97,8 +97,8 @@ def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
 
 def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   """Returns the kernel for the gradients of k and v. A workgroup owns keys and loops over the queries of all heads that share these keys, one head
-  after another. It does this once for both gradients, or, if registers are short, twice: first for dV, then for dK. If a unit also wants dQ, the
-  workgroup adds its part of dQ to sums in memory."""
+  after another. The workgroup makes one such pass for both gradients, or, if registers are short, two passes: first for dV, then for dK. If a unit
+  also wants dQ, the workgroup adds its part of dQ to sums in memory."""
   s, stores = None, list[UOp]()
   for unit in passes:
     def work(s:Any, tile:Any, wanted:tuple[str, ...]=unit.wanted) -> Any:

@@ -7,8 +7,8 @@ p.num_splits:
   forward(p, arch, tile)(o_partial, lse_partial, q, k, v, ...)      # tensors.arguments(p): normalised O and natural-log LSE of each range
   combine(p, arch, p.num_splits)(o, lse, o_partial, lse_partial)
 
-`combine` takes the tensors of `combine_arguments(p)`, in this order. It takes no lse if p.return_lse is false. If scores may be as large as fp32
-allows (p.wide_scores), an lse has a second number, lse_rest: the part of the lse that rounding to fp32 lost. Then lse_rest may follow lse, and
+`combine` takes the tensors of `combine_arguments(p)`, in this order. `combine` takes no lse if p.return_lse is false. If scores may be as large as
+fp32 allows (p.wide_scores), an lse has a second number, lse_rest: the part of the lse that rounding to fp32 lost. Then lse_rest may follow lse, and
 lse_rest_partial follows lse_partial. Sinks come last.
 
 An empty range gives O = 0 and LSE = -inf, so its weight is 0."""

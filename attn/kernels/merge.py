@@ -5,9 +5,9 @@ hold different keys.
 
 The kernel writes the outputs of the problem (p.outputs): o, lse if p.return_lse is true, and lse_rest if p.lse_rest is true. lse_rest is the part of
 the lse that rounding to fp32 lost. The kernel reads one float32 buffer for each partial result, and the sinks, if there are any, at the end. A
-partial result is one buffer, so that one copy brings it to another device. It holds, for some of the rows: first o, normalised, in the layout of the
-problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE. Each of these begins at a multiple of UNIT_BYTES, because
-kernels write results by vectors of up to that size. attn/kernels/parts/weights/merging.py holds the formula."""
+partial result is one buffer, so that one copy brings it to another device. The buffer holds, for some of the rows: first o, normalised, in the layout
+of the problem; then the LSE in natural logarithm; and with p.wide_scores the rest of the LSE. Each of these begins at a multiple of UNIT_BYTES,
+because kernels write results by vectors of up to that size. attn/kernels/parts/weights/merging.py holds the formula."""
 from __future__ import annotations
 import functools, itertools
 from collections.abc import Callable

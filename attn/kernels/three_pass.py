@@ -1,9 +1,8 @@
 """The fallback for problems that no other kernel supports: attention in three passes over a score matrix in memory, S = Q K^T, P = softmax(S), O = P
 V, all in fp32.
 
-The fallback consists of tensor operations, for which tinygrad makes its own kernels. It works for any dtype, head dimension, length and device, for
-every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory.
-"""
+The fallback consists of tensor operations, for which tinygrad makes its own kernels. The fallback works for any dtype, head dimension, length and
+device, for every option, and for sharded tensors. The scores take B*H*Sq*Sk*4 bytes of memory. The other kernels never store the scores to memory."""
 from __future__ import annotations
 from collections.abc import Callable
 from attn.kernels.parts.weights.scores import NEG_INF

@@ -4,7 +4,8 @@ A workgroup of attention owns a block of rows (queries or keys) and loops over t
 of tiles for each block.
 
 1. `extremes_of_expressions` looks at the expressions in the mask that depend on the row alone or on the column alone, such as i//64 and tokens[j] in
-the mask i//64 == tokens[j]. It finds the lowest and the highest value of each of them, in each block of rows and in each tile of columns.
+the mask i//64 == tokens[j]. The kernel finds the lowest and the highest value of each of these expressions, in each block of rows and in each tile of
+columns.
 
 2. `seen_in_tiles` says which tiles have visible and hidden scores. For most tiles the extremes already prove that the mask hides all of their scores,
 or none of them (attn/functions/spans.py). For the other tiles the kernel evaluates the mask for each score, as the kernels of attention do.
@@ -111,8 +112,8 @@ class Items:
     index = outer[-1]*THREADS_OF_A_LIST + items.thread
     return items, left_alone(index < sizes[-1]), [*outer[:-1], index.minimum(sizes[-1] - 1)]
   def totals(self, count:int|UOp, begin:list[UOp], work:Callable[[list[UOp], UOp], list[UOp]], *after:UOp) -> list[UOp]:
-    """Returns the results of a loop of `count` iterations. `work` gets the results so far, first `begin`, and the index of the iteration. It returns
-    new results. The loop runs after the stores `after`."""
+    """Returns the results of a loop of `count` iterations. `work` gets the results so far, first `begin`, and the index of the iteration. `work`
+    returns new results. The loop runs after the stores `after`."""
     registers = [self.new.registers(1, x.dtype) for x in begin]
     begun = [r.after(*self.ranges, *after)[0].store(x) for r, x in zip(registers, begin)]
     i = self.new.range(count, AxisType.LOOP)

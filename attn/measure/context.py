@@ -1,11 +1,11 @@
 """Times attention over sequences whose rows several GPUs share, and compares the times with one GPU. `DEV=CUDA python -m attn.measure.context [WORD
 ...]` prints a line for each problem whose name contains every WORD.
 
-A line shows the wall time of one call under TinyJit, on each device by itself and on all devices together. It also shows the host's time to launch
-one call, the bytes that each device uses, and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the timeline
-each kernel and each copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels, and as
-if no copy did. The measured time should lie between the two sums. In some problems the devices share the heads instead of the rows. Such a problem
-needs no copies, and shows the highest speed that the devices can have together.
+A line shows the wall time of one call under TinyJit, on each device by itself and on all devices together. The line also shows the host's time to
+launch one call, the bytes that each device uses, and a timeline. The wall time is the median of rounds of at least a quarter of a second. For the
+timeline each kernel and each copy of the call runs with nothing beside it. These times are added up in two ways: as if all copies ran beside kernels,
+and as if no copy did. The measured time should lie between the two sums. In some problems the devices share the heads instead of the rows. Such a
+problem needs no copies, and shows the highest speed that the devices can have together.
 
 DEVICES=4 uses four devices; the default is two. With DEV=EMU and SMALL=1 the program runs without a GPU, and its times mean nothing."""
 from __future__ import annotations
@@ -49,7 +49,7 @@ def small(row:SharedProblem) -> SharedProblem:
   return replace(row, H=4, Hkv=4 if row.Hkv == row.H else 1, Sq=min(row.Sq, 64), Sk=128 if row.Sq == 1 else 64, D=16)
 
 def inputs_of(row:SharedProblem, devices:tuple[str, ...]) -> list[Tensor]:
-  """Returns q, k and v. They are sharded over the devices as `row` says, or all on one device if there is only one."""
+  """Returns q, k and v. These tensors are sharded over the devices as `row` says, or lie on one device if `devices` has only one."""
   shapes = (1, row.H, row.Sq, row.D), *[(1, row.Hkv, row.Sk, row.D)]*2
   def placed(x:Tensor, is_q:bool) -> Tensor:
     if len(devices) == 1: return x.to(devices[0])

@@ -75,7 +75,7 @@ def normal(*shape:int) -> Tensor:
   return (x if count <= REPEATED else x.expand(count//REPEATED, REPEATED)).reshape(shape).contiguous().realize()
 
 def call_of(row:DecodeStep) -> CheckedCall:
-  """Prepares a call of `attention` that does a decode step on random numbers. Its arguments are checked, but nothing runs yet. The pages of a paged
+  """Prepares a call of `attention` that does a decode step on random numbers. The arguments are checked, but nothing runs yet. The pages of a paged
   cache are in random order."""
   q, blocks, options = normal(row.B, row.H, 1, row.D), row.keys//row.page if row.page else 0, dict[str, Any]()
   shape = (row.B*blocks, row.page, row.Hkv, row.D) if row.page else (row.B, row.Hkv, row.keys, row.D)

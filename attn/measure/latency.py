@@ -41,7 +41,7 @@ def repeated(*shape:int) -> Tensor:
 
 @contextlib.contextmanager
 def compiler_timed(compiler:Any) -> Iterator[list[float]]:
-  """Context manager that times a compiler. It yields a list, to which the seconds of each compilation are appended."""
+  """Context manager that times a compiler. The manager yields a list, to which the seconds of each compilation are appended."""
   seconds, own = list[float](), compiler.compile
   def timed(source:str) -> bytes:
     begin = time.perf_counter()

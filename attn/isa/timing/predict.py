@@ -61,8 +61,8 @@ def blocks_of_grid(p:Problem, own:int, keys:bool=False, heads:int=1) -> int:
   return ceildiv(rows, own)*copies*p.num_splits
 
 def walked_in_a_trip(timing:Timing, own:int) -> float:
-  """Returns the number of rows that a workgroup with `own` rows of its own reads in one loop iteration. It is the number of scores that the workgroup
-  computes in an iteration, divided by `own`."""
+  """Returns the number of rows that a workgroup with `own` rows of its own reads in one loop iteration. This is the number of scores that the
+  workgroup computes in an iteration, divided by `own`."""
   assert timing.loops[0].scores is not None
   return timing.loops[0].scores*timing.waves/own
 

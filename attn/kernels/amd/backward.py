@@ -271,8 +271,8 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *first, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds`, dS of the lane's key, or 0 if the lane's key lies beyond the last key. P = exp(0 - lse) of such a key may be inf. It would not
-    change the gradients of other keys, but it would change dQ, which sums over the keys."""
+    """Returns `ds`, dS of the lane's key, or 0 if the lane's key lies beyond the last key. P = exp(0 - lse) of such a key may be inf. Such a P would
+    not change the gradients of other keys, but would change dQ, which sums over the keys."""
     there = below(self.of.row.index, self.of.group.sequence.n_k)
     if there.op is Ops.CONST and there.arg: return ds
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]

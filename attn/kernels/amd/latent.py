@@ -4,7 +4,7 @@ first columns of K. In decoding, K has 576 columns, V has 512, and many query he
 A row of O is too long for the registers of one wave, and all heads share the keys. So a workgroup owns the queries of many heads and reads each key
 once for all these queries. The waves of the workgroup divide the two products differently. For the scores S^T = K Q^T of a tile of keys, each wave
 computes one matrix tile of queries; if there are more waves than matrix tiles of queries, each wave computes only a part of the keys. For O^T = V^T
-P^T, each wave computes some columns of V for all queries. The waves exchange P through LDS. They also exchange the factors by which the softmax
+P^T, each wave computes some columns of V for all queries. The waves exchange P through LDS. The waves also exchange the factors by which the softmax
 rescales O, and the largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS holds no
 tile of V."""
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Warps:
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
     """Returns the statements that start this thread's asynchronous copies of a tile to shared memory, if `gate` is true. The tile begins at row
-    `first` of `source`. Its rows are not converted."""
+    `first` of `source`. The rows are not converted."""
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
     statements = []

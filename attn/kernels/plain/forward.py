@@ -1,10 +1,10 @@
 """Implementation of forward without matrix instructions, in UOps that every device of tinygrad can render, for every dtype of inputs and rows of at
 most MAX_WIDTH elements.
 
-The threads of a workgroup form a rectangle (rectangle.py). They compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A thread
-computes some rows of S^T and of O^T. Of each of these rows it computes some quads (elements of four neighbouring queries). Local memory holds K and Q
-transposed, V not transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far. For every tile of keys, O and the
-row sum l are rescaled to the new maximum.
+The threads of a workgroup form a rectangle (rectangle.py). The threads compute S^T = K Q^T and O^T = V^T P^T, each as a sum of outer products. A
+thread computes some rows of S^T and of O^T. Of each of these rows it computes some quads (elements of four neighbouring queries). Local memory holds
+K and Q transposed, V not transposed, and P^T in the order in which it is computed. m is the maximum of the scores so far. For every tile of keys, O
+and the row sum l are rescaled to the new maximum.
 
 The steps use the operations of attn/ops, as all kernels do. `attn.ops.plain` turns these operations into UOps."""
 from __future__ import annotations
@@ -176,7 +176,7 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def scale(self, name:str, first:UOp, row:UOp, *after:UOp) -> UOp:
-    """Loads the scale of row `first` + `row` of K ("k_scales") or V ("v_scales"), as fp32. It is 0 for a row that does not exist."""
+    """Loads the scale of row `first` + `row` of K ("k_scales") or V ("v_scales"), as fp32. Returns 0 for a row that does not exist."""
     rows = self.rows_of(name).after(*after)
     return rows.buffer[rows.start(first, row).valid(first + row < rows.count)].load().cast(dtypes.float)
 

@@ -9,8 +9,8 @@ step of the product reads one row of each operand from local memory, which holds
 a sum over the walked rows, the left operand is not transposed, and the right operand is the weights in the order in which they were computed.
 
 On a CPU a workgroup is a single thread, which computes the products in this way, too. The thread's own memory takes the place of local memory. The
-thread reads the walked rows directly from global memory. It computes one piece after another what many threads would compute at the same time: it
-loops over parts of a tile, and over parts of the elements of O or of a gradient."""
+thread reads the walked rows directly from global memory. The thread computes one piece after another what many threads would compute at the same
+time: it loops over parts of a tile, and over parts of the elements of O or of a gradient."""
 from __future__ import annotations
 import functools, itertools, math
 from collections.abc import Callable

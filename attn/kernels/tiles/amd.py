@@ -24,7 +24,7 @@ def row_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
 
 def both_ways_layout(mat:Matrix, rows:int, width:int) -> PaddedRows:
   """Returns the LDS layout of the rows of a tile, for a kernel that holds the tile twice: row by row and transposed. This is the layout of the first
-  copy; a row has `width` elements. It puts the rows that one access of a wave reaches into different banks.
+  copy; a row has `width` elements. The layout puts the rows that one access of a wave reaches into different banks.
 
   A read reaches neighbouring rows. The rows that one store reaches lie in different groups of four neighbouring rows (`staging.key_rows`). If a
   matrix tile has 32 rows, the rows of a store are 4 apart: then neighbouring rows of a group begin an even number of 16-byte units apart, and

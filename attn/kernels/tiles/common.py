@@ -9,7 +9,7 @@ from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 
 class BlockTile(Protocol):
-  """Properties that the tile description of every kernel has. They say how the kernel divides a problem over workgroups."""
+  """Properties that the tile description of every kernel has. A tile description says how the kernel divides a problem over workgroups."""
   @property
   def block_m(self) -> int: """Number of rows that a workgroup owns. With `pack_gqa` a query has a row for each of its heads."""
   @property

@@ -67,7 +67,8 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
   @property
   def block_m(self) -> int: return self.row_tiles*self.matrix.M
   def columns(self, p:Problem) -> int:
-    """Number of C fragments, side by side in a row of O, that each warp computes. Their columns fill whole 128-byte lines of shared memory."""
+    """Number of C fragments, side by side in a row of O, that each warp computes. The columns of these fragments fill whole 128-byte lines of shared
+    memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
     """Layouts of Q, of K and of P in shared memory."""

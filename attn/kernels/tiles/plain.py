@@ -101,7 +101,7 @@ class RectangleTile:
     """Number of steps in which rows of `width` elements are copied to local memory. Each step copies some elements of every row."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Shape of the section of local memory for the workgroup's own rows, of `width` elements each. The section stays for the whole kernel. Its shape
+    """Shape of the section of local memory for the workgroup's own rows, of `width` elements each. The section stays for the whole kernel. The shape
     is empty if the rows do not stay in local memory."""
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)

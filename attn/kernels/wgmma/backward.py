@@ -1,15 +1,14 @@
 """Implementation of backward with Hopper's wgmma (sm_90).
 
 A block owns queries and loops over tiles of keys, or owns keys and loops over tiles of queries. Each warpgroup owns 64 of the block's rows. In each
-iteration a warpgroup starts the products S and dP of its own rows and a tile in shared memory. It turns S and dP into P and dS in registers. Then it
-starts the products of P and dS with the tile, which wgmma reads transposed from the same place in shared memory. The warpgroup waits only for
-products that it needs: the last products of an iteration still run when S and dP of the next iteration start.
+iteration a warpgroup starts the products S and dP of its own rows and a tile in shared memory. The warpgroup turns S and dP into P and dS in
+registers. Then it starts the products of P and dS with the tile, which wgmma reads transposed from the same place in shared memory. The warpgroup
+waits only for products that it needs: the last products of an iteration still run when S and dP of the next iteration start.
 
 The warpgroups wait for each other only at the tiles. All warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each
 iteration a thread copies its part of the next iteration's tile, once its warpgroup no longer reads the previous tile. The thread arrives at an
 mbarrier when its part is complete. A warpgroup that has waited for the mbarrier of its tile knows two things: the tile is complete, and all
-warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile.
-"""
+warpgroups have finished with the tile of two iterations ago. The next copies overwrite that tile."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -233,8 +232,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   def product(self, s:WgmmaBackwardState, acc:UOp, which:int, there:UOp) -> WgmmaBackwardState:
     """Starts the product of the rows that the warpgroup owns with the transposed rows of the tile. `which` chooses the two tensors of the product: 0
-    for S, 1 for dP. The result is written to `acc`. A warpgroup for which `there` is false skips the product. It starts an empty group of products
-    instead, so that later waits, which count groups, are the same in all warpgroups."""
+    for S, 1 for dP. The result is written to `acc`. A warpgroup for which `there` is false skips the product. The warpgroup starts an empty group of
+    products instead, so that later waits, which count groups, are the same in all warpgroups."""
     a, b = self.warp_rows.kept(self.warp_rows.own[which]), self.of.ring(self.warp_rows.walked[which], self.ring_place)
     first = s.shared[wgmma.group(self.warp_rows.warps.at.wave)*(wgmma.M*LINE) + a.base]
     panels = UNIT_BYTES*a.panel, UNIT_BYTES*b.panel

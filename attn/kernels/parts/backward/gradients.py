@@ -35,8 +35,8 @@ class Normaliser:
   `high`. Both values are scalars, or vectors of the same length as the scores. With dropout P is the weight times 1/(1 - dropout_p), like the P of a
   kept score in forward.
 
-  For scores in base e, with P = e^(score - lse), `high` is the lse. It is subtracted first, because the difference is exact where score and lse are
-  close. If scores may be as large as fp32 allows (wide scores), `low` holds the part of the lse that rounding lost."""
+  For scores in base e, with P = e^(score - lse), `high` is the lse. The kernel subtracts `high` first, because the difference is exact where score
+  and lse are close. If scores may be as large as fp32 allows (wide scores), `low` holds the part of the lse that rounding lost."""
   low: UOp|None
   high: UOp|None = None
 
@@ -140,9 +140,9 @@ def exact_weights(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], ro
   """Computes P = e^(score - lse) from raw scores (Q K^T) for float32 inputs. The scores are computed with the same roundings as in forward. So if one
   key dominates a row, the difference of its score and the row's lse is exactly 0.
 
-  Between the multiplication that makes a score and the subtraction of the lse, the kernel takes max(score, LOWEST). This changes no score. It stops
-  compilers from joining the two operations into a multiply-add, which would leave out a rounding. Wide scores (scores that may be as large as fp32
-  allows) do not need it, because their last step is the addition of a bias."""
+  Between the multiplication that makes a score and the subtraction of the lse, the kernel takes max(score, LOWEST). This changes no score. The
+  maximum stops compilers from joining the two operations into a multiply-add, which would leave out a rounding. Wide scores (scores that may be as
+  large as fp32 allows) need no maximum, because their last step is the addition of a bias."""
   def visible(x:list[UOp]) -> list[UOp]: return scores.clear(x, row, tile) if masked else x
   def weight(y:UOp, e:Normaliser) -> UOp:
     if not scores.p.wide_scores: y = ops.max_(y, ops.splat(LOWEST, ops.length(y)))

@@ -1,8 +1,8 @@
 """The fixed order in which workgroups that own keys add to the sums of dQ in memory.
 
-Several blocks of keys add to dQ of one tile of queries: all blocks with keys that these queries see. They add one after another, in ascending order
-of the blocks, or in descending order if a mask hides keys after a query, as a causal mask does. So each sum is added up in the same order in every
-run, on every chip. The period in which a block may add is its turn. Each wave of a workgroup has its own counter, and adds only in its turn
+Several blocks of keys add to dQ of one tile of queries: all blocks with keys that these queries see. These blocks add one after another, in ascending
+order of the blocks, or in descending order if a mask hides keys after a query, as a causal mask does. So each sum is added up in the same order in
+every run, on every chip. The period in which a block may add is its turn. Each wave of a workgroup has its own counter, and adds only in its turn
 (attn/ops/atomics.py). A turn takes two neighbouring tiles, because waiting for a turn and passing it on take time.
 
 A workgroup waits only for blocks of its own head that add before its own block. Workgroups draw their blocks by tickets, numbers that they get in the
@@ -44,8 +44,8 @@ class Turns:
     """Returns the first tile of the turn that takes `tile`."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
-    """Returns the wave's counter for the turn that takes `tile`, as a UOp that indexes the tensor of counters. It counts the blocks of keys that have
-    ended this turn."""
+    """Returns the wave's counter for the turn that takes `tile`, as a UOp that indexes the tensor of counters. The counter counts the blocks of keys
+    that have ended this turn."""
     of_head = (self.group.batch*self.group.p.H + head)*(dq_sums(self.group.p)[0][1]*TURNS_OF_SUMS)
     return flat(self.group.given["dq_turns"])[of_head + self.turn(tile)*self.group.tile.waves + self.wave]
   def number(self, tile:UOp) -> UOp:

@@ -53,16 +53,16 @@ def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dq` takes, by name and in order. The kernel writes dq, or with `parts` > 0 as many fp32
-  partial sums of dq, and delta. It reads q, k, v, o, lse, do, the optional tensors, and with `dlse` the gradient of lse. With wide scores (scores
-  that may be as large as fp32 allows) it also reads lse_rest, the part of lse that rounding to fp32 lost."""
+  partial sums of dq, and delta. The kernel reads q, k, v, o, lse, do, the optional tensors, and with `dlse` the gradient of lse. With wide scores
+  (scores that may be as large as fp32 allows) the kernel also reads lse_rest, the part of lse that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dq": in_parts(x["q"], parts), "delta": x["lse"], "q": x["q"], "k": x["k"], "v": x["v"], "o": x["o"], **log_sums(x), "do": x["o"],
           **extras_of_backward(p), **({"dlse": x["lse"]} if dlse else {})}
 
 def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_dkdv` takes, by name and in order. The kernel writes dk and dv, or with `parts` > 0 as many
-  fp32 partial sums of each. It reads q, k, v, lse, delta, do, and the optional tensors. With wide scores (scores that may be as large as fp32
-  allows) it also reads lse_rest, the part of lse that rounding to fp32 lost."""
+  fp32 partial sums of each. The kernel reads q, k, v, lse, delta, do, and the optional tensors. With wide scores (scores that may be as large as fp32
+  allows) the kernel also reads lse_rest, the part of lse that rounding to fp32 lost."""
   x = of_backward(p).shapes
   return {"dk": in_parts(x["k"], parts), "dv": in_parts(x["v"], parts), "q": x["q"], "k": x["k"], "v": x["v"], **log_sums(x),
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
@@ -82,8 +82,8 @@ def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.ite
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and sets to 0 dq_sums, the fp32
-  accumulator of dQ, and the counters of `dq_turns`. It reads o, do, kv_lengths if the problem has it, and with `dlse` the gradient of lse. Later
-  `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
+  accumulator of dQ, and the counters of `dq_turns`. The kernel reads o, do, kv_lengths if the problem has it, and with `dlse` the gradient of lse.
+  Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
   x = of_backward(p).shapes
   return {"dq_sums": dq_sums(p), **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 
@@ -93,7 +93,7 @@ def all_arguments(p:Problem, parts:int=0) -> Shapes:
   return {"dq_sums": dq_sums(p), **dq_turns(p), **dkdv_arguments(p, parts)}
 
 def finish_arguments(p:Problem) -> Shapes:
-  """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq. It reads the fp32 accumulator of
+  """Returns (shape, dtype) of the tensors that `backward_finish` takes, by name and in order. The kernel writes dq, and reads the fp32 accumulator of
   dQ, and the lengths of sequences."""
   return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **lengths_of(p)}
 
@@ -145,9 +145,9 @@ def check_problem(p:Problem, tile:BlockTile) -> None:
   check_range(p, tile)
 
 def check_backward(p:Problem, tile:BlockTile) -> None:
-  """Raises NotImplementedError if the backward kernels cannot compute the gradient of a problem. They support no splits, no v that is a part of k (as
-  in latent attention), no views of a cache, no number of keys that is a Variable, no score terms (softcap, ALiBi, bias, score_mod) without a
-  derivative, and no tensors that are larger than a buffer descriptor addresses."""
+  """Raises NotImplementedError if the backward kernels cannot compute the gradient of a problem. The backward kernels support no splits, no v that is
+  a part of k (as in latent attention), no views of a cache, no number of keys that is a Variable, no score terms (softcap, ALiBi, bias, score_mod)
+  without a derivative, and no tensors that are larger than a buffer descriptor addresses."""
   if p.stored: raise NotImplementedError(f"stored={p.stored!r}: keys and values that are stored in 8 bits have no gradient")
   if p.v_in_k: raise NotImplementedError("v_dim: the backward kernels need v as a tensor of its own")
   if p.num_splits != 1: raise NotImplementedError(f"num_splits={p.num_splits}: the backward kernels support only num_splits=1")

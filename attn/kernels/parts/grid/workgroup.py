@@ -61,8 +61,9 @@ def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
-  """Returns the number of heads whose blocks alternate in AMD's grid. It is the number of all heads if K and V of all of them have room in the chip's
-  cache, or if the chip needs no groups. `heads` is the number of query heads of a workgroup that owns queries. It is 0 if a workgroup owns keys."""
+  """Returns the number of heads whose blocks alternate in AMD's grid. `heads` is the number of query heads of a workgroup that owns queries, or 0 if
+  a workgroup owns keys. The blocks of all heads alternate if the chip needs no groups, or if its cache has room for the rows of all heads over which
+  workgroups loop: K and V, or q and dO if workgroups own keys. Otherwise the blocks of as many heads alternate as have room."""
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
   row, group = (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
   most = room*(group//heads)//(row*p.Sk) if heads else room//(row*p.Sq*group)
@@ -333,7 +334,7 @@ class Workgroup:
   # ***** O and LSE *****
   @property
   def out_dtype(self) -> str:
-    """Dtype in which O is stored. It is fp32 if the keys are divided into parts, because this O is then a partial result."""
+    """Dtype in which O is stored: fp32 if the keys are divided into parts, because this O is then a partial result."""
     return "float32" if self.split else self.p.out_dtype
 
   def normalised(self, row:Row, m:UOp, totals:list[UOp]) -> tuple[UOp, LogSum]:
@@ -379,7 +380,7 @@ class Workgroup:
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index at which this workgroup's part begins in the gradient `name`. It is 0 if the gradient is not divided into parts."""
+    """Returns the flat index at which this workgroup's part begins in the gradient `name`. Returns 0 if the gradient is not divided into parts."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:

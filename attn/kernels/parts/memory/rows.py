@@ -69,14 +69,15 @@ class GlobalRows:
     return self._load(self.buffer[self.origin(first)], records, row*self.stride, unit, gate)
 
   def load_floats(self, first:UOp, rows:int, row:UOp, part:UOp, n:int, dtype:str) -> UOp:
-    """Loads `n` elements of row `first` + `row` and converts them to fp32. They begin at element `n`*`part` of the row. Their dtype is `dtype`; `n`
-    is such that they fill one 16-byte unit, or two units if they are fp32. `first` is equal in the whole workgroup; `row` < `rows` differs between
-    threads."""
+    """Loads `n` elements of row `first` + `row` and converts them to fp32. The elements begin at element `n`*`part` of the row, and have the dtype
+    `dtype`. `n` elements fill one 16-byte unit, or two units if `dtype` is float32. `first` is equal in the whole workgroup; `row` < `rows` differs
+    between threads."""
     if self.size == 2: return ops.widen_to_float(self.load_units(first, rows, row, part), n, dtype)
     return ops.concat(*[ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)])
 
   def load_quads(self, first:UOp, rows:int, row:UOp, part:UOp, dtype:str) -> list[UOp]:
-    """Loads eight elements of a row, of dtype `dtype`, and converts them to fp32. They begin at element 8*`part`. Returns two vectors of four."""
+    """Loads eight elements of a row, of dtype `dtype`, and converts them to fp32. The elements begin at element 8*`part` of the row. Returns two
+    vectors of four."""
     if self.size == 4: return [ops.as_float(self.load_units(first, rows, row, part*2 + i)) for i in range(2)]
     return halves(self.load_units(first, rows, row, part), dtype)
 

@@ -138,7 +138,8 @@ class TileList:
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   @property
   def blocks(self) -> Blocks:
-    """The tiles that the workgroup loops over. Their indices are positions in the list: tiles of which the mask hides some scores come first."""
+    """The tiles that the workgroup loops over. The indices of these tiles are positions in the list: tiles of which the mask hides some scores come
+    first."""
     parts, count = self.entry(0), self.entry(1)
     return Blocks(UOp.const(0), parts, count, count, True)
 

@@ -15,7 +15,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Optional:
-  """A value that a kernel passes from one step to the next. It is None in kernels that do not need it."""
+  """A value that a kernel passes from one step to the next. The value is None in kernels that do not need one."""
   value: UOp|None = None
   def after(self, *deps:UOp) -> Optional: return Optional(None if self.value is None else self.value.after(*deps))
 
@@ -34,8 +34,8 @@ class Statements:
   def of(allocator:Allocator) -> Statements: return Statements(allocator.registers(1))
   def after(self, *deps:UOp) -> Statements: return replace(self, latest=(self.register if self.latest is None else self.latest).after(*deps))
   def do(self, statement:UOp, *after:UOp) -> UOp:
-    """Adds a statement (an operation with a side effect, such as a barrier) to the program, after the operations `after`. Its value, 0, is stored to
-    a register, because tinygrad drops an operation whose value nothing uses. Returns this store."""
+    """Adds a statement (an operation with a side effect, such as a barrier) to the program, after the operations `after`. The statement's value, 0,
+    is stored to a register, because tinygrad drops an operation whose value nothing uses. Returns this store."""
     return (self.register.after(*after) if after else self.register)[0].store(statement)
   @property
   def first(self) -> UOp:
