@@ -5,7 +5,7 @@ from attn.api.attention import attention, explain
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache, empty_paged_cache
 from attn.api.custom_kernel import flash_attention, flash_attention_fn
 from attn.api.dropout import dropout_mask
-from attn.calls.quantized import QuantizedRows, dequantize_kv, quantize_kv, rotate
+from attn.calls.quantized import QuantizedLatent, QuantizedRows, dequantize_kv, quantize_kv, rotate
 from attn.calls.history import keep_history as _keep_history
 from attn.parallel.sequence import shard_sequence, unshard_sequence
 from attn.api.sdpa import install, installed, scaled_dot_product_attention, uninstall
@@ -22,6 +22,6 @@ _keep_programs()
 _keep_history()
 _survive_a_damaged_cache()
 
-__all__ = ["QuantizedRows", "append_kv", "attention", "attention_with_kv_cache", "dequantize_kv", "dropout_mask", "empty_kv_cache",
+__all__ = ["QuantizedLatent", "QuantizedRows", "append_kv", "attention", "attention_with_kv_cache", "dequantize_kv", "dropout_mask", "empty_kv_cache",
            "empty_paged_cache", "explain", "flash_attention", "flash_attention_fn", "install", "installed", "mods", "quantize_kv", "rotate",
            "scaled_dot_product_attention", "shard_sequence", "uninstall", "unshard_sequence"]

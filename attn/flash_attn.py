@@ -186,7 +186,7 @@ def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
 def _batches(name:str, cache:GivenRows, batch:int) -> GivenRows:
   """Returns the first `batch` batches of a cache. A cache may have more batches than q; then only the first ones are used."""
   if not isinstance((count := stored_rows(name, cache).shape[0]), int) or count <= batch: return cache
-  if not isinstance(cache, QuantizedRows): return cache[:batch]
+  if isinstance(cache, Tensor): return cache[:batch]
   x = check_quantized(name, cache)
   return QuantizedRows(x.stored[:batch], x.scales[:batch])
 

@@ -221,6 +221,8 @@ class Problem:
                  or v: one for all heads, or one for each batch and key/value head. 0: there is no such tensor
     fast_accumulate   only with q, k and v of 8 bits: leave all sums of products to the matrix unit, even if it adds them coarsely
     k_scale_view, v_scale_view   where the scales of the rows of k and v lie in their tensors, which have one dimension
+    k_rotary_view   only with stored and v_in_k, if D > Dv: the tensor k has Dv columns. The other columns of K are not stored in 8 bits: they lie in
+                 the tensor k_rotary, which has the dtype of q and one dimension. This says where
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
                  Sq and Sk are the lengths of the longest sequences
@@ -275,6 +277,7 @@ class Problem:
   scale_dtype: str = "float32"
   k_scale_view: Strided|None = None
   v_scale_view: Strided|None = None
+  k_rotary_view: Strided|None = None
   q_scale: int = 0
   k_scale: int = 0
   v_scale: int = 0
@@ -314,6 +317,10 @@ class Problem:
     return STORED[self.dtype] if self.of_8_bits else self.dtype
   @property
   def key_itemsize(self) -> int: return BYTES[self.key_dtype]    # bytes of an element of k and v
+  @property
+  def k_width(self) -> int:
+    """Number of elements in a row of the tensor k. It is D, but for a latent cache of 8 bits, whose other columns lie in k_rotary."""
+    return self.Dv if self.stored and self.v_in_k else self.D
   @property
   def out_itemsize(self) -> int: return BYTES[self.out_dtype]
   @property
@@ -418,7 +425,8 @@ class Problem:
       ("q", True, of_q, self.bits_dtype),
       ("k", True, of_keys(self.D, self.k_view), self.key_dtype),
       ("v", not self.v_in_k, of_keys(self.Dv, self.v_view), self.key_dtype),
-      *[(name, view is not None, (view.size if view else 0,), self.scale_dtype) for name, view in self.scale_views.items()])
+      *[(name, view is not None, (view.size if view else 0,), self.scale_dtype) for name, view in self.scale_views.items()],
+      ("k_rotary", (of_rotary := self.k_rotary_view) is not None, (of_rotary.size if of_rotary else 0,), self.dtype))
     return {name: (shape, dtype) for name, there, shape, dtype in tensors if there} | self.extras
 
   @property
@@ -545,14 +553,14 @@ def check_stored(p:Problem) -> None:
   """Checks the fields that describe rows of k and v that are stored in 8 bits, with a scale for each row."""
   if p.stored not in ("", *STORED): raise NotImplementedError(f"stored={p.stored!r}: must be '' or one of {', '.join(STORED)}")
   if p.scale_dtype not in SCALE_DTYPES: raise NotImplementedError(f"scale_dtype={p.scale_dtype!r}: must be one of {', '.join(SCALE_DTYPES)}")
-  places = {"k_view": p.k_view, "v_view": p.v_view, "k_scale_view": p.k_scale_view, "v_scale_view": p.v_scale_view}
-  if not p.stored:
-    if p.k_scale_view is not None or p.v_scale_view is not None:
-      raise ValueError(f"k_scale_view={p.k_scale_view}, v_scale_view={p.v_scale_view}: only rows that are stored in a format have scales")
-    return
-  if p.v_in_k: raise NotImplementedError(f"stored={p.stored!r} with v_in_k: a latent cache must have the dtype of q")
-  for name, view in places.items():
-    if view is None: raise ValueError(f"stored={p.stored!r} with {name}=None: must say where the rows and their scales lie")
+  views = ("k_view", "v_view", "k_scale_view", "v_scale_view", "k_rotary_view")
+  needed = {"": (), **dict.fromkeys(STORED, views[:4])}[p.stored]
+  if p.stored and p.v_in_k: needed = ("k_view", "k_scale_view", *["k_rotary_view"]*(p.Dv < p.D))
+  for name in views:
+    if name in needed and getattr(p, name) is None:
+      raise ValueError(f"stored={p.stored!r} with {name}=None: must say where the rows, their scales, and columns of 16 bits lie")
+    if name not in needed and getattr(p, name) is not None and (p.stored or name not in views[:2]):
+      raise ValueError(f"stored={p.stored!r}, v_in_k={p.v_in_k}, D={p.D}, Dv={p.Dv} with {name}={getattr(p, name)}: there are no such rows")
 
 def check_8_bits(p:Problem) -> None:
   """Checks the scales of q, k and v of 8 bits. Raises NotImplementedError for options that kernels do not support with such inputs."""

@@ -22,6 +22,7 @@ class Stored:
   v: np.ndarray
   k_scales: np.ndarray
   v_scales: np.ndarray
+  rotary: np.ndarray|None = None     # latent attention: the last columns of K, in 16 bits. k is then v
 
 def float_of(byte:int, kind:str) -> float:
   """Returns the number that a byte of a format e4m3 stands for (OCP 8-bit Floating Point Specification; the CDNA3 ISA for fp8e4m3fnuz)."""
@@ -49,9 +50,11 @@ def normal_rows(p:Problem, seed:int=0) -> Stored:
   """Makes normally distributed inputs. Each row of k and v has a standard deviation of its own, from 0.1 to 10."""
   rng = np.random.default_rng(seed)
   k, v = (rng.standard_normal((p.B, p.Hkv, p.Sk, width))*np.exp(rng.uniform(-2.3, 2.3, (p.B, p.Hkv, p.Sk, 1))) for width in (p.D, p.Dv))
+  rotary = rounded(k[..., p.Dv:].astype(np.float32), p.dtype) if p.v_in_k else None
+  if p.v_in_k: k = v
   (k, k_scales), (v, v_scales) = quantised(k, p.stored), quantised(v, p.stored)
   rows = (p.B, p.H, p.Sq, p.D) if not p.varlen else (1, p.H, p.total_q, p.D)
-  return Stored(rounded(rng.standard_normal(rows, dtype=np.float32)*0.5, p.dtype), k, v, k_scales, v_scales)
+  return Stored(rounded(rng.standard_normal(rows, dtype=np.float32)*0.5, p.dtype), k, v, k_scales, v_scales, rotary)
 
 def in_pages(x:np.ndarray, p:Problem, table:np.ndarray) -> np.ndarray:
   """Returns rows (B, Hkv, Sk, ...) in the pages (pages, page_size, Hkv, ...) that the block table gives them."""
@@ -73,11 +76,13 @@ def stored_problem(B:int=1, H:int=4, Hkv:int=2, Sq:int=20, Sk:int=150, D:int=64,
   layout = options.pop("layout", "bhsd")
   of_q = {"bhsd": (B, H, Sq), "bshd": (B, Sq, H), "thd": (Sq, H)}[layout]
   of_keys = (B, Sk, Hkv) if layout == "bshd" and not pages else (B, Hkv, Sk)
-  of_lse = (H, Sq) if layout == "thd" else (B, H, Sq)
+  of_lse, latent = (H, Sq) if layout == "thd" else (B, H, Sq), options.get("v_in_k", False)
+  of_v = {} if latent else {"v_scale_view": view(1)}
+  if latent and Dv < D: of_v["k_rotary_view"] = view(D - Dv)
   return problem_of((*of_q, Dv), (*of_q, D), (*of_keys, D), (*of_keys, Dv), dtypes=[out_dtype or dtype, dtype, *[STORED[stored]]*2, "float32"],
                     lse=of_lse if lse else None, layout=layout,
-                    views=(view(D), view(Dv)), pages=pages, stored=stored, scale_dtype=scale_dtype, k_scale_view=view(1), v_scale_view=view(1),
-                    extras=of_extras, **options)
+                    views=(view(Dv if latent else D), view(Dv)), pages=pages, stored=stored, scale_dtype=scale_dtype, k_scale_view=view(1),
+                    extras=of_extras, **of_v, **options)
 
 def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile:Any=None) -> tuple[np.ndarray, np.ndarray|None]:
   """Runs the forward kernel, and `combine` where p has splits. Returns o (B, H, Sq, Dv) and lse."""
@@ -88,13 +93,14 @@ def run_stored(p:Problem, x:Stored, arch:str, extras:dict[str, np.ndarray], tile
     done = {"q": tensor(arrange(x.q, p.layout), p.dtype, device)}
     for n in ("k", "v"): done[n] = Tensor(np.ascontiguousarray(place(getattr(x, n))).reshape(-1), device=device)
     for n in ("k_scales", "v_scales"): done[n] = tensor(place(getattr(x, n)).reshape(-1), p.scale_dtype, device)
+    if x.rotary is not None: done["k_rotary"] = tensor(place(x.rotary).reshape(-1), p.dtype, device)
     return outputs_of_launches(p, kernels(p, choice), done, extras, device)
 
 def dequantised(x:Stored, kind:str) -> tuple[np.ndarray, np.ndarray]:
   """Returns k and v in float64."""
   with np.errstate(all="ignore"):
     k, v = (numbers_of(a, kind)*s[..., None].astype(np.float64) for a, s in ((x.k, x.k_scales), (x.v, x.v_scales)))
-  return k, v
+  return k if x.rotary is None else np.concatenate([k, x.rotary.astype(np.float64)], axis=-1), v
 
 def hold_stored(p:Problem, x:Stored, extras:dict[str, np.ndarray], o:np.ndarray, lse:np.ndarray|None,
                 flushes:bool=False) -> None:

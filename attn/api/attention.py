@@ -8,7 +8,7 @@ from attn import values
 from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import check_devices, run, seeded
 from attn.calls.options import AttentionOptions, options_of
-from attn.calls.quantized import GivenRows, QuantizedRows
+from attn.calls.quantized import GivenRows, stored_rows
 from attn.calls.tile_shares import shares_told
 from attn.chips import Chip
 from attn.choose.backward import BackwardChoice, choose_backward
@@ -42,7 +42,8 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   Tensors
     q                 (B, H, Sq, D), float16, bfloat16, float32 or 8-bit floats (see below). A view is copied.
     k                 (B, Hkv, Sk, D), in the dtype of q. H is a multiple of Hkv: query head h reads key/value head h // (H // Hkv).
-    v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given. k and v may be QuantizedRows, of 8 bits.
+    v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given. k and v may be QuantizedRows, of 8 bits; with v_dim, k may be
+                      QuantizedLatent.
     v_dim             V is k[..., :v_dim]: multi-head latent attention, see MLA below.
     layout            "bhsd", "bshd" (B, S, H, D), "nsd" (B*H, S, D) or "thd" (total, H, D): packed sequences, one after another.
     out               Buffer to write o to, and what the call returns as o. It must be a whole buffer.
@@ -154,7 +155,7 @@ def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
   """Returns which of "k" and "v" every call of `attention` copies: pages (blocks of cache rows) or rows of 8 bits that no kernel can read in place.
   `given` has k and v as the caller gave them."""
   if c.problem.pages is None and not c.problem.stored: return []
-  tensors = {name: t.values if isinstance(t, QuantizedRows) else t for name, t in given.items() if t is not None}
+  tensors = {name: stored_rows(name, t) for name, t in given.items() if t is not None}
   return [name for name, t in tensors.items() if c.tensors[name] is not t]
 
 def bits_told(p:Problem, arch:Chip|None) -> str:

@@ -13,7 +13,8 @@ from attn.api.launch import check_devices
 from attn.calls.checked_kernel import MATRIX_DEVICES, CheckedKernel, KernelFunction, region, whole_buffer
 from attn.calls.gradient import no_gradient
 from attn.calls.options import AttentionOptions, check_lengths, check_out_dtype, options_of
-from attn.calls.quantized import Quantized, QuantizedRows, GivenRows, check_pair, check_quantized, check_scale_dtype, eight_bits
+from attn.calls.quantized import (Quantized, QuantizedLatent, QuantizedRows, GivenRows, check_pair, check_quantized, check_scale_dtype,
+                                  eight_bits, stored_rows)
 from attn.api.pages import check_pages, placement_in_pages
 from attn.calls.placement import AXES, Placement, device_names, local_shape, place, placement_of
 from attn.calls.plain import bhsd
@@ -32,21 +33,32 @@ Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Varia
 
 def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names if len(names) > 1 else names[0]
 
-def cache_maker(dtype:Any, scale_dtype:Any, device:Any, axis:int|None=None) -> Callable[..., Any]:
-  """Checks the dtype, the dtype of scales and the devices of a new cache. Returns a function of a shape, which makes a cache of zeros: a Tensor, or
-  QuantizedRows if the dtype is a format of 8 bits. With several devices, each gets its part along the axis `axis`, or a copy if `axis` is None."""
+def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_dtype:Any, axis:int|None=None) -> Callable[..., Any]:
+  """Checks the dtypes and the devices of a new cache. Returns a function of a shape, which makes a cache of zeros: a Tensor, or QuantizedRows if the
+  dtype is a format of 8 bits. If `v_dim` is given, QuantizedLatent takes the place of QuantizedRows. With several devices, each gets
+  its part along the axis `axis`, or a copy if `axis` is None."""
   on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
   format, of_scales = eight_bits("dtype", dtype, on), check_scale_dtype("scale_dtype", scale_dtype)
+  of_rotary = check_out_dtype("rotary_dtype", rotary_dtype)
   try: of_rows = check_out_dtype("dtype", dtype) if format is None else format.dtype
   except (ValueError, NotImplementedError) as e: raise type(e)(f"{e}; or int8 or fp8e4m3, for rows of 8 bits") from None
   def zeros(*shape:int, dtype:DType=of_rows) -> Tensor:
     if axis is None or isinstance(on, str): return Tensor.zeros(*shape, dtype=dtype, device=on).contiguous().realize()
     return Tensor.zeros(*shape, dtype=dtype, device=on[0]).contiguous().shard(on, axis).realize()
-  return zeros if format is None else lambda *shape: QuantizedRows(zeros(*shape), zeros(*shape[:-1], dtype=of_scales))
+  def quantized(*shape:int) -> QuantizedRows|QuantizedLatent:
+    if v_dim is None: return QuantizedRows(zeros(*shape), zeros(*shape[:-1], dtype=of_scales))
+    return QuantizedLatent(zeros(*shape[:-1], v_dim), zeros(*shape[:-1], dtype=of_scales), zeros(*shape[:-1], shape[-1] - v_dim, dtype=of_rotary))
+  return zeros if format is None else quantized
+
+def check_columns_of_v(v_dim:Any, width:int) -> int|None:
+  """Checks the option `v_dim` of a new cache: the number of columns that are values, of `width` columns."""
+  return None if v_dim is None else values.whole_number("v_dim", v_dim, 1, width - 1, f"None, or a whole number from 1 to {width - 1}: a latent row "
+                                                        f"of {width} columns has at least one rotary column")
 
 @values.names_itself
 def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType|str=dtypes.half, scale_dtype:DType|str=dtypes.float,
-                   layout:str="bhsd", device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
+                   layout:str="bhsd", v_dim:int|None=None, rotary_dtype:DType|str=dtypes.half,
+                   device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
   """Allocates a key/value cache. Returns (k_cache, v_cache), filled with zeros: `capacity` rows of `width` elements for each batch and key/value
   head.
 
@@ -58,38 +70,44 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
   `dtype` is float16, bfloat16 or float32, for Tensors; or "int8" or "fp8e4m3", for `QuantizedRows`: rows of 8-bit numbers, each with a scale. A cache
   of 8 bits holds 1.9 times as many tokens as float16 in the same memory. "fp8e4m3" is the chip's own format: OCP's, or e4m3fnuz on gfx942.
   `scale_dtype` is the dtype of the scales: float32, or float16, which takes 2 bytes less for each row. For rows of only 64 elements, the factor 1.9
-  needs float16."""
+  needs float16.
+
+  `v_dim` is for latent attention (MLA): V is the first v_dim columns of K, and v_cache is None. k_cache is then a Tensor or, in 8 bits,
+  `QuantizedLatent`, whose other columns have the dtype `rotary_dtype`."""
   layout = values.word("layout", layout, ("bhsd", "bshd"))
   batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
-  made = cache_maker(dtype, scale_dtype, device)
+  made = cache_maker(dtype, scale_dtype, device, check_columns_of_v(v_dim, width), rotary_dtype)
   shape = (batch, heads, capacity, width) if layout == "bhsd" else (batch, capacity, heads, width)
-  return made(*shape), made(*shape)
+  return made(*shape), made(*shape) if v_dim is None else None
 
 @values.names_itself
 def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=None, *, dtype:DType|str=dtypes.half,
-                      scale_dtype:DType|str=dtypes.float, device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
+                      scale_dtype:DType|str=dtypes.float, v_dim:int|None=None, rotary_dtype:DType|str=dtypes.half,
+                      device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
   """Allocates a key/value cache in pages. Returns (k_pages, v_pages), filled with zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size,
   Hkv, Dv). Dv is D by default. An allocator decides which pages a sequence gets and which pages are free: examples/serve.py has one. On several
   devices each page is sharded along its heads. Raises ValueError for a size that is not a positive whole number, or if the devices cannot share the
-  heads evenly. `dtype` and `scale_dtype` are as in `empty_kv_cache`. The scales of pages of 8 bits are (num_pages, page_size, Hkv)."""
+  heads evenly. The scales of pages of 8 bits are (num_pages, page_size, Hkv). `dtype`, `scale_dtype`, `v_dim` and `rotary_dtype` are as in
+  `empty_kv_cache`."""
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
   if device is not None: device = one_or_several(device_names("device", device))
   if isinstance(device, tuple) and Hkv % len(device):
     raise ValueError(f"Hkv={Hkv} on device={device}: must be a multiple of the {len(device)} devices, each of which takes a part of the heads")
-  made = cache_maker(dtype, scale_dtype, device, AXES["bshd"].index("heads"))
-  return made(*sizes[:4]), made(*sizes[:3], sizes[4])
+  if v_dim is not None and Dv is not None: raise ValueError(f"v_dim={v_dim} with Dv={Dv}: v_dim says that V is part of K, so Dv must be None")
+  made = cache_maker(dtype, scale_dtype, device, check_columns_of_v(v_dim, sizes[3]), rotary_dtype, AXES["bshd"].index("heads"))
+  return made(*sizes[:4]), made(*sizes[:3], sizes[4]) if v_dim is None else None
 
 def _check(x:OfCache, layout:str) -> tuple[int, int]:
   """Checks that new rows have the shape, dtype and device of their cache, apart from the number of rows. Returns (number of new rows, capacity of the
   cache). Raises ValueError if the new rows don't fit."""
   rows, name, new, cache = AXES[layout].index("rows"), x.name, x.new, x.cache
-  got, want = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
+  got, want = static_shape(f"{name}_new", new.shape), (*static_shape(f"{name}_cache", cache.shape)[:-1], x.width)
   if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
   if len(got) != len(want) or got[:rows] + got[rows+1:] != want[:rows] + want[rows+1:]:
     raise ValueError(f"{name}_new has shape {got}: must be that of {name}_cache, {want}, but for the number of rows, axis {rows}")
-  if x.quantized is not None: values.dtype_name(f"{name}_new", new.dtype, FLOATS)
+  if x.quantized is not None: values.dtype_name(f"{name}_new", new.dtype, x.quantized.dtypes_of_new)
   else:
     dtype = values.dtype_name(f"{name}_cache", cache.dtype, FLOATS)
     if new.dtype != cache.dtype: raise ValueError(f"{name}_new has dtype {values.dtype_text(new.dtype)}: must be that of {name}_cache, {dtype}")
@@ -103,7 +121,7 @@ def check_caches(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, layout:str) -> 
   """Raises ValueError if the shapes, dtypes or devices of q, k_cache and v_cache don't fit together."""
   shapes = []
   for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-    t = x.values if isinstance(x, QuantizedRows) else x
+    t = stored_rows(name, x)
     if t is x: values.dtype_name(name, values.tensor(name, x).dtype, FLOATS)
     if len(shape := static_shape(name, t.shape)) != len(AXES[layout]):
       raise ValueError(f"{name} has shape {shape}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -112,7 +130,7 @@ def check_caches(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, layout:str) -> 
       raise ValueError(f"{name} is on {t.device} but q on {q.device}: all tensors must be on the same device, or the same devices")
     if t is x and t.dtype != q.dtype:
       raise ValueError(f"{name} has dtype {values.dtype_text(t.dtype)}: must be that of q, {values.dtype_text(q.dtype)}")
-    shapes.append(dict(zip(AXES[layout], shape)))
+    shapes.append(dict(zip(AXES[layout], (*shape[:-1], shape[-1] + x.rotary.shape[-1]) if isinstance(x, QuantizedLatent) else shape)))
   of_q, of_k, of_v = shapes
   for name, axis, got, want, of in (("k_cache", "batch", of_k, of_q, "q"), ("k_cache", "width", of_k, of_q, "q"),
                                     *[("v_cache", axis, of_v, of_k, "k_cache") for axis in ("batch", "heads", "rows")]):
@@ -207,10 +225,14 @@ class OfCache:
   new: Tensor
   cache: Tensor
   quantized: Quantized|None = None
+  @property
+  def width(self) -> int: return int(self.cache.shape[-1]) if self.quantized is None else self.quantized.width
   def outputs(self, layout:str) -> list[Output]:
-    """Returns what an append to this cache writes: the cache, and its scales if it has rows of 8 bits. `layout` is that of the cache."""
-    of_rows = [] if self.quantized is None else [Output(f"{self.name}_cache.scales", self.quantized.scales, layout)]
-    return [Output(f"{self.name}_cache", self.cache, layout), *of_rows]
+    """Returns what an append to this cache writes: the cache and, if it has rows of 8 bits, their scales, and the rotary columns of a latent cache.
+    `layout` is that of the cache."""
+    x = self.quantized
+    further = {} if x is None else {"scales": x.scales, **({} if x.rotary is None else {"rotary": x.rotary})}
+    return [Output(f"{self.name}_cache", self.cache, layout), *[Output(f"{self.name}_cache.{part}", t, layout) for part, t in further.items()]]
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
   """Checks the arguments of `append_kv` for caches that are pages, and prepares the write. Returns the new rows, ready to be written."""
@@ -224,10 +246,10 @@ def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_tab
   for size, x in zip(sizes, parts):
     name, new, cache = x.name, x.new, x.cache
     of_heads = size["heads"]//B if layout == "nsd" else size["heads"]
-    if (len(new.shape), of_heads, size["width"]) != (len(AXES[layout]), heads, cache.shape[3]) or size["rows"] != sizes[0]["rows"]:
+    if (len(new.shape), of_heads, size["width"]) != (len(AXES[layout]), heads, x.width) or size["rows"] != sizes[0]["rows"]:
       raise ValueError(f"{name}_new has shape {values.shown_shape(new.shape)}: must be {LAYOUTS[layout]} of {B} sequences with {heads} heads of "
-                       f"{cache.shape[3]} elements, and as many rows as k_new, {sizes[0]['rows']}")
-    if x.quantized is not None: values.dtype_name(f"{name}_new", new.dtype, FLOATS)
+                       f"{x.width} elements, and as many rows as k_new, {sizes[0]['rows']}")
+    if x.quantized is not None: values.dtype_name(f"{name}_new", new.dtype, x.quantized.dtypes_of_new)
     if (x.quantized is None and new.dtype != cache.dtype) or new.device != cache.device:
       raise ValueError(f"{name}_new is {values.dtype_text(new.dtype)} on {new.device}: must be as {name}_cache, "
                        f"{values.dtype_text(cache.dtype)} on {cache.device}")
@@ -249,13 +271,16 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
   if len(outputs) > 1 and any([x.overlaps(y) for x, y in zip(*outputs)]): raise ValueError(OVERLAP)
   start = lengths(cache_seqlens, B, capacity, at, "cache_seqlens")
   device = at.device if isinstance(at.device, str) else at.device[0]
-  def launch(x:OfCache, to:Output, *scales:Output) -> tuple[list[Tensor], Tensor, KernelFunction]:
-    size = dict(zip(AXES[layout_of_cache], local_shape(x.cache)))
-    of_scales = None if x.quantized is None else Scales(x.quantized.format.name, values.dtype_text(x.quantized.scales.dtype), scales[0].places)
-    a = Append(B, size["heads"], new, capacity, size["width"], layout_of_new, to.places, pages, of_scales, threads=has_threads(device),
-               checked=device.split(":")[0] in MATRIX_DEVICES)
+  def launch(x:OfCache, column:int, to:Output, *scales:Output) -> tuple[list[Tensor], Tensor, KernelFunction]:
+    size = dict(zip(AXES[layout_of_cache], local_shape(to.tensor)))
+    of_scales = None if x.quantized is None or not scales else \
+                Scales(x.quantized.format.name, values.dtype_text(x.quantized.scales.dtype), scales[0].places)
+    a = Append(B, size["heads"], new, capacity, size["width"], layout_of_new, to.places, pages, of_scales,
+               x.width if x.width > size["width"] else None, column, has_threads(device), device.split(":")[0] in MATRIX_DEVICES)
     return [output.tensor for output in (to, *scales)], x.new, _kernel(tuple(output.name for output in (to, *scales)), a)
-  return NewRows(tuple(launch(x, *to) for x, to in zip(parts, outputs)), start, filled(start, new, capacity), table)
+  launches = [launch(x, 0, *to[:2]) for x, to in zip(parts, outputs)]
+  launches += [launch(x, int(x.cache.shape[-1]), rotary) for x, to in zip(parts, outputs) for rotary in to[2:]]
+  return NewRows(tuple(launches), start, filled(start, new, capacity), table)
 
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
@@ -266,7 +291,7 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows
     if a is None and b is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
   check_pair(("k_cache", "v_cache"), k_cache, v_cache)
   def part(name:str, new:Any, cache:Any) -> OfCache:
-    x = check_quantized(f"{name}_cache", cache) if isinstance(cache, QuantizedRows) else None
+    x = check_quantized(f"{name}_cache", cache) if isinstance(cache, (QuantizedRows, QuantizedLatent)) else None
     return OfCache(name, values.tensor(f"{name}_new", new), values.tensor(f"{name}_cache", cache) if x is None else x.stored, x)
   found = [part("k", k_new, k_cache), *([] if v_new is None else [part("v", v_new, v_cache)])]
   for x in found:
@@ -303,7 +328,8 @@ def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenR
     k_new, v_new      (B, Hkv, new, D). v_new and v_cache are None if V is part of K, as in multi-head latent attention (MLA).
     k_cache, v_cache  (B, Hkv, capacity, D), in memory that does not overlap. Both may be views of larger buffers with constant strides, such as
     slices of one tensor for K and V and all layers. Other views of that tensor then show the new rows, too. They may be QuantizedRows: new rows, of
-    any float dtype, are then rounded to 8 bits, and each gets a scale of its own.
+    any float dtype, are then rounded to 8 bits, and each gets a scale of its own. In MLA k_cache may be QuantizedLatent; the last columns of k_new,
+    which must then have the dtype of its rotary columns, are copied there.
     cache_seqlens     number of rows already filled: an int or a Variable for all batches, or int32 (B)
     layout            "bhsd", "bshd" or "nsd" (B*Hkv, rows, D): the axes of new rows and caches
     block_table       int32 (B, max_blocks). With it the caches are pages (pages, page_size, Hkv, D) in every layout, as in `attention`, and new rows

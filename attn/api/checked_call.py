@@ -10,7 +10,7 @@ from attn.api.pages import check_pages, in_a_cache, placement_in_pages
 from attn.calls.checked_kernel import arch_of, check_output, dtype_of, numbers_at_hand
 from attn.calls.options import AttentionOptions
 from attn.calls.placement import AXES, Placement, local_shape, of_each_device, place, placement_of
-from attn.calls.quantized import GivenRows, Quantized, QuantizedRows, check_pair, check_quantized
+from attn.calls.quantized import GivenRows, Quantized, QuantizedLatent, QuantizedRows, check_pair, check_quantized
 from attn.calls.views import places_in_cache
 from attn.chips import Chip, get_chip
 from attn.choose.dispatch import Choice, choose
@@ -138,9 +138,9 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   quantized, tensors = dict[str, Quantized](), dict[str, Tensor]()
   for name, t in (("q", q), ("k", k), ("v", v)):
     if name == "v" and part_of_k(v, options.v_dim): continue
-    if isinstance(t, QuantizedRows): quantized[name] = check_quantized(name, t)
+    if isinstance(t, (QuantizedRows, QuantizedLatent)): quantized[name] = check_quantized(name, t)
     tensors[name] = quantized[name].stored if name in quantized else values.tensor(name, t)
-  types = [values.dtype_text(t.dtype) if name in quantized else values.dtype_name(name, t.dtype, (*FLOATS, *OF_8_BITS))
+  types = [values.dtype_text(t.dtype) if quantized and name != "q" else values.dtype_name(name, t.dtype, (*FLOATS, *OF_8_BITS))
            for name, t in ((name, tensors.get(name, tensors["k"])) for name in ("q", "k", "v"))]
   if types[0] in OF_8_BITS: tensors = as_bytes(types[0], tensors, options, in_place)
   of_k, rows_of_v = tensors["k"], tensors.get("v", tensors["k"])
@@ -167,11 +167,24 @@ def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> Pla
   if x.layout == "thd" and x.pages is None:
     raise NotImplementedError("k and v are QuantizedRows with layout='thd': packed keys are not a cache; give pages and a block_table")
   layout, k = "bshd" if x.pages is not None else x.layout, quantized["k"]
-  lies = {name: in_a_cache(t, layout) for key, rows in quantized.items() for name, t in ((key, rows.stored), (f"{key}_scales", rows.scales))}
+  found = {name: t for key, rows in quantized.items() for name, t in ((key, rows.stored), (f"{key}_scales", rows.scales))}
+  if (rotary := k.rotary) is not None:
+    check_latent_cache(x, k)
+    found["k_rotary"] = rotary
+    x = replace(x, shapes=x.shapes | {"k": (*x.shapes["k"][:-1], k.width)})
+  lies = {name: in_a_cache(t, layout) for name, t in found.items()}
   tensors, places = x.tensors | {name: t for name, (t, _) in lies.items()}, {name: place for name, (_, place) in lies.items()}
   stored = {"stored": k.format.name, "scale_dtype": values.dtype_text(k.scales.dtype), "k_scale_view": places["k_scales"],
-            "v_scale_view": places["v_scales"]}
-  return replace(x, tensors=tensors, views=(places["k"], places["v"]), stored=stored)
+            "v_scale_view": places.get("v_scales"), "k_rotary_view": places.get("k_rotary")}
+  return replace(x, tensors=tensors, views=(places["k"], places.get("v", places["k"])), stored=stored)
+
+def check_latent_cache(x:PlacedInputs, k:Quantized) -> None:
+  """Raises ValueError if a latent cache of 8 bits does not fit q or v_dim."""
+  if (v_dim := x.shapes["v"][-1]) != (width := int(k.stored.shape[-1])):
+    raise ValueError(f"v_dim={v_dim} with k.values of {width} columns: must be {width}, because the stored columns of a latent cache are the values")
+  assert k.rotary is not None
+  if (of_rotary := values.dtype_text(k.rotary.dtype)) != x.types[0]:
+    raise ValueError(f"k.rotary has dtype {of_rotary}: must be that of q, {x.types[0]}")
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
   """Checks q, and k and v that consist of pages (blocks of cache rows), and finds on which devices and with which strides they lie. `tensors` has q,

@@ -86,7 +86,7 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """Launches the attention kernel that `choice` names. If the choice divides the keys into ranges, this kernel writes one partial result per range,
   and the kernel `combine` then merges them."""
   p = replace(c.problem, num_splits=choice.work.splits)
-  in_place = () if p.k_view is None else ("k", "v", *p.scale_views)
+  in_place = () if p.k_view is None else ("k", "v", "k_rotary", *p.scale_views)
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
   if choice.kernel == "tiled": choose_backward(p, c.arch, choice.kernel)      # raises if ATTN_KERNEL asks for backward kernels that can't be
   if TRAINING and not isinstance(can_differentiate(p, c.arch), str): p = of_backward(p)

@@ -22,7 +22,17 @@ class QuantizedRows(NamedTuple):
   values: Tensor
   scales: Tensor
 
-GivenRows = Tensor|QuantizedRows     # what may be a cache
+class QuantizedLatent(NamedTuple):
+  """Keys of latent attention (MLA) whose first columns, the values, are stored in 8 bits. The other columns, the rotary ones, keep 16 bits. They take
+  the place of k_cache, and of k; v_cache and v are None, and v_dim is the number of columns of `values`.
+
+    values, scales   as in QuantizedRows: (B, 1, capacity, 512) and (B, 1, capacity) in DeepSeek's models, or pages
+    rotary           the rotary columns, in the dtype of q: (B, 1, capacity, 64). It has the shape of values, but for the last axis"""
+  values: Tensor
+  scales: Tensor
+  rotary: Tensor
+
+GivenRows = Tensor|QuantizedRows|QuantizedLatent     # what may be a cache
 
 # ***** formats *****
 
@@ -60,10 +70,19 @@ class Quantized:
   stored: Tensor
   scales: Tensor
   format: Format
+  rotary: Tensor|None = None     # columns of 16 bits
+  @property
+  def width(self) -> int:
+    """Number of elements of a row."""
+    return int(self.stored.shape[-1]) + (0 if self.rotary is None else int(self.rotary.shape[-1]))
+  @property
+  def dtypes_of_new(self) -> tuple[str, ...]:
+    """Names of the dtypes that new rows may have. The rotary columns are copied, not converted."""
+    return tuple(FLOATS) if self.rotary is None else (values.dtype_text(self.rotary.dtype),)
   @property
   def kind(self) -> str: return f"{self.format.name} with {values.dtype_text(self.scales.dtype)} scales"
 
-def check_quantized(name:str, x:QuantizedRows) -> Quantized:
+def check_quantized(name:str, x:QuantizedRows|QuantizedLatent) -> Quantized:
   """Checks the shapes, dtypes and devices of rows of 8 bits. Raises ValueError or NotImplementedError, which call the rows `name`."""
   stored, scales = values.tensor(f"{name}.values", x.values), values.tensor(f"{name}.scales", x.scales)
   of_bytes = {format.dtype for format in FORMATS.values()}
@@ -80,21 +99,40 @@ def check_quantized(name:str, x:QuantizedRows) -> Quantized:
   if given == shape[:-1]:
     if scales.uop.axis != stored.uop.axis:
       raise ValueError(f"{name}.scales is sharded along axis {scales.uop.axis}: must be as values, along axis {stored.uop.axis}")
-    return Quantized(stored, scales, format)
+    return Quantized(stored, scales, format, check_rotary(name, x, stored))
   if not isinstance(stored.device, str):
     raise NotImplementedError(f"{name}.scales has shape {given} on several devices: must be {shape[:-1]} there, one for each row of values")
-  return Quantized(stored, scales.reshape(*[1]*(len(shape) - 1 - len(given)), *given).expand(*shape[:-1]), format)
+  expanded = scales.reshape(*[1]*(len(shape) - 1 - len(given)), *given).expand(*shape[:-1])
+  return Quantized(stored, expanded, format, check_rotary(name, x, stored))
+
+def check_rotary(name:str, x:QuantizedRows|QuantizedLatent, stored:Tensor) -> Tensor|None:
+  """Checks the rotary columns of a latent cache and returns them, or None if the rows are not those of a latent cache. `stored` has its stored
+  numbers."""
+  if isinstance(x, QuantizedRows): return None
+  t, want = values.tensor(f"{name}.rotary", x.rotary), static_shape(f"{name}.values", stored.shape)
+  values.dtype_name(f"{name}.rotary", t.dtype, FLOATS)
+  got = static_shape(f"{name}.rotary", t.shape)
+  if got[:-1] != want[:-1] or not got or not got[-1]:
+    raise ValueError(f"{name}.rotary has shape {got}: must be that of values, {want}, but for the last axis, which must be at least 1")
+  if (t.device, t.uop.axis) != (stored.device, stored.uop.axis):
+    raise ValueError(f"{name}.rotary is on {t.device}, sharded along axis {t.uop.axis}: must be as values, on {stored.device}, along axis "
+                     f"{stored.uop.axis}")
+  return t
 
 def stored_rows(name:str, x:GivenRows) -> Tensor:
   """Returns the tensor with the rows of a cache. If the cache has 8 bits, these are the stored numbers."""
-  return values.tensor(f"{name}.values", x.values) if isinstance(x, QuantizedRows) else values.tensor(name, x)
+  return values.tensor(f"{name}.values", x.values) if isinstance(x, (QuantizedRows, QuantizedLatent)) else values.tensor(name, x)
 
 def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
   """Raises ValueError if only one of two caches has rows of 8 bits, or if they have different formats. Error messages call the caches by `names`."""
   if v is None:
     if isinstance(k, QuantizedRows):
-      raise NotImplementedError(f"{names[0]} is QuantizedRows and {names[1]} None: latent attention (MLA) reads a cache of 16 bits only")
+      raise ValueError(f"{names[0]} is QuantizedRows and {names[1]} None: latent attention (MLA) takes QuantizedLatent, whose rotary columns keep "
+                       "16 bits")
     return
+  for name, x in zip(names, (k, v)):
+    if isinstance(x, QuantizedLatent):
+      raise ValueError(f"{name} is QuantizedLatent, and {names[1]} is not None: it holds keys and values, so {names[1]} must be None, with v_dim")
   kinds = [check_quantized(name, x).kind if isinstance(x, QuantizedRows) else values.dtype_text(values.tensor(name, x).dtype)
            for name, x in zip(names, (k, v))]
   if isinstance(k, QuantizedRows) | isinstance(v, QuantizedRows) and kinds[0] != kinds[1]:
@@ -128,12 +166,13 @@ def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtype
   return QuantizedRows(format.stored(x, scales), scales.squeeze(-1).cast(of_scales))
 
 @values.names_itself
-def dequantize_kv(rows:QuantizedRows, dtype:DType|str=dtypes.half) -> Tensor:
+def dequantize_kv(rows:QuantizedRows|QuantizedLatent, dtype:DType|str=dtypes.half) -> Tensor:
   """Converts rows of 8 bits back to a tensor of `dtype` (float16, bfloat16 or float32), by tensor operations: each stored number times the scale of
   its row. For tests and for moving a cache: kernels read such rows without this conversion."""
-  if not isinstance(rows, QuantizedRows): raise values.wrong("rows", rows, "QuantizedRows")
+  if not isinstance(rows, (QuantizedRows, QuantizedLatent)): raise values.wrong("rows", rows, "QuantizedRows or QuantizedLatent")
   x, dtype = check_quantized("rows", rows), check_out_dtype("dtype", dtype)
-  return (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)
+  found = (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)
+  return found if x.rotary is None else found.cat(x.rotary.cast(dtype), dim=-1)
 
 @values.names_itself
 def rotate(x:Tensor) -> Tensor:

@@ -99,6 +99,13 @@ LATENT_MMA = (
   UpTo(576, MlaMmaShape(1, 64, 4)),
   UpTo(576, MlaMmaShape(1, 32, 2)))
 
+LATENT_STORED_MMA = (     # for a cache of 8 bits, whose conversion takes registers
+  UpTo(576, MlaMmaShape(4, 32, 2), beyond=32),
+  UpTo(576, MlaMmaShape(2, 64, 2), beyond=16),
+  UpTo(576, MlaMmaShape(2, 32, 2), beyond=16),
+  UpTo(576, MlaMmaShape(1, 64, 4)),
+  UpTo(576, MlaMmaShape(1, 32, 2)))
+
 # ***** backward: tiles of mma.sync are chosen by the registers that nvcc 13 needs, and were not measured *****
 
 DQ_MMA = (

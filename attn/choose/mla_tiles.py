@@ -5,8 +5,9 @@ from typing import Any
 from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA
-from attn.chips.nvidia import LATENT_MMA
+from attn.chips.nvidia import LATENT_MMA, LATENT_STORED_MMA
 from attn.chips.shapes import MlaMmaShape, MlaShape, UpTo, cautious_latent
+from attn.choose.refusals import unconverted
 from attn.choose.rows import fitting
 from attn.kernels.parts.memory.layouts import LINE
 from attn.kernels.tiles.amd import MlaTile
@@ -14,12 +15,15 @@ from attn.kernels.tiles.mma import MlaMmaTile, fragments
 from attn.problem import Problem
 from attn.score.terms import score_terms
 
+WHOLE = 32     # the columns of V that are stored in 8 bits are whole steps of every matrix instruction
 UP_TO = {"D": 576, "Dv": 512}      # longest rows of K and of O for which the tiles have registers
 
 def latent_refuses(p:Problem, arch:Chip) -> str|None:
   """Returns the reason why the kernels of latent attention, mla and mla_mma, cannot compute `p` on any chip, or None if they can."""
   if not p.v_in_k: return "v_dim=None: this kernel is for latent attention, where V is the first v_dim columns of K"
   if p.dtype not in MMA: return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MMA)}"
+  if (reason := unconverted(p, arch)) is not None: return reason
+  if p.stored and p.Dv % WHOLE: return f"Dv={p.Dv} with stored={p.stored!r}: must be a multiple of {WHOLE}"
   tensors = [term.name for term in score_terms(p) if any("keys" in tensor.axes for tensor in term.tensors)]
   if options := [*tensors, *["dropout_p"]*(p.dropout_p > 0)]: return f"{options[0]}: this kernel does not support it"
   widths = (("D", p.D), ("Dv", p.Dv))
@@ -64,5 +68,5 @@ def mla_tile(p:Problem, arch:Chip) -> MlaTile:
 def mla_mma_tile(p:Problem, arch:Chip) -> MlaMmaTile:
   """Chooses the tile of mla_mma, the kernel of latent attention with NVIDIA's mma.sync: the tile that a search with TUNE=1 found, or else the first
   tile of the table that fits."""
-  rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *LATENT_MMA)
+  rows = (*tuned.kept_rows(p, arch, ENTRY, MlaMmaShape, checked_latent), *(LATENT_STORED_MMA if p.stored else LATENT_MMA))
   return next(fitting("mla_mma", p, arch, rows, lambda row: of_mla_mma(row, arch, p)))

@@ -43,15 +43,18 @@ def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
   if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
   return f"q, k and v are {p.dtype}: {arch.name} multiplies no 8-bit floats; {ABLE_WITH_8_BITS}. Convert them to bfloat16"
 
+def latent_of_8_bits(p:Problem) -> str|None:
+  return f"stored={p.stored!r} with v_dim: the kernels for latent attention read such a cache" if p.stored and p.v_in_k else None
+
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := bits_refused(p, arch, arch.fp8 in arch.matrix)) is not None: return reason
   if p.dtype not in (*MATRIX_DTYPES, *OF_8_BITS): return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
-  return unconverted(p, arch) or too_wide(p)
+  return unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p)
 
 def mma_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := bits_refused(p, arch, arch.fp8 in MMA_OF_8_BITS)) is not None: return reason
   if p.dtype not in MMA | MMA_OF_8_BITS: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
-  return unconverted(p, arch) or too_wide(p)
+  return unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p)
 
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"

@@ -27,7 +27,8 @@ class Scales:
 class Append:
   """The shapes of an append: `new` rows of `width` elements, in `layout`, for each of H heads of each of B batches. The cache has `capacity` rows for
   each head. `places` holds where the cache begins in its buffer, and the strides between its batches, heads and rows. With `pages`, the cache
-  consists of pages, and the stride between batches is the stride between pages. With `scales`, the cache has rows of 8 bits."""
+  consists of pages, and the stride between batches is the stride between pages. With `scales`, the cache has rows of 8 bits. If the new rows are
+  longer than those of the cache, `of_row` is their length, and the cache gets `width` elements of each, from element `column` on."""
   B: int
   H: int
   new: int
@@ -37,6 +38,8 @@ class Append:
   places: Strided
   pages: Pages|None = None
   scales: Scales|None = None
+  of_row: int|None = None
+  column: int = 0
   threads: bool = True   # False on a device without threads: loops do everything
   checked: bool = True   # contains the operation by which the emulator finds rows that share a slot; False where a device can't render this operation
   @property
@@ -107,10 +110,10 @@ def append(a:Append) -> Callable[..., UOp]:
 def new_row(a:Append, numbers:Allocator, row:UOp, thread:UOp, rows:UOp, lengths:UOp, table:list[UOp]) -> NewRow:
   """Finds where the new row `row`, counted over all batches and heads, comes from and goes to."""
   batch, head, i = row//(a.H*a.new), row//a.new%a.H, row%a.new
-  sb, sh, ss = strides(a.layout, a.H, a.new, a.width)
+  sb, sh, ss = strides(a.layout, a.H, a.new, a.width if a.of_row is None else a.of_row)
   to = bounded(lengths[batch].load(), -a.new, a.capacity) + i
   inside = (to >= 0) & (to < a.capacity)
-  new = NewRow(a, numbers, rows, batch*sb + head*sh + i*ss, thread, batch, head, to, inside)
+  new = NewRow(a, numbers, rows, batch*sb + head*sh + i*ss + a.column, thread, batch, head, to, inside)
   if a.pages is None: return new
   in_page = to%a.pages.size
   page = Table(table[0], batch*a.pages.most, a.pages.size, a.pages.count, a.places.batch, False, a.checked).page(to, inside)

@@ -56,9 +56,12 @@ def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str) -> Body:
     halves = [f"__builtin_amdgcn_perm(0x64646464u, x{i//2}, 0x{(0x04010400, 0x04030402)[i%2]:08x}u)" for i in range(4)]
     pairs = [f"__builtin_bit_cast(unsigned, __builtin_bit_cast(half2, {x}) - (half2)((_Float16)1152.0f))" for x in halves]
   else:
-    lines = [f"unsigned x{i} = __builtin_bit_cast(unsigned, (float)(signed char)(words[{i//4}] >> {i%4*8}));" for i in range(8)]
+    # An empty asm at each end keeps the order of conversions: otherwise clang makes the floats of many vectors at once, in too many registers.
+    lines = ['asm volatile("" : "+v"(words));']
+    lines += [f"unsigned x{i} = __builtin_bit_cast(unsigned, (float)(signed char)(words[{i//4}] >> {i%4*8}));" for i in range(8)]
     pairs = [f"__builtin_amdgcn_perm(x{i + 1}, x{i}, 0x07060302u)" for i in range(0, 8, 2)]
-  return Body("\n".join([*lines, f"return (uint4){{{', '.join(pairs)}}};"]), "words", name=f"widen_{kind}_{dtype}")
+  lines += [f"uint4 wide = (uint4){{{', '.join(pairs)}}};"] + ['asm volatile("" :: "v"(wide));']*(kind == "int8" and dtype != "float16")
+  return Body("\n".join([*lines, "return wide;"]), "words", name=f"widen_{kind}_{dtype}")
 
 def _widen_pair_cuda(printer:Any, out:str, places:tuple[int, int], kind:str, dtype:str) -> Body:
   selector = f"0x4{places[1]}4{places[0]}u"

@@ -229,7 +229,7 @@ def test_refused() -> None:
     for call, text in (
       (attend(v=half), "k is int8 with float32 scales and v float16: both must be QuantizedRows of the same format"),
       (step(v=half), "k_cache is int8 with float32 scales and v_cache float16: both"),
-      (attend(v=None, v_dim=16), "k is QuantizedRows and v None: latent attention .MLA. reads a cache of 16 bits only"),
+      (attend(v=None, v_dim=16), "k is QuantizedRows and v None: latent attention .MLA. takes QuantizedLatent"),
       (attend(q=draw(B, H, 3, 16)), r"k has shape \(2, 2, 40, 32\): its head dimension is 32 but the head dimension of q is 16"),
       (attend(q=q.cast(dtypes.int)), "q has dtype int32"), (attend(kv_lengths=41), r"kv_lengths=41: must lie in 0\.\.40"),
       (step(q=draw(B, H, 3, D).to("EMU:1")), "k_cache is on EMU but q on EMU:1"),

@@ -2,6 +2,7 @@
 from __future__ import annotations
 import shutil, subprocess
 from dataclasses import replace
+from pathlib import Path
 import numpy as np
 import pytest
 from attn.chips import get_chip
@@ -26,8 +27,12 @@ UNITS = (*EVERY_ARCH, "gfx90a", "sm_90")
 def along_keys(p:Problem) -> np.ndarray: return np.arange(p.Sk)/p.Sk
 
 def with_values(p:Problem, k:np.ndarray|None=None, v:np.ndarray|None=None) -> Stored:
-  """Makes inputs with these rows of k and v, not yet quantised; where one is None, its rows are normally distributed."""
+  """Makes inputs with these rows of k and v, not yet quantised; where one is None, its rows are normally distributed. In latent attention the rows of
+  v are also the first columns of k. They are those of k if v is None."""
   x = normal_rows(p)
+  if p.v_in_k:
+    if k is not None: x, v = replace(x, rotary=rounded(k[..., p.Dv:], p.dtype)), k[..., :p.Dv] if v is None else v
+    k = v
   for name, rows in (("k", k), ("v", v)):
     if rows is not None: x = replace(x, **dict(zip((name, f"{name}_scales"), quantised(rows, p.stored))))
   return x
@@ -195,9 +200,11 @@ def text_of(p:Problem, arch:str, llvm:int=22) -> str:
 @in_turn("dtype, arch", SIXTEEN, ("gfx942", "gfx950", "gfx1100", "gfx1201"), among=2)
 @pytest.mark.parametrize("floats", (False, True))
 def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str, floats:bool) -> None:
-  pytest.importorskip("ziglang")
   if floats and not get_chip(arch).fp8: return
-  p = stored_problem(dtype=dtype, stored=get_chip(arch).fp8 if floats else "int8", **DECODE)
+  no_spills_on_amd(stored_problem(dtype=dtype, stored=get_chip(arch).fp8 if floats else "int8", **DECODE), arch)
+
+def no_spills_on_amd(p:Problem, arch:str) -> None:
+  pytest.importorskip("ziglang")
   found = analyse(assembly(text_of(p, arch, toolchain().llvm), arch), arch).resources
   assert not found.vgpr_spills and not found.sgpr_spills, found
 
@@ -205,7 +212,10 @@ def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str, floats:bool) -
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("stored", ("int8", "fp8e4m3"))
 def test_decoding_spills_no_registers_on_nvidia(stored:str, dtype:str, tmp_path) -> None:
-  (source := tmp_path/"kernel.cu").write_text(text_of(stored_problem(dtype=dtype, stored=stored, **DECODE), "sm_90"))
+  no_spills_on_nvidia(stored_problem(dtype=dtype, stored=stored, **DECODE), tmp_path)
+
+def no_spills_on_nvidia(p:Problem, tmp_path:Path) -> None:
+  (source := tmp_path/"kernel.cu").write_text(text_of(p, "sm_90"))
   command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
   text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
   assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text
@@ -229,6 +239,7 @@ def test_problems_that_contradict_themselves() -> None:
       (dict(stored="int4"), NotImplementedError, "stored='int4': must be '' or one of int8"),
       (dict(scale_dtype="bfloat16"), NotImplementedError, "scale_dtype='bfloat16': must be one of float32, float16"),
       (dict(k_scale_view=None), ValueError, "stored='int8' with k_scale_view=None"),
-      (dict(stored=""), ValueError, "only rows that are stored in a format have scales"),
-      (dict(v_in_k=True, v_view=None), NotImplementedError, "stored='int8' with v_in_k")):
+      (dict(stored=""), ValueError, "stored='', v_in_k=False, D=64, Dv=64 with k_scale_view=.*: there are no such rows"),
+      (dict(v_in_k=True, v_view=None), ValueError, "stored='int8', v_in_k=True, D=64, Dv=64 with v_scale_view=.*: there are no such rows"),
+      (dict(v_in_k=True, v_view=None, v_scale_view=None, Dv=32), ValueError, "stored='int8' with k_rotary_view=None: must say where")):
     with pytest.raises(kind, match=match): replace(p, **fields)

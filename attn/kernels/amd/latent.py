@@ -6,7 +6,10 @@ once for all these queries. The waves of the workgroup divide the two products d
 computes one matrix tile of queries; if there are more waves than matrix tiles of queries, each wave computes only a part of the keys. For O^T = V^T
 P^T, each wave computes some columns of V for all queries. The waves exchange P through LDS. The waves also exchange the factors by which the softmax
 rescales O, and the largest score of each query whose scores several waves compute. V^T is read by columns from the tile of K in LDS, so LDS holds no
-tile of V."""
+tile of V.
+
+If the latent columns of K are stored in 8 bits, they are converted on their way to LDS, without the scale of their row. The scores of these columns
+are multiplied by the scale before the other columns are added to them. P is multiplied by it before P is rounded."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -19,17 +22,25 @@ from attn.kernels.parts.grid.shared_rows import RowScalars, Share
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
 from attn.kernels.parts.memory.lanes import Lane, operands, sum_over_groups, units_of
 from attn.kernels.parts.memory.layouts import LINE, LdsTile
+from attn.kernels.parts.memory.rows import LatentRows
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.statements import Statements, store_all
 from attn.kernels.parts.program.trips import StagedTrips, TileLoop, TripState
-from attn.kernels.parts.weights.softmax import Sums, row_sum
+from attn.kernels.parts.weights.softmax import Sums, row_sum, sum_of_unscaled, compared_scores
 from attn.kernels.tiles.amd import MlaTile
 from attn.kernels.tiles.common import ScalarPlaces
 from attn.ops import amd, common as ops
-from attn.ops.softmax import LANE, LOWEST, raised, rescale, weights_from
+from attn.ops.softmax import LANE, LOWEST, raised, rescale, scaled_weights, weights_from
+from attn.ops.stored import scale_in_range, widen_all
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
+
+def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
+  """Returns the rows of a latent cache of 8 bits that a workgroup reads."""
+  p = group.p
+  rotary = group.rows_of("k_rotary") if p.k_rotary_view is not None else None
+  return LatentRows(group.rows_of("k", unit_bytes=mat.unit), rotary, functools.partial(widen_all, kind=p.stored, dtype=p.dtype))
 
 @dataclass(frozen=True)
 class LatentState(TripState):
@@ -63,10 +74,12 @@ class AmdLatent:
     mat, grid = tile.matrix, head_fastest(p, tile, tile.matrix, arch)
     at, new, (of_k, of_weights) = Lane(grid.lane, grid.wave, mat), grid.allocator, tile.layouts(p)
     sums, share = Sums.of(arch, p.dtype, p.writes_lse), Share(grid.wave, tile.row_tiles, tile.block_n, tile.key_parts)
-    k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None, LINE)
+    group = Workgroup.of(p, arch, tile, args, grid, at)
+    widened = latent_rows(group, mat).widened if p.stored else None
+    k = StagedTile.of(mat, tile.block_n, tile.threads, at.thread, LdsTile.of(new, of_k), None, LINE, widened)
     state = LatentState(new.registers(tile.row_tiles*tile.columns(p), ops.f32(mat.accumulator)), new.registers(1), new.registers(len(sums.kinds)),
                      new.registers(tile.row_tiles), k, LdsTile.of(new, of_weights), RowScalars.of(new, tile.block_m, tile.scalar_places(p)))
-    return AmdLatent(tile, new, Statements.of(new), state, Workgroup.of(p, arch, tile, args, grid, at), at, sums, share)
+    return AmdLatent(tile, new, Statements.of(new), state, group, at, sums, share)
 
   # ***** sizes *****
   @property
@@ -94,7 +107,12 @@ class AmdLatent:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements)
   @functools.cached_property
-  def trips(self) -> StagedTrips[LatentState]: return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": self.group.rows_of("k")})
+  def trips(self) -> StagedTrips[LatentState]:
+    rows = latent_rows(self.group, self.mat) if self.group.p.stored else self.group.rows_of("k")
+    return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": rows})
+  def scales(self, t:UOp) -> list[UOp]:
+    """Loads the scales of the rows of K whose scores this lane computes, one vector for each vector of scores. The rows of V have the same scales."""
+    return self.group.scales("k_scales", t, self.share)
 
   # ***** the steps *****
   def begin(self) -> LatentState:
@@ -111,13 +129,16 @@ class AmdLatent:
   def weigh(self, s:LatentState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentState, None]:
     """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds it by too much. Computes P = exp2(scores - m), and
     the factor by which the row of O must be rescaled. Stores P and the factor to LDS, where all waves read them."""
-    to_log2, m, dtype = self.group.scores.to_log2, s.m[0].load(), self.group.p.dtype
-    top = self.highest(s, functools.reduce(ops.max_, [ops.extract(y, i) for y in x for i in range(ops.length(y))], m))
+    to_log2, m, p = self.group.scores.to_log2, s.m[0].load(), self.group.p
+    of_v = [scale_in_range(y) for y in self.scales(t)] if p.stored else []
+    compared = compared_scores(x, of_v, to_log2) if p.stored else x
+    top = self.highest(s, functools.reduce(ops.max_, [ops.extract(y, i) for y in compared for i in range(ops.length(y))], m))
     reference = raised(m, top, to_log2, self.tile.rescale_above)
     factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
     weights = [weights_from(y, reference, to_log2) for y in x]
-    packed = [ops.pack_weights(y, dtype) for y in weights]
-    parts = self.sums.rounded([packed]) + [row_sum(weights, self.mat.wave == 64)]*(LANE in self.sums.kinds)
+    packed = [ops.pack_weights(y, p.dtype) for y in (map(scaled_weights, weights, of_v) if p.stored else weights)]
+    parts = [sum_of_unscaled(packed, weights, of_v, p.dtype)] if p.stored else self.sums.rounded([packed])
+    if LANE in self.sums.kinds: parts.append(row_sum(weights, self.mat.wave == 64))
     sums = [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(parts)]
     known, first = s.after(UOp.group(s.m[0].store(reference), *store_all(s.l, sums))), self.at.h.eq(0) & self.share.part.eq(0)
     told = UOp.group(*self.store_weights(known, packed), known.told.store(self.names.factor, self.own, factor, first))
@@ -155,9 +176,14 @@ class AmdLatent:
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
     """Computes S^T = K Q^T of the keys and queries that belong to this wave, before score terms (softcap, ALiBi, bias) and masks. Returns a list of C
     fragments."""
-    tiles = self.share.keys//self.mat.M
+    tiles, p = self.share.keys//self.mat.M, self.group.p
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
-    return self.products.with_rows(k, tiles, self.q, t, zeros(self.mat, 1, tiles))[0]
+    def added(start:list[list[UOp]], units:slice) -> list[list[UOp]]:
+      return self.products.with_rows(k, tiles, replace(self.q, units=self.q.units[units]), t, start)
+    if not p.stored: return added(zeros(self.mat, 1, tiles), slice(None))[0]
+    latent = len(self.q.units)*p.k_width//contraction(self.mat, p.D)
+    found = [ops.mul(x, y) for x, y in zip(added(zeros(self.mat, 1, tiles), slice(latent))[0], self.scales(t))]
+    return added([found], slice(latent, None))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:
     """Returns the largest score of the lane's query, over all lanes and waves that compute scores of this query. `top` is the largest score that this

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from attn.chips.matrix import UNIT_BYTES, Matrix
 from attn.kernels.parts.memory.layouts import LdsTile
-from attn.kernels.parts.memory.rows import Rows
+from attn.kernels.parts.memory.rows import LatentRows, Rows
 from attn.kernels.parts.program.allocator import InLds
 from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
 from attn.kernels.tiles.amd import v_columns
@@ -126,7 +126,7 @@ class StagedTile(InLds):
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
 
-  def fetch(self, rows:Rows, t:UOp) -> list[UOp]:
+  def fetch(self, rows:Rows|LatentRows, t:UOp) -> list[UOp]:
     """Loads this thread's part of tile number t of `rows` from global memory to registers."""
     first, n = t*self.block_n, self.block_n
     if self.turned is None: return [rows.load_units(first, n, *item) for item in self.items]

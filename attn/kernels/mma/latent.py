@@ -3,7 +3,11 @@ in attn/kernels/amd/latent.py.
 
 A block owns the queries of many heads and reads each key once for all these queries. For the scores S = Q K^T of a tile of keys, each warp computes
 16 queries and a part of the keys. For O += P V each warp computes some columns of all queries. The warps exchange P through shared memory. cp.async
-copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py."""
+copies K into a ring of `stages` tiles. V is read from the tile of K and transposed by ldmatrix, as in attn/kernels/mma/forward.py.
+
+If the latent columns of K are stored in 8 bits, they lie so in shared memory, and are converted when they are read (attn/kernels/nvidia/stored.py).
+The scores of these columns are multiplied by the scale of their row before the other columns are added to them. P is multiplied by it before P is
+rounded."""
 from __future__ import annotations
 import functools
 from collections.abc import Iterator
@@ -11,16 +15,19 @@ from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.nvidia.ring import CopyGroups
+from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.nvidia.warps import Warps, sum_over_quad
 from attn.kernels.parts.grid.shared_rows import RowScalars, Share
 from attn.kernels.parts.memory.layouts import LINE, LongRows, SwizzledRows
 from attn.kernels.parts.program.counts import round_up
 from attn.kernels.parts.program.statements import Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
+from attn.kernels.parts.weights.softmax import sum_of_unscaled, compared_scores
 from attn.kernels.tiles.common import ScalarPlaces
 from attn.kernels.tiles.mma import MlaMmaTile
 from attn.ops import common as ops, nvidia as nv
-from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, weights_from
+from attn.ops.softmax import LOWEST, ONES, lane_sum, raised, rescale, rounded_sum, scaled_weights, weights_from
+from attn.ops.stored import scale_in_range
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp, dtypes
@@ -73,6 +80,12 @@ class MmaLatent:
   @property
   def columns(self) -> int: return self.tile.columns(self.p)
   @property
+  def latent_steps(self) -> int:
+    """Number of steps of 16 columns in which S = Q K^T sums over columns that are stored in 8 bits. They are the first steps."""
+    return self.p.k_width//self.mat.K if self.p.stored else 0
+  @property
+  def stored(self) -> StoredKeys: return StoredKeys(self.warps)
+  @property
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
   @functools.cached_property
   def own(self) -> UOp:
@@ -106,14 +119,18 @@ class MmaLatent:
   def weigh(self, s:LatentMmaState, x:list[UOp], t:UOp, part:None, masked:bool) -> tuple[LatentMmaState, None]:
     """Raises m, the number that the softmax subtracts from the scores of a row, if a score exceeds it by too much. Computes P = exp2(scores - m), and
     the factor by which the row of O must be rescaled. Stores P and the factor to shared memory, where all warps read them."""
-    to_log2, m, dtype, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p.dtype, ops.splat(0.0, nv.ROWS)
-    s, top = self.highest(s, x, m)
+    to_log2, m, p, zero = self.warps.group.scores.to_log2, s.m[0].load(), self.p, ops.splat(0.0, nv.ROWS)
+    of_v = [scale_in_range(y) for y in self.scales(s, t)] if p.stored else []
+    s, top = self.highest(s, compared_scores(x, [ops.concat(y, y) for y in of_v], to_log2) if p.stored else x, m)
     reference = raised(m, top, to_log2, self.tile.rescale_above)
     factor = ops.exp2(ops.mul(ops.sub(m, reference), to_log2))
     weights = [weights_from(y, reference, to_log2) for y in x]
-    packed = [nv.pack_a([*pair], dtype) for pair in zip(weights[0::2], weights[1::2])]
+    factors = [scaled_weights(y, scale, nv.ROWS) for y, scale in zip(weights, of_v)] if p.stored else weights
+    packed = [nv.pack_a([*pair], p.dtype) for pair in zip(factors[0::2], factors[1::2])]
     exact = functools.reduce(lambda l, y: lane_sum(l, y, nv.ROWS), weights, zero)
-    sums = (rounded_sum(packed, ONES, self.mat, dtype, nv.ROWS, nv.zero(s.done)), exact)[:self.names.kinds]
+    if p.stored: rounded = sum_of_unscaled([ops.slice_(y, i, 2) for y in packed for i in (0, 2)], weights, of_v, p.dtype, nv.ROWS)
+    else: rounded = rounded_sum(packed, ONES, self.mat, p.dtype, nv.ROWS, nv.zero(s.done))
+    sums = (rounded, exact)[:self.names.kinds]
     s = s.store([s.m[0].store(reference)], store_all(s.l, [ops.add(ops.mul(s.l[i].load(), factor), y) for i, y in enumerate(sums)]))
     return self.met(s.do(*self.put_weights(s, packed), *self.tell(s, self.names.factor, factor, self.share.part.eq(0)))), None
 
@@ -123,12 +140,12 @@ class MmaLatent:
     mat, lane = self.mat, self.warps.at.lane
     s = s.store(store_all(s.factors, [self.hear(s, self.names.factor, tile*mat.M) for tile in self.row_tiles]))
     s = s.do(rescale(s.acc, s.factors, s.done))
-    (a_row, a_unit), (b_row, b_unit), pairs = mat.a_address(lane), mat.b_transposed_address(lane), LINE//2
+    a_row, a_unit = mat.a_address(lane)
     accs = [[s.acc[tile*self.columns + i].load() for i in range(self.columns)] for tile in self.row_tiles]
     for step in range(self.tile.block_n//mat.K):
       weights = [s.read(self.weight_rows, a_row, a_unit, tile*mat.M, 2*step) for tile in self.row_tiles]
       for pair in range(self.columns//2):
-        b = s.read(self.v_rows(t, pair//pairs), b_row, b_unit, step*mat.K, 2*(pair%pairs), transposed=True)
+        b = self.v_operand(s, t, step, pair)
         for row, a in zip(accs, weights):
           for half in range(2): row[2*pair + half] = nv.mma(mat, a, b, half, row[2*pair + half])
     return UOp.group(*store_all(s.acc, [x for row in accs for x in row]))
@@ -139,12 +156,25 @@ class MmaLatent:
 
   # ***** shared memory *****
   def k_rows(self, t:UOp) -> LongRows:
-    q, k, _ = self.tile.layouts(self.p)
-    return k.moved_to(q.size + t%self.tile.stages*k.size)
+    return self.tile.layouts(self.p)[1].moved_to(self.first_of(t))
+  def rotary_rows(self, t:UOp) -> LongRows:
+    """Returns the layout of the columns of tile t that a latent cache of 8 bits keeps in 16 bits."""
+    _, k, rotary, _ = self.tile.layouts(self.p)
+    return rotary.moved_to(self.first_of(t) + k.size)
+  def first_of(self, t:UOp) -> UOp:
+    """Returns the 16-byte unit of shared memory at which tile t begins."""
+    return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
+  def first_scale(self, t:UOp) -> UOp:
+    """Returns where the scales of tile t begin in shared memory, counted in floats."""
+    _, k, rotary, _ = self.tile.layouts(self.p)
+    return (self.first_of(t) + k.size + rotary.size)*(UNIT_BYTES//4)
+  def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
+    """Reads the scales of the rows of K whose scores this lane computes: two for each C fragment. The rows of V have the same scales."""
+    return self.stored.scales(s.shared, self.first_scale(t), 0, self.share.part*self.share.keys, self.share.keys)
   @property
   def weight_rows(self) -> SwizzledRows:
-    q, k, weights = self.tile.layouts(self.p)
-    return weights.moved_to(q.size + self.tile.stages*k.size)
+    q, _, _, weights = self.tile.layouts(self.p)
+    return weights.moved_to(q.size + self.tile.stages*self.tile.stage(self.p))
   def told(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def tell(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
@@ -162,23 +192,46 @@ class MmaLatent:
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
     there = (group.walked.end*block_n).minimum(group.sequence.n_k)
-    return s.started(self.warps.copies(replace(group.rows_of("k"), count=there), s.shared, t*block_n, self.k_rows(t)))
+    def copies(name:str, to:LongRows) -> list[UOp]:
+      return self.warps.copies(replace(group.rows_of(name), count=there), s.shared, t*block_n, to)
+    found = copies("k", self.k_rows(t))
+    if self.p.k_rotary_view is not None: found += copies("k_rotary", self.rotary_rows(t))
+    return s.started(found + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
 
   # ***** products *****
   def raw_scores(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     """Computes S = Q K^T of the queries and keys that belong to this warp, before score terms (softcap, ALiBi, bias) and masks, as C fragments in the
     state."""
-    mat, lane, q, steps = self.mat, self.warps.at.lane, self.tile.layouts(self.p)[0], round_up(self.p.D, self.mat.K)//self.mat.K
-    (a_row, a_unit), (b_row, b_unit), first_key = mat.a_address(lane), mat.b_address(lane), self.share.part*self.share.keys
-    for first in range(0, steps, ADDED_UP):
+    mat, steps = self.mat, range(round_up(self.p.D, self.mat.K)//self.mat.K)
+    for some in (piece[i:i + ADDED_UP] for piece in (steps[:self.latent_steps], steps[self.latent_steps:]) for i in range(0, len(piece), ADDED_UP)):
       tiles = [nv.zero(s.done)]*s.scores.max_numel()
-      for step in range(first, min(first + ADDED_UP, steps)):
-        a = s.read(q, self.own + a_row, a_unit, 0, 2*step)
+      for step in some:
+        a = self.q_operand(s, step)
         for pair in range(len(tiles)//2):
-          b = s.read(self.k_rows(t), first_key + b_row, b_unit, pair*mat.K, 2*step)
+          b = self.k_operand(s, t, step, pair)
           for half in range(2): tiles[2*pair + half] = nv.mma(mat, a, b, half, tiles[2*pair + half])
-      s = s.store(store_all(s.scores, [ops.add(s.scores[i].load(), x) for i, x in enumerate(tiles)] if first else tiles))
+      found = [ops.add(s.scores[i].load(), x) for i, x in enumerate(tiles)] if some.start else tiles
+      if some.stop == self.latent_steps: found = [ops.mul(x, ops.concat(y, y)) for x, y in zip(found, self.scales(s, t))]
+      s = s.store(store_all(s.scores, found))
     return s
+
+  def q_operand(self, s:LatentMmaState, step:int) -> UOp:
+    """Reads operand A of S = Q K^T for one step of 16 columns."""
+    q, (row, unit) = self.tile.layouts(self.p)[0], self.mat.a_address(self.warps.at.lane)
+    if step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
+    return s.read(q, self.own + row, unit, 0, 2*step)
+  def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
+    """Reads operand B of S = Q K^T for 16 keys and one step of 16 columns."""
+    row, unit = self.mat.b_address(self.warps.at.lane)
+    def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
+    if step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
+    return read(self.rotary_rows(t) if self.latent_steps else self.k_rows(t), 2*(step - self.latent_steps))
+  def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
+    """Reads operand B of O += P V for 16 keys and 16 of the warp's columns."""
+    (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
+    if not self.p.stored: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
+    first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)
+    return self.stored.v_operand(s.read(self.k_rows(t), row, first + unit, step*self.mat.K, pair%in_line//2*2, transposed=True), pair)
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
     """Computes, for each of the lane's rows, the maximum of m and of all the row's scores in this iteration. The maximum includes the scores that
@@ -215,7 +268,8 @@ class MmaLatent:
     """Stores to shared memory, for each row, the number that the softmax subtracts from its scores and the sums of P that this warp has computed.
     Returns the state after these stores."""
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
-    sums[1:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[1:]]     # sums over the lane's own P
+    own = 0 if self.p.stored else 1      # the first kind of sums that a lane has of its own P alone
+    sums[own:] = [ops.build(*[sum_over_quad(ops.extract(x, r)) for r in range(nv.ROWS)]) for x in sums[own:]]
     told = [x for kind, total in enumerate(sums) for x in self.tell(s, self.names.total(kind, self.share.part), total, UOp.const(True))]
     return self.met(s.do(*told, *self.tell(s, self.names.reference, s.m[0].load(), self.share.part.eq(0))))
 
@@ -229,5 +283,6 @@ class MmaLatent:
                 for kind in range(names.kinds)]
       factor, log_sum = group.normalised(row, self.told(s).load(names.reference, in_block), totals)
       o = [(first + i*mat.N + self.warps.at.h*mat.block, ops.mul(ops.slice_(acc, 2*r, 2), factor)) for i, acc in enumerate(accs)]
+      if self.p.stored: o = self.warps.columns_in_turn(accs, r, factor, self.warps.at.wave)
       stores += group.outputs(row, o, None) + group.outputs(replace(row, there=row.there & self.warps.at.wave.eq(0)), [], log_sum)
     return stores

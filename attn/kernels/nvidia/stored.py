@@ -29,7 +29,9 @@ class StoredKeys:
     """Reads operand A of S = Q K^T for one step of 16 columns. The lane's four columns are neighbours, as in the operand that `k_operand` makes of
     8-bit keys. The lane's rows belong to the matrix tile that begins at row `first`."""
     at, halves = self.warps.at, shared.bitcast(ops.u32(2))
-    of_rows = [halves[rows.place(first + at.matrix.c_row(at.lane, r), at.h//2 + 2*step)*2 + at.h%2].load() for r in range(nv.ROWS)]
+    apart = at.matrix.M//nv.ROWS
+    places = [rows.further(first + at.matrix.c_row(at.lane, 0), at.h//2, r*apart, 2*step) for r in range(nv.ROWS)]
+    of_rows = [halves[place*2 + at.h%2 + constant*2].load() for place, constant in places]
     return ops.build(*[ops.extract(x, i) for i in range(2) for x in of_rows])
 
   def k_operand(self, words:UOp, step:int) -> UOp:
@@ -49,7 +51,7 @@ class StoredKeys:
     of V. Rows that do not exist get scales of 0."""
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, size, first = group.tile.block_n, group.tile.threads, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
-    for kind, name in enumerate(group.p.scale_views):
+    for kind, name in enumerate(name for name, view in group.p.scale_views.items() if view is not None):
       rows = replace(group.rows_of(name, unit_bytes=size), count=group.walked_end)
       for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
         to, inside = floats[base + kind*n + row], row < n

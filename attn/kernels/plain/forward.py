@@ -136,7 +136,7 @@ class PlainForward(Rectangle):
     part, loop = self.loop(tile.parts)
     s = self.product(self.s, "k", "q", "kept", t*tile.parts + part, [*ready, *loop], state.k if tile.ahead else None)
     raw = [[s[i*len(self.quads) + j].load() for j in self.quads] for i in range(tile.walked)]
-    if self.p.stored:
+    if self.p.stored and not self.p.v_in_k:     # the elements of a latent cache include their scales
       first = self.group.scores.row(t*tile.block_n) + part*(tile.down*tile.walked)
       raw = [[ops.mul(x, self.scale("k_scales", first, self.result_row(i), *loop)) for x in row] for i, row in enumerate(raw)]
     rows = self.finished(raw, t*tile.parts + part)

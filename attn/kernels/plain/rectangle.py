@@ -71,12 +71,12 @@ class WhereItLies:
   source: GlobalRows
   first: UOp
   turned: bool
-  convert: Callable[[UOp], UOp]
+  width: int              # elements of a row
+  element: Callable[[UOp, UOp, UOp], UOp]     # loads an element, in fp32: the element of a column, of the row whose number is the sum of two
   column: UOp|int = 0     # first column in the tensor
   def number(self, row:UOp, column:UOp) -> UOp:
     row, column = (column, row + self.column) if self.turned else (row, column + self.column)
-    begin = self.source.start((self.first + row).minimum(self.source.count - 1).maximum(0), UOp.const(0))
-    x = self.convert(self.source.buffer[begin + column.minimum(self.source.width - 1)].load())
+    x = self.element((self.first + row).minimum(self.source.count - 1).maximum(0), UOp.const(0), column.minimum(self.width - 1))
     return x if self.turned else (self.first + row < self.source.count).where(x, 0.0)
 
 @dataclass(frozen=True)
@@ -206,14 +206,14 @@ class Rectangle:
     the two tensors. Returns the registers `to`, which hold the products. Rows are copied to local memory a few columns at a time, after the
     operations `ready`. If own rows stay in local memory, they are read from the section `kept`. `ahead` has the registers with the walked rows that
     were loaded before; None: no loads run ahead."""
-    tile, n, width = self.tile, self.tile.down*self.tile.walked, self.rows_of(walked).width
+    tile, n, width = self.tile, self.tile.down*self.tile.walked, self.width_of(walked)
     depth, (step, loop) = tile.depth_of(width), self.loop(tile.steps(width))
     now, first, mine = [*ready, *loop], step*depth, [self.result_row(i) for i in range(tile.walked)]
     long = width > LONG_SUM
     zeroed = self.zeroed(to.after(*ready))
     acc = self.apart.after(self.zeroed(self.apart.after(*now))) if long else to.after(zeroed, *loop)
     if tile.alone:
-      where = WhereItLies(self.rows_of(walked), self.group.scores.row(t*n), True, self.converted(walked), first)
+      where = WhereItLies(self.rows_of(walked), self.group.scores.row(t*n), True, width, functools.partial(self.element, walked), first)
       done = self.outer_products(acc, where, mine, self.section(kept, *now), first, depth)
     else:
       portion = Portion("walked", walked, self.group.scores.row(t*n), first, n)
@@ -241,7 +241,8 @@ class Rectangle:
       begun = to.after(UOp.group(*[y.store(x) for x, y in zip(numbers, self.all(to))]))
     own = [self.result_row(i) for i in range(self.width(to))]
     if tile.alone:
-      where, columns = WhereItLies(self.rows_of(tensor), first, False, self.converted(tensor)), [block*tile.columns + x for x in own]
+      where = WhereItLies(self.rows_of(tensor), first, False, self.width_of(tensor), functools.partial(self.element, tensor))
+      columns = [block*tile.columns + x for x in own]
       done = self.outer_products(begun, where, columns, self.section(weights, *ready, *weighed), UOp.const(0), tile.block_n)
       return UOp.group(*[x.store(y.load()) for x, y in zip(self.block_of(acc.after(*blocks), block), self.all(to.after(done)))]).end(*blocks)
     step, loop = self.loop(parts := tile.block_n//tile.values)
@@ -269,10 +270,24 @@ class Rectangle:
     if self.p.stored and tensor in ("k", "v"): return FORMATS[self.p.stored].decode
     return lambda x: (x.cast(FLOATS[self.p.dtype]) if tensor == "do" else x).cast(dtypes.float)
 
+  def width_of(self, tensor:str) -> int: return self.p.D if tensor == "k" else self.rows_of(tensor).width
+
+  def element(self, tensor:str, first:UOp, row:UOp, column:UOp, *there:UOp) -> UOp:
+    """Loads an element of row `first` + `row` of a tensor, in fp32, if all conditions `there` hold. Rows of K of a latent cache of 8 bits are read as
+    they are: their stored numbers times the scale of the row, and behind them the columns of 16 bits."""
+    def loaded(name:str, column:UOp|int) -> UOp:
+      rows = self.rows_of(name)
+      at = rows.start(first, row) + column
+      return rows.buffer[at.valid(functools.reduce(UOp.__and__, there)) if there else at].load()
+    p, convert = self.p, self.converted(tensor)
+    if tensor != "k" or not p.stored or not p.v_in_k: return convert(loaded(tensor, column))
+    found = ops.mul(convert(loaded("k", column.minimum(p.Dv - 1))), loaded("k_scales", 0).cast(dtypes.float))
+    return found if p.Dv == p.D else (column < p.Dv).where(found, loaded("k_rotary", (column - p.Dv).maximum(0)).cast(dtypes.float))
+
   def units(self, portion:Portion) -> int:
     """Returns the number of groups of four elements in one row of the data `portion`."""
     shape = self.sections.shapes[portion.section]
-    return (shape.rows if shape.turned else self.tile.width(self.rows_of(portion.tensor).width))//QUAD
+    return (shape.rows if shape.turned else self.tile.width(self.width_of(portion.tensor)))//QUAD
 
   def quads_carried(self, portion:Portion) -> int:
     """Returns the number of groups of four elements that each thread copies, of the data `portion`."""
@@ -290,15 +305,14 @@ class Rectangle:
     """Loads one group of four elements of the data `portion`. `item` is the index of the group among the groups that this thread copies. Returns the
     elements in fp32, each with its place in local memory."""
     to, rows, threads, units = self.section(portion.section), self.rows_of(portion.tensor), self.tile.threads, self.units(portion)
-    turned, convert = to.shape.turned, self.converted(portion.tensor)
+    turned, width = to.shape.turned, self.width_of(portion.tensor)
     count, fast = portion.n*units, math.gcd(portion.n, ROWS_TOGETHER) if turned else 1
     index = item*threads + self.at.thread
     row, begin = index//(fast*units)*fast + index%fast, index//fast%units*QUAD
-    mine, found, start = [index < count] if count % threads else [], [], rows.start(portion.first, row)
+    mine, found = [index < count] if count % threads else [], []
     for i in range(QUAD):
-      inside = [portion.first + row < rows.count, portion.column + begin + (0 if rows.width % QUAD == 0 else i) < rows.width]
-      at = start + portion.column + begin + i
-      x = convert(rows.buffer[at.valid(functools.reduce(UOp.__and__, [*mine, *inside]))].load())
+      inside = [portion.first + row < rows.count, portion.column + begin + (0 if width % QUAD == 0 else i) < width]
+      x = self.element(portion.tensor, portion.first, row, portion.column + begin + i, *mine, *inside)
       place = ((begin + i)*to.shape.pitch + row if turned else row*to.shape.pitch + begin + i) + to.base
       found.append((x, place.valid(mine[0]) if mine else place))
     return found

@@ -70,13 +70,18 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
     """Number of C fragments, side by side in a row of O, that each warp computes. The columns of these fragments fill whole 128-byte lines of shared
     memory."""
     return round_up(ceildiv(fragments(p.Dv, self.matrix), self.waves), LINE)
-  def layouts(self, p:Problem) -> tuple[LongRows, LongRows, SwizzledRows]:
-    """Layouts of Q, of K and of P in shared memory."""
-    units = round_up(p.D, LINE*self.matrix.unit)//self.matrix.unit
-    return LongRows(self.block_m, units), LongRows(self.block_n, units), SwizzledRows(self.block_m, self.block_n//self.matrix.unit)
+  def layouts(self, p:Problem) -> tuple[LongRows, LongRows, LongRows, SwizzledRows]:
+    """Layouts of Q, of K, of the columns of K that a latent cache of 8 bits keeps in 16 bits, and of P in shared memory."""
+    def rows(count:int, width:int, size:int) -> LongRows: return LongRows(count, round_up(width*size, LINE*UNIT_BYTES)//UNIT_BYTES)
+    return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.key_itemsize),
+            rows(self.block_n, p.D - p.k_width, p.itemsize), SwizzledRows(self.block_m, self.block_n//self.matrix.unit))
+  def stage(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for a tile of keys, with the scales of rows that are stored in 8 bits."""
+    _, k, rotary, _ = self.layouts(p)
+    return k.size + rotary.size + (self.block_n*4//UNIT_BYTES if p.stored else 0)
   def lds_bytes(self, p:Problem) -> int:
-    q, k, weights = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages*k.size + weights.size + self.scalar_places(p).units(self.block_m))
+    q, _, _, weights = self.layouts(p)
+    return UNIT_BYTES*(q.size + self.stages*self.stage(p) + weights.size + self.scalar_places(p).units(self.block_m))
   def __str__(self) -> str:
     return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K} {self.stages} stages"
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
+from attn.kernels.parts.grid.shared_rows import Share
 from attn.kernels.parts.grid.tensors import Shapes, arguments
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.memory.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
@@ -101,7 +102,7 @@ def _in_group_fastest(pieces_of_blocks:tuple[int, int], n:int, cached:int, tile:
   number = functools.reduce(lambda block, piece: piece*blocks + block, outer, block)
   return Grid(new, (*outer, *groups, block, in_group, lane, wave), head, number, lane, wave)
 
-KEY_TENSORS = ("k", "v", "k_scales", "v_scales", "dk", "dv")    # tensors whose rows are keys
+KEY_TENSORS = ("k", "v", "k_scales", "v_scales", "k_rotary", "dk", "dv")    # tensors whose rows are keys
 
 def by_name(shapes:Shapes, args:tuple[UOp, ...]) -> dict[str, UOp]:
   if len(args) != len(shapes): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(shapes)})")
@@ -268,9 +269,11 @@ class Workgroup:
     """Returns the rows of a tensor that the workgroup reads or writes: the rows of its sequence that belong to its head, or to the query head `head`
     if this is given. For q, returns the rows of all heads of the workgroup. The rows are loaded in units of `unit_bytes` bytes. A row of scales is
     one number."""
-    p, x, views = self.p, self.sequence, {"k": self.p.k_view, "v": self.p.v_view, **self.p.scale_views}
-    width = 1 if name in p.scale_views else p.D if name in ("q", "k", "dq", "dk") else p.Dv
-    within, whole_row = ("k", p.D) if name == "v" and p.v_in_k else (name, width)      # the tensor that holds these rows, and the length of its rows
+    p, x = self.p, self.sequence
+    views = {"k": p.k_view, "v": p.v_view, "k_rotary": p.k_rotary_view, **p.scale_views}
+    widths = {"q": p.D, "k": p.k_width, "k_rotary": p.D - p.Dv, "dq": p.D, "dk": p.D, **dict.fromkeys(p.scale_views, 1)}
+    within = {"v": "k", "v_scales": "k_scales"}.get(name, name) if p.v_in_k else name      # the tensor that holds these rows
+    width, whole_row = (widths.get(tensor, p.Dv) for tensor in (name, within))
     if name in KEY_TENSORS: head, heads, length, start, count = self.kv_head, p.Hkv, p.Sk, x.k_start, x.n_k
     else: head, heads, length, start, count = self.first_head if head is None else head, p.H, p.Sq, x.q_start, x.n_q
     view = views.get(within)
@@ -294,13 +297,15 @@ class Workgroup:
     return PagedRows(buffer, self.kv_head*view.head + view.start, view.row, self.sequence.n_k, width, size, True, view.whole(unit_bytes//size),
                      unit_bytes, table, begin)
 
-  def scales(self, name:str, t:UOp) -> list[UOp]:
+  def scales(self, name:str, t:UOp, share:Share|None=None) -> list[UOp]:
     """Loads the scales of the keys to which a lane's scores in tile t belong, in fp32: one vector for each vector of scores. `name` is "k_scales" or
-    "v_scales"."""
+    "v_scales". If several waves divide the keys of a tile among them, `share` says which keys belong to this wave."""
     size, scores = BYTES[self.p.scale_dtype], self.scores
     rows, first, lane = self.rows_of(name, unit_bytes=size), scores.tile(t)*scores.block_n, scores.at.h*scores.at.matrix.block
+    walked = scores.walked if share is None else share.scores(scores).walked
+    if share is not None: lane = lane + share.part*share.keys
     def load(n:int) -> UOp: return scale_as_float(rows.load_units(first, scores.block_n, lane + n, UOp.const(0)), size)
-    return [ops.build(*map(load, columns)) for columns in scores.walked]
+    return [ops.build(*map(load, columns)) for columns in walked]
 
   def input_scale(self, name:str) -> UOp|None:
     """Loads the factor of q, k or v of 8 bits, for the workgroup's key/value head. `name` is "q_scale", "k_scale" or "v_scale". Returns None if the

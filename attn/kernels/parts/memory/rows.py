@@ -221,3 +221,24 @@ class ConvertedRows:
     return halves(self.load_units(first, rows, row, part), dtype)
 
 Rows = GlobalRows|ConvertedRows
+
+@dataclass(frozen=True)
+class LatentRows:
+  """Rows of a latent cache of 8 bits, in units of eight elements. The first columns of a row are stored in 8 bits, `stored`. The last ones keep 16
+  bits, `rotary`. `widen` converts eight stored numbers to 16 bits."""
+  stored: GlobalRows          # in units of 8 bytes, of which a row has a whole number
+  rotary: GlobalRows|None     # in units of 16 bytes
+  widen: Callable[[UOp], UOp]
+  def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
+    """Loads one unit of row `first` + `row`, as `GlobalRows.load_units` does. Returns two dwords of stored numbers, which `widened` converts, or four
+    dwords of 16-bit numbers."""
+    if self.rotary is None or unit.vmax < (count := self.stored.width//self.stored.unit):
+      return self.stored.load_units(first, rows, row, unit, gate)
+    in_rotary, there = unit >= count, UOp.const(True) if gate is None else gate
+    if unit.vmin >= count: return self.rotary.load_units(first, rows, row, unit - count, gate)
+    low = self.widen(self.stored.load_units(first, rows, row, unit, gate))
+    high = self.rotary.load_units(first, rows, row, bounded(amd.opaque(unit - count, row), 0, int(unit.vmax) - count), there & in_rotary)
+    return ops.build(*[in_rotary.where(ops.extract(high, i), ops.extract(low, i)) for i in range(ops.length(low))])
+  def widened(self, x:UOp) -> UOp:
+    """Converts a loaded unit to 16 bits, if it consists of stored numbers."""
+    return self.widen(x) if ops.length(x)*4 == self.stored.unit_bytes else x

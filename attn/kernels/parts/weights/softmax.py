@@ -156,11 +156,16 @@ def nans_of_scales(scores:Scores, scales:list[UOp], rows:list[Row], tile:UOp, ma
   seen = [scores.clear(found, row, tile) if masked else found for row in rows]
   return ops.build(*[row_sum(x, False) for x in seen])
 
-def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str) -> UOp:
-  """Sums the weights of a matrix tile of queries without the scales that packed P includes."""
-  total = ops.splat(0.0, 1)
+def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
+  """Sums the weights of a matrix tile of queries without the scales that packed P includes. Returns one number for each of the lane's `rows` rows."""
+  total = ops.splat(0.0, rows)
   for x, y, scale in zip(packed, p, scales): total = sum_without_scales(total, x, y, scale, dtype)
   return total
+
+def compared_scores(scores:list[UOp], scales:list[UOp], to_log2:float) -> list[UOp]:
+  """Adds the logarithms of the scales of V's rows to scores. The softmax must subtract the largest of these sums from the scores of a row if P
+  includes the scales. There is one vector of scales for each vector of scores."""
+  return [ops.add(x, ops.mul(ops.log2(y), 1/to_log2)) for x, y in zip(scores, scales)]
 
 def row_sum(x:list[UOp], pairs:bool) -> UOp:
   """Sums all elements of a list of vectors as a tree: first adds whole vectors, then the elements of the resulting vector. Set `pairs` if the chip
