@@ -45,21 +45,25 @@ def on_two(name:str, on:Sequence[Any], always:Sequence[Any]=()) -> Callable[[Any
 
 every_arch = on_two("arch", EVERY_ARCH, [GPU])
 on_the_emulator = on_two("arch", EVERY_ARCH)
-every_amd = pytest.mark.parametrize("arch", ARCHS)
 def in_turn(names:str, cases:Iterable[Any], on:Sequence[Any], always:Sequence[Any]=(), turn:int=0, among:int=0,
-            besides:Container[Any]=()) -> Any:
+            besides:Container[Any]=(), every:int=1) -> Any:
   """Parametrizes a test over all pairs of a case and a chip of `on`. The pair of case i and chip k runs by default if (i - k) % n is `turn`; all
   other pairs get the mark `thorough`. n is `among`. If `among` is 0, n is the number of chips in `on`: each case then runs by default on one chip,
   and the next case on the next chip. Every case also runs on the chips in `always`. Cases in `besides` also run by default on the last chip of
-  `on`."""
+  `on`. Of every `every` cases only the first runs by default: for a kernel whose cases other kernels' tests run, too."""
   def label(x:Any) -> str: return getattr(x, "__name__", None) or str(x)
   found = []
   for i, case in enumerate(cases):
-    runs = [(i - k) % (among or len(on)) == turn or (case in besides and k == len(on) - 1) for k in range(len(on))]
+    in_its_turn = [(i//every - k) % (among or len(on)) == turn or (case in besides and k == len(on) - 1) for k in range(len(on))]
+    runs = [here and i % every == 0 for here in in_its_turn]
     marked = [(x, () if here else pytest.mark.thorough) for x, here in zip(on, runs)]
     marked += [(x.values[0], x.marks) for x in always]
     found += [pytest.param(case, x, marks=marks, id=f"{label(case)}-{label(x)}") for x, marks in marked]
   return pytest.mark.parametrize(names, found)
+
+def one_in(n:int, cases:Iterable[Any]) -> list[Any]:
+  """Marks all cases `thorough` but each n-th, beginning with the first."""
+  return [pytest.param(x, marks=() if i % n == 0 else pytest.mark.thorough) for i, x in enumerate(cases)]
 
 def every_other(cases:Iterable[Any]) -> list[Any]:
   """Marks half of the cases `thorough`. If the cases come in pairs, it marks the second case of one pair, the first case of the next pair, and so
@@ -72,8 +76,8 @@ def drawn(test:Any) -> Any:
 
 # Runs each case on one of the matrix units.
 def amd_in_turn(name:str, cases:Iterable[Any]) -> Any: return in_turn(f"{name}, arch", cases, ARCHS)
-def chips_in_turn(name:str, cases:Iterable[Any], by_mma:Container[Any]=()) -> Any:
-  return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU], besides=by_mma)
+def chips_in_turn(name:str, cases:Iterable[Any], by_mma:Container[Any]=(), every:int=1) -> Any:
+  return in_turn(f"{name}, arch", cases, EVERY_ARCH, [GPU], besides=by_mma, every=every)
 
 TYPES = {**DTYPES, "int32": dtypes.int, "uint32": dtypes.uint}
 

@@ -10,7 +10,7 @@ import attn
 from attn import QuantizedLatent, QuantizedRows
 from attn.tinygrad_compat import Context, Tensor, dtypes
 from api_cases import draw, emulated, whole
-from cases import array, tensor
+from cases import array, in_turn, tensor
 from test_quantized import DEVICES, FORMAT_OF, format_of, int32
 from test_quantized_attention import close, drawn, given, near, rows_in, stale
 
@@ -51,8 +51,7 @@ def grow(cache:QuantizedLatent, device:str, format:str) -> None:
     check_step(got, x[0][:, :, i:j], latent_rows(cache, format), j)
   appended(latent_rows(cache, format), x[1], format)
 
-@pytest.mark.parametrize("arch", UNITS)
-@pytest.mark.parametrize("dtype", ("int8", "fp8e4m3"))
+@in_turn("dtype, arch", ("int8", "fp8e4m3"), UNITS, among=3)
 def test_decoding(arch:str, dtype:str) -> None:
   if dtype != "int8" and arch not in FORMAT_OF: pytest.skip(f"{arch} has no fp8")
   with emulated(arch): grow(stale_latent(dtype), "EMU", format_of(dtype, arch))

@@ -24,7 +24,7 @@ from attn.ops.renderers import render
 from attn.problem import Problem, Shapes
 from attn.search.forward import FILLS, LARGEST_TILE
 from attn.tinygrad_compat import UOp
-from cases import ARCHS, TYPES, problem
+from cases import ARCHS, TYPES, in_turn, problem
 pytest.importorskip("ziglang")
 
 OF_LOOPS = ("waterfall", "scratch", "scalar spills")
@@ -54,8 +54,7 @@ def found_in_backward(p:Problem, arch:str, kernel:str) -> list[str]:
   if kernel == "dq": return found_in_code(dq_of(p, chip, tiles[0]), dq_arguments(p), arch)
   return found_in_code(dkdv_of(p, chip, tiles[1]), dkdv_arguments(p), arch)
 
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("case", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes", "softcap", "dropout"))
+@in_turn("case, dtype", ("full", "causal", "uneven rows", "kv_lengths", "alibi_slopes", "softcap", "dropout"), ("float16", "bfloat16"))
 def test_all_gradients_at_once(case:str, dtype:str) -> None:
   """The kernel that dispatch chooses for all gradients spills no vector register, spills no scalar register in a loop, and never accesses memory for
   one lane after another."""

@@ -9,6 +9,7 @@ import attn
 from attn.reference import Array
 from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from api_cases import emulated, floats
+from cases import in_turn
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -86,14 +87,11 @@ def check(chip:str, name:str, Sq:int, Sk:int, causal:bool=False, softcap:float=0
   assert (excess := (abs(got - want)/bound).max()) <= 1, f"{excess} of the bound"
   assert abs(want).max() > 20*bound.max()
 
-CHIPS = ("gfx942", "gfx1100", pytest.param("gfx950", marks=pytest.mark.thorough), pytest.param("gfx1201", marks=pytest.mark.thorough),
-         "sm_80", pytest.param("sm_90", marks=pytest.mark.thorough))
+CHIPS = ("gfx942", "gfx1100", "sm_80", "gfx950", "gfx1201", "sm_90")
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", CASES)
+@in_turn("name, chip", CASES, CHIPS)
 def test_gradients(name:str, chip:str) -> None: check(chip, name, 33, 50, causal=name in ("heads", "distances"))
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name, Sq, Sk, causal, softcap", (
-  ("distances", 300, 170, False, 1.5), ("distances backwards", 150, 290, True, 0.0), ("keys", 130, 270, True, 0.0), ("heads", 270, 150, False, 1.5)))
-def test_several_tiles(name:str, Sq:int, Sk:int, causal:bool, softcap:float, chip:str) -> None: check(chip, name, Sq, Sk, causal, softcap)
+@in_turn("of, chip", (("distances", 300, 170, False, 1.5), ("distances backwards", 150, 290, True, 0.0), ("keys", 130, 270, True, 0.0),
+                      ("heads", 270, 150, False, 1.5)), CHIPS)
+def test_several_tiles(of:tuple[str, int, int, bool, float], chip:str) -> None: check(chip, *of)

@@ -40,7 +40,7 @@ SMALL:dict[str, dict[str, Any]] = {
 def held(case:Case, draws:int) -> None:
   for line in lines_of(case, draws): assert line.held, f"{case}: {line}"
 
-@in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=4)
+@in_turn("unit, dtype", UNITS, ("float16", "bfloat16"), among=8)
 def test_sample(unit:str, dtype:str, small:None) -> None:
   kinds = [kind for kind in KINDS if not kind.startswith("dO")]
   for i, kind in enumerate(kinds): held(Case(list(SMALL)[i % 2], unit, dtype, "float32" if i % 3 else dtype, kind), 4)
@@ -188,7 +188,7 @@ def of_two_keys(unit:str, dtype:str, out_dtype:str, Sq:int, monkeypatch) -> dict
   monkeypatch.setitem(contract.SHAPES, "two keys", dict(H=1, Sq=Sq, Sk=149, D=32))
   return {line.output: line for line in lines_of(Case("two keys", unit, dtype, out_dtype, "two keys"), 12)}
 
-@in_turn("chip, name", CHIPS, list(SUMS))
+@in_turn("chip, name", CHIPS, list(SUMS), every=2)
 def test_faults_of_sums_show(chip:str, name:str, monkeypatch) -> None:
   """A kernel that divides O by the wrong sum of P, or that computes lse from the wrong sum, gives errors above the limits of docs/contract.md. The
   other output of such a kernel, computed from its right sum, stays within its limits. A kernel without a fault stays within the limits in both

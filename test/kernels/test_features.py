@@ -21,7 +21,7 @@ from attn.ops.numerics import widen
 from attn.ops.renderers import render
 from attn.problem import Count, Problem
 from attn.tinygrad_compat import Ops, Target, UOp, lower
-from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, drawn, every_amd, every_arch, expected, floats, in_turn, ints,
+from cases import (ARCHS, EVERY_ARCH, TYPES, Inputs, check_kernels, chips_in_turn, drawn, every_arch, expected, floats, in_turn, ints,
                    normal, on_the_emulator, problem, run_kernels)
 
 def slopes(*shape:int) -> np.ndarray: return np.abs(floats(*shape))/4
@@ -293,17 +293,16 @@ COMPILED: dict[str, dict[str, Any]] = {   # enough heads for the largest tile
   "packed sequences": dict(layout="thd", causal=True, extras=dict(cu_seqlens_q=ints(0, 512), cu_seqlens_k=ints(0, 512))),
 }
 
-@every_amd
-@in_turn("option, D", COMPILED, (64, 128))
-def test_no_spills(arch:str, option:str, D:int) -> None:
+@in_turn("of, arch", [(option, D) for option in COMPILED for D in (64, 128)], ARCHS, every=2)
+def test_no_spills(of:tuple[str, int], arch:str) -> None:
+  option, D = of
   p = problem(H=512, Sq=512, D=D, **COMPILED[option])
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
   text = clang.assembly(render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch), arch)
   assert ".vgpr_spill_count: 0" in text and ".private_segment_fixed_size: 0" in text
   assert text.count("v_readfirstlane") < 10, "loads loop over the values of their descriptor"
 
-@every_amd
-@pytest.mark.parametrize("window", ((100, -1), (100, 0)))
+@in_turn("window, arch", ((100, -1), (100, 0)), ARCHS, among=2)
 def test_no_spills_in_a_window(arch:str, window:tuple[int, int]) -> None:
   p = problem(H=512, Sq=512, D=256, dtype="bfloat16", window=window)
   tensors = [UOp.placeholder(shape, TYPES[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]

@@ -158,13 +158,13 @@ def nan_neighbour(p:Problem) -> Inputs:
 ADVERSARIAL = (falling, rising, creeping, climbing, deep, late_key, masked_first, large_rows, constants, huge_key, minus_inf_keys, nan_query,
                inf_query, nan_neighbour)
 
-@in_turn("make, arch", ADVERSARIAL, ARCHS, among=2)
+@in_turn("make, arch", ADVERSARIAL, ARCHS)
 def test_adversarial(arch:str, make) -> None:
   check(arch, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make is huge_key else "float16")
   check(arch, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
 
 @pytest.mark.parametrize("above", (0.0, 8.0))
-@amd_in_turn("make", (normal, *(f for f in ADVERSARIAL if f is not huge_key)))
+@in_turn("make, arch", (normal, *(f for f in ADVERSARIAL if f is not huge_key)), ARCHS, every=2)
 def test_rescale_above(arch:str, above:float, make) -> None:
   """The forward kernel is right with both values of the tile's field `rescale_above`, which says how much a row's maximum may grow before the
   accumulators are rescaled. Dispatch chooses one of the values; the test runs both. With 0 they are rescaled whenever the maximum grows."""

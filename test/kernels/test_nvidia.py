@@ -19,7 +19,7 @@ from attn.ops import nvidia
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor, UOp
-from cases import DTYPES_AND_MASKS, GPU, TYPES, WIDTHS, Inputs, change_kernel, check, in_turn, normal, problem
+from cases import DTYPES_AND_MASKS, GPU, TYPES, WIDTHS, Inputs, change_kernel, check, every_other, in_turn, normal, one_in, problem
 from test_features import COMPILED as OPTIONS_COMPILED
 from test_forward import ADVERSARIAL, MASKS, SHAPES
 
@@ -35,11 +35,11 @@ def without_wgmma(monkeypatch) -> None:
 def test_shapes(chip:str, case:str) -> None: check(chip, **SHAPES[case])
 
 @either
-@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("case", every_other(MASKS))
 def test_masks(chip:str, case:str) -> None: check(chip, **MASKS[case])
 
 @either
-@pytest.mark.parametrize("make", ADVERSARIAL, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", every_other(ADVERSARIAL), ids=lambda f: f.__name__)
 def test_adversarial(chip:str, make) -> None:
   check(chip, make, H=2, Sq=40, Sk=200, D=64, dtype="bfloat16" if make.__name__ == "huge_key" else "float16")
   check(chip, make, H=2, Sq=70, Sk=90, D=32, dtype="bfloat16", causal=True)
@@ -57,7 +57,7 @@ def test_scores_too_large_for_one_fma(chip:str, value:int, scale:float) -> None:
   check(chip, make, Sq=20, Sk=170, D=64, dtype="bfloat16", softmax_scale=scale, out_dtype="float32")
 
 @in_turn("D, on", WIDTHS, [(chip, *mask) for mask in DTYPES_AND_MASKS for chip in ("sm_80", "sm_86", "sm_89")],
-         [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS])
+         [pytest.param(("CUDA", *mask), marks=pytest.mark.gpu) for mask in DTYPES_AND_MASKS], every=2)
 def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
   """The mma.sync kernel gives right results with the tiles that dispatch uses for large grids, in float16 and bfloat16 and with both alignments of
   the causal mask. On the emulator the problem has only a few heads."""
@@ -65,7 +65,7 @@ def test_head_dimensions(D:int, on:tuple[str, str, bool|str]) -> None:
   check(chip, H=4, Hkv=2, Sq=150, Sk=203, D=D, dtype=dtype, causal=causal)
 
 @either
-@pytest.mark.parametrize("ratio", (1, 3, 4, 5, 7, 8, 24))
+@pytest.mark.parametrize("ratio", one_in(3, (1, 3, 4, 5, 7, 8, 24)))
 def test_grouped_heads(chip:str, ratio:int) -> None:
   check(chip, B=2, H=2*ratio, Hkv=2, Sq=20, Sk=40, layout=("bhsd", "bshd")[ratio % 2], causal=ratio % 2 == 1)
 
@@ -106,7 +106,7 @@ TILES += [replace(TILES[0], q_tiles=1, stages=3, key_waves=4), replace(TILES[0],
 ON_TILES: dict[str, dict[str, Any]] = {"causal": dict(Sq=150, Sk=133, D=64, causal=True), "window": dict(Sq=40, Sk=203, D=96, window=(70, -1)),
                                        "full": dict(H=1, Sq=70, Sk=130, D=128, dtype="float16")}
 
-@in_turn("tile, case", TILES, list(ON_TILES))
+@in_turn("tile, case", TILES, list(ON_TILES), every=2)
 def test_every_kind_of_tile(tile:MmaTile, case:str, monkeypatch) -> None:
   """The mma.sync kernel is right with any combination of a tile's fields: warps, query tiles, keys and their parts, stages, and where Q is kept."""
   change_kernel(monkeypatch, "forward_mma", tile=lambda p, arch: tile)
@@ -144,7 +144,7 @@ COMPILED: dict[str, dict[str, Any]] = {"full": dict(lse=False), "causal": dict(l
                                        **OPTIONS_COMPILED, "decode": DECODE}
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4)
+@in_turn("option, D", COMPILED, (64, 128), [pytest.param(D, marks=pytest.mark.thorough) for D in (96, 256)], among=4, every=2)
 def test_no_local_memory(option:str, D:int, tmp_path) -> None:
   """The mma.sync kernel compiles without spills and stack, with its tiles for large grids and for decoding."""
   a, p = get_chip("sm_90"), problem(**{"H": 512, "Sq": 512, "D": D, **COMPILED[option]})

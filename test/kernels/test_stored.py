@@ -16,7 +16,7 @@ from attn.ops.stored import numbers
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
 from attn.values import FLOATS, INTS
-from cases import EVERY_ARCH, GPU, chip, floats, in_turn, ints, rounded
+from cases import EVERY_ARCH, GPU, chip, floats, in_turn, ints, one_in, rounded
 from stored_cases import Stored, check_stored, dequantised, normal_rows, numbers_of, quantised, run_stored, stored_problem
 
 SIXTEEN = ("float16", "bfloat16")
@@ -98,14 +98,14 @@ def nan_query(p:Problem) -> Stored:
 HARD = (tiny_values, large_values, values_of_all_sizes, growing_values, falling_values, tiny_values_of_the_best_key, keys_of_all_sizes, large_keys,
         rising_scores, zero_rows, equal_rows, odd_rows_of_k, odd_rows_of_v, nan_query)
 
-@in_turn("make, arch", HARD, UNITS, [GPU])
+@in_turn("make, arch", HARD, UNITS, [GPU], every=2)
 def test_hard_rows(arch:str, make) -> None:
   """Attention over stored 8-bit rows is within its error limits on hard inputs, whatever kernel computes it: for a chunk of a prompt under a causal
   mask, and for decoding in key ranges."""
   check_stored(arch, make, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, Sq=6, Sk=300, D=64, dtype="bfloat16", causal=True, num_splits=3)
 
-@pytest.mark.parametrize("make", HARD)
+@pytest.mark.parametrize("make", one_in(3, HARD))
 def test_hard_rows_in_plain_uops(make) -> None:
   for arch, dtype in (("gfx942", "float32"), ("sm_80", "float16")):
     check_stored(arch, make, tile=lambda p: tiled_tile(p, chip(arch)), Sq=20, Sk=70, D=16, causal=True, dtype=dtype)
@@ -133,11 +133,11 @@ OPTIONS: dict[str, dict] = {
   "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32))),
   "batch invariant": dict(Sq=1, Sk=600, B=2, batch_invariant=True, num_splits=2)}
 
-@in_turn("name, arch", OPTIONS, UNITS, [GPU])
+@in_turn("name, arch", OPTIONS, UNITS, [GPU], every=2)
 @pytest.mark.parametrize("dtype", ("float16", pytest.param("bfloat16", marks=pytest.mark.thorough)))
 def test_options(arch:str, name:str, dtype:str) -> None: check_stored(arch, dtype=dtype, **OPTIONS[name])
 
-@in_turn("pages, arch", (0, 16, 64), UNITS, [GPU])
+@in_turn("pages, arch", (16, 0, 64), UNITS, [GPU], every=2)
 def test_rows_beyond_the_lengths_have_no_effect(arch:str, pages:int) -> None:
   for splits in (1, 2):
     check_stored(arch, lengths_with_garbage, B=2, Sq=3, Sk=128, page_size=pages, num_splits=splits, extras=dict(kv_lengths=ints(37, 111)))
@@ -147,7 +147,7 @@ def test_rows_beyond_the_lengths_have_no_effect_in_plain_uops(arch:str) -> None:
   check_stored(arch, lengths_with_garbage, tile=lambda p: tiled_tile(p, chip(arch)), B=2, Sq=3, Sk=128, D=16, page_size=16,
                extras=dict(kv_lengths=ints(37, 111)))
 
-@in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=1)
+@in_turn("dtype, arch", (*SIXTEEN, "float32"), UNITS, [GPU], among=3)
 def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
   """If one key has all the weight, O is the stored row of this key times the row's scale, up to rounding in float32."""
   make_tile = (lambda p: tiled_tile(p, chip(arch))) if dtype == "float32" else None
@@ -164,11 +164,12 @@ def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
 
 OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e4m3"), ("sm_90", "fp8e4m3")]
 
-@pytest.mark.parametrize("make", (normal_rows, values_of_all_sizes, zero_rows, odd_rows_of_v))
-@pytest.mark.parametrize("arch, kind", [*OF_FLOATS, pytest.param("CUDA", "fp8e4m3", marks=pytest.mark.gpu)])
-def test_floats_of_8_bits(arch:str, kind:str, make) -> None:
+@in_turn("make, on", (normal_rows, values_of_all_sizes, zero_rows, odd_rows_of_v), OF_FLOATS,
+         [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
+def test_floats_of_8_bits(make, on:tuple[str, str]) -> None:
   """Attention over keys and values in the chip's own 8-bit float format is within its error limits (docs/contract.md): for 20 queries, and for 6
   queries over pages in two key ranges."""
+  arch, kind = on
   check_stored(arch, make, stored=kind, Sq=20, Sk=150, D=32, causal=True, out_dtype="float32")
   check_stored(arch, make, stored=kind, Sq=6, Sk=160, D=64, dtype="bfloat16", causal=True, num_splits=2, page_size=16)
 
@@ -198,7 +199,7 @@ def text_of(p:Problem, arch:str, llvm:int=22) -> str:
   return render(program_of(choice, p)(*tensors), arch)
 
 @in_turn("dtype, arch", SIXTEEN, ("gfx942", "gfx950", "gfx1100", "gfx1201"), among=2)
-@pytest.mark.parametrize("floats", (False, True))
+@pytest.mark.parametrize("floats", one_in(2, (False, True)))
 def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str, floats:bool) -> None:
   if floats and not get_chip(arch).fp8: return
   no_spills_on_amd(stored_problem(dtype=dtype, stored=get_chip(arch).fp8 if floats else "int8", **DECODE), arch)

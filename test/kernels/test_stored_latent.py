@@ -16,7 +16,7 @@ from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.weights.softmax import sum_of_unscaled
 from attn.ops import common as ops
 from attn.tinygrad_compat import UOp
-from cases import EVERY_ARCH, GPU, chip, in_turn, ints, rounded
+from cases import EVERY_ARCH, GPU, chip, in_turn, ints, one_in, rounded
 from stored_cases import check_stored, dequantised, normal_rows, run_stored, stored_problem
 from test_stored import (HARD, OF_FLOATS, SIXTEEN, lengths_with_garbage, no_spills_on_amd, no_spills_on_nvidia, odd_rows_of_k, tiny_values,
                          values_of_all_sizes)
@@ -26,14 +26,14 @@ LATENT: dict[str, Any] = dict(H=16, Hkv=1, D=96, Dv=64, v_in_k=True)
 
 def check_latent(arch:str, *make:Any, **parameters:Any) -> None: check_stored(arch, *make, **{**LATENT, **parameters})
 
-@in_turn("make, arch", HARD, UNITS, [GPU])
+@in_turn("make, arch", HARD, UNITS, [GPU], every=3)
 def test_hard_rows(arch:str, make:Any) -> None:
   """Latent attention over stored rows is within its error limits on hard inputs: for some queries under a causal mask, and for decoding in key
   ranges."""
   check_latent(arch, make, Sq=20, Sk=150, causal=True, out_dtype="float32")
   check_latent(arch, make, H=40, Sq=6, Sk=200, D=40, Dv=32, dtype="bfloat16", causal=True, num_splits=3)
 
-@pytest.mark.parametrize("make", HARD)
+@pytest.mark.parametrize("make", one_in(5, HARD))
 def test_hard_rows_in_plain_uops(make:Any) -> None:
   for arch, dtype in (("gfx942", "float32"), ("sm_80", "float16")):
     check_latent(arch, make, tile=lambda p: tiled_tile(p, chip(arch)), H=4, Sq=20, Sk=70, D=24, Dv=17, causal=True, dtype=dtype)
@@ -44,16 +44,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "softcap": dict(softcap=5.0, Sk=70, H=3), "bshd": dict(layout="bshd", window=(50, 3), Sq=5), "no lse": dict(lse=False, H=40, dtype="bfloat16"),
   "tiny scale": dict(softmax_scale=1.3e-38, Sk=70), "batch invariant": dict(Sk=600, batch_invariant=True, num_splits=2)}
 
-@in_turn("name, arch", OPTIONS, UNITS, [GPU])
+@in_turn("name, arch", OPTIONS, UNITS, [GPU], every=2)
 def test_options(arch:str, name:str) -> None: check_latent(arch, **{"Sq": 1, **OPTIONS[name]})
 
-@in_turn("arch, pages", UNITS, (0, 16), [GPU])
+@in_turn("pages, arch", (0, 16), UNITS, [GPU])
 def test_rows_beyond_the_lengths_have_no_effect(arch:str, pages:int) -> None:
   check_latent(arch, lengths_with_garbage, B=2, Sq=3, Sk=128, page_size=pages, extras=dict(kv_lengths=ints(37, 111)))
 
-@pytest.mark.parametrize("make", (normal_rows, values_of_all_sizes, odd_rows_of_k))
-@pytest.mark.parametrize("arch, kind", [*OF_FLOATS, pytest.param("CUDA", "fp8e4m3", marks=pytest.mark.gpu)])
-def test_floats_of_8_bits(arch:str, kind:str, make:Any) -> None: check_latent(arch, make, stored=kind, Sq=8, Sk=96, page_size=16, causal=True)
+@in_turn("make, on", (normal_rows, values_of_all_sizes, odd_rows_of_k), OF_FLOATS, [pytest.param(("CUDA", "fp8e4m3"), marks=pytest.mark.gpu)])
+def test_floats_of_8_bits(make:Any, on:tuple[str, str]) -> None: check_latent(on[0], make, stored=on[1], Sq=8, Sk=96, page_size=16, causal=True)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", (*UNITS, pytest.param("CUDA", marks=pytest.mark.gpu)))
@@ -107,11 +106,10 @@ def scores_without_scales(m:pytest.MonkeyPatch) -> None:
         return own(self, *state)
     m.setattr(of, "raw_scores", raw)
 
-@pytest.mark.parametrize("arch", ("gfx942", "sm_80"))
-@pytest.mark.parametrize("plant, make", ((weights_without_scales, normal_rows), (reference_without_scales, tiny_values),
-                                         (sums_with_scales, normal_rows), (rotary_columns_of_one_row, normal_rows),
-                                         (scores_without_scales, normal_rows)))
-def test_faults(monkeypatch:pytest.MonkeyPatch, arch:str, plant:Any, make:Any) -> None:
+@in_turn("fault, arch", ((weights_without_scales, normal_rows), (reference_without_scales, tiny_values), (sums_with_scales, normal_rows),
+                         (rotary_columns_of_one_row, normal_rows), (scores_without_scales, normal_rows)), ("gfx942", "sm_80"))
+def test_faults(monkeypatch:pytest.MonkeyPatch, arch:str, fault:tuple[Any, Any]) -> None:
+  plant, make = fault
   plant(monkeypatch)
   with pytest.raises(AssertionError): check_latent(arch, make, Sq=1, Sk=150)
 
@@ -119,9 +117,9 @@ def test_faults(monkeypatch:pytest.MonkeyPatch, arch:str, plant:Any, make:Any) -
 
 DECODE = dict(B=64, Sq=1, Sk=4096, lse=False, **{**LATENT, "D": 576, "Dv": 512})
 
-@in_turn("dtype, arch", SIXTEEN, ("gfx942", "gfx950", "gfx1100", "gfx1201"), among=2)
-@pytest.mark.parametrize("heads", (16, 128))
-def test_decoding_spills_no_registers_on_amd(arch:str, dtype:str, heads:int) -> None:
+@in_turn("of, arch", [(dtype, heads) for dtype in SIXTEEN for heads in (16, 128)], ("gfx942", "gfx950", "gfx1100", "gfx1201"))
+def test_decoding_spills_no_registers_on_amd(arch:str, of:tuple[str, int]) -> None:
+  dtype, heads = of
   no_spills_on_amd(stored_problem(dtype=dtype, **{**DECODE, "H": heads}), arch)
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

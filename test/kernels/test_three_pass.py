@@ -5,7 +5,7 @@ import attn
 from attn.problem import Problem
 from attn.tinygrad_compat import Tensor, dtypes
 from api_cases import check_attention, draw, emulated, floats, int32
-from cases import Inputs, normal
+from cases import Inputs, in_turn, normal
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
 
@@ -33,8 +33,7 @@ OPTIONS = {
   "top-left lengths": {"causal": "top-left", "extras": {"kv_lengths": int32(4, 13)}},
 }
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@in_turn("name, dtype", OPTIONS, ["float16", "float32"])
 def test_options(name, dtype): check(B=2, H=2, Sq=9, Sk=13, D=16, dtype=dtype, **OPTIONS[name])
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": "top-left"}, {"window": (2, 1)}, {"alibi": True}])
