@@ -106,6 +106,13 @@ LATENT_STORED_MMA = (     # for a cache of 8 bits, whose conversion takes regist
   UpTo(576, MlaMmaShape(1, 64, 4)),
   UpTo(576, MlaMmaShape(1, 32, 2)))
 
+# Tiles for k and v of 8 bits. Chosen by the registers that nvcc 13 needs: scales take some of them. Not measured.
+FORWARD_WGMMA_STORED = (
+  UpTo(64, WgmmaShape(2, 128)),
+  UpTo(128, WgmmaShape(2, 96)),
+  UpTo(192, WgmmaShape(2, 48)),
+  UpTo(256, WgmmaShape(2, 32)))
+
 # ***** backward: tiles of mma.sync are chosen by the registers that nvcc 13 needs, and were not measured *****
 
 DQ_MMA = (

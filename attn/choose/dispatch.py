@@ -186,7 +186,8 @@ def mma_slower(p:Problem, arch:Chip) -> str|None:
   if not (p.of_8_bits and arch.wgmma): return None
   return f"q, k and v are {p.dtype}: mma.sync multiplies them no faster than wgmma multiplies 16 bits; convert them to bfloat16"
 
-def too_short(p:Problem, arch:Chip) -> str|None:
+def wgmma_slower(p:Problem, arch:Chip) -> str|None:
+  if p.stored: return f"stored={p.stored!r}: this kernel has not run on a GPU yet with k and v of 8 bits; ATTN_KERNEL=forward_wgmma asks for it"
   rows = WgmmaTile(1, MMA[p.dtype].N).block_m
   return f"Sq={p.Sq}: a warpgroup has {rows} queries; forward_mma, with smaller tiles, is faster" if p.Sq < rows else None
 
@@ -230,7 +231,7 @@ KERNELS: dict[str, ForwardKernel] = {
   "dual_wave": ForwardKernel(dual_wave_refuses, dual_wave_tile, dual_wave.dual_wave, no_tiles, dual_wave_slower),
   "staggered": ForwardKernel(staggered_refuses, staggered_tile, staggered.staggered, no_tiles, staggered_slower),
   "forward": ForwardKernel(amd_refuses, choose_amd_tile, forward(AmdForward.of), no_tiles, ranges=True, general=True),
-  "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward(WgmmaForward.of), no_wgmma, too_short, ranges=True),
+  "forward_wgmma": ForwardKernel(wgmma_refuses, wgmma_tile, forward(WgmmaForward.of), no_wgmma, wgmma_slower, ranges=True),
   "forward_mma": ForwardKernel(mma_refuses, mma_tile, forward(MmaForward.of), no_mma, mma_slower, ranges=True, general=True),
   "mla": ForwardKernel(latent_refuses, mla_tile, forward(AmdLatent.of), no_latent_tiles, ranges=True),
   "mla_mma": ForwardKernel(latent_refuses, mla_mma_tile, forward(MmaLatent.of), no_mma, ranges=True),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from attn.chips import CHIPS, FAMILIES, Chip
-from attn.chips.matrix import MMA, MMA_OF_8_BITS
+from attn.chips.matrix import MMA, MMA_OF_8_BITS, UNIT_BYTES
 from attn.kernels.parts.grid.tensors import too_wide
 from attn.kernels.plain.rectangle import serial_items
 from attn.problem import OF_8_BITS, Problem
@@ -59,10 +59,10 @@ def mma_refuses(p:Problem, arch:Chip) -> str|None:
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
   if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
-  if p.stored: return f"stored={p.stored!r}: wgmma reads its operands from shared memory, where stored rows have 8 bits; forward_mma converts them"
-  if (reason := too_wide(p)) is not None: return reason
+  if (reason := unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p)) is not None: return reason
+  unit = UNIT_BYTES//p.key_itemsize
   for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if width % (unit := MMA[p.dtype].unit): return f"{name}={width}: must be a multiple of {unit}"
+    if width % unit: return f"{name}={width}: must be a multiple of {unit}"
   for name, view in (("k", p.k_view), ("v", p.v_view)):
     if view is not None and not view.whole(unit): return f"{name} is a view, {view}: its start and strides must be multiples of {unit} elements"
   return None

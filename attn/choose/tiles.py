@@ -7,8 +7,8 @@ from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA, MMA_OF_8_BITS, Matrix, row_registers
 from attn.chips.nvidia import (FEW_QUERIES, FEW_QUERIES_OF_BYTES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_OF_BYTES,
-                               FORWARD_WGMMA)
-from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, cautious
+                               FORWARD_WGMMA, FORWARD_WGMMA_STORED)
+from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, WgmmaShape, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
 from attn.functions.symbols import elements_of
 from attn.kernels import dual_wave, staggered
@@ -16,6 +16,7 @@ from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.amd import Tile
 from attn.kernels.tiles.mma import MmaTile
 from attn.kernels.tiles.wgmma import WgmmaTile
+from attn.ops import hopper as wgmma
 from attn.problem import Problem
 from attn.score.masks import hiding, scattered
 from attn.score.terms import crowded, score_terms
@@ -172,12 +173,17 @@ OF_DOCUMENTS = {LONG: 2}
 BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as a share of the time of all blocks that fit there together
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
+def stored_wgmma_tile(p:Problem, row:UpTo[WgmmaShape]) -> WgmmaTile:
+  """Makes the tile for k and v of 8 bits from a table row. It has at most as many warpgroups as the queries need."""
+  return WgmmaTile(min(row.shape.groups, ceildiv(p.Sq, wgmma.M)), min(row.shape.block_n, round_up(p.Sk, MMA[p.dtype].K)))
+
 def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   """Chooses the tile with the least estimated time. A tile has at most as many keys as the problem, rounded up to whole matrix instructions.
 
   The estimate multiplies the blocks that each multiprocessor computes by the rows and keys of a block, padding included. It divides the product by
   the speed that was measured with this tile. Under a causal mask, late blocks loop over more keys than early ones. There the estimate takes the
   average number of keys, but is at least the time of the block with the most keys."""
+  if p.stored: return next(fitting("forward_wgmma", p, arch, FORWARD_WGMMA_STORED, lambda row: stored_wgmma_tile(p, row)))
   up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   reads = p.mask_mod is not None and bool(elements_of(p.mask_mod.value))

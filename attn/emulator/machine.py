@@ -181,12 +181,14 @@ class Frame(Threads):
     if self.meeting is not None and reached.all(): self.meeting.barrier(self)
     return np.zeros(self.T, np.float32)
 
-  def arrive(self) -> Array:
+  def arrive(self, with_copies:bool=True) -> Array:
     """Executes an arrival at an mbarrier: NVIDIA's barrier in LDS on which a wave waits later, by another operation. The active threads must form
-    whole workgroups. All their asynchronous copies then count as complete, and a phase of the mbarrier ends. Another wave may access the copied data
-    after it has waited for this phase; the shadow of LDS checks this. Returns zeros, because an arrival has no value."""
-    self.under_way.commit()
-    self.under_way.wait_copies(0)
+    whole workgroups. A phase of the mbarrier ends. Another wave may access what these threads have stored after it has waited for this phase; the
+    shadow of LDS checks this. With `with_copies` an arrival waits for the thread's asynchronous copies, so that the same holds for what they write.
+    Returns zeros, because an arrival has no value."""
+    if with_copies:
+      self.under_way.commit()
+      self.under_way.wait_copies(0)
     here = self._whole(self.width, DivergentBarrier, "this thread does not arrive at an mbarrier that counts all of its workgroup")
     if self.arrived.max(initial=0) >= self.arrivals.shape[1]: self.arrivals = np.pad(self.arrivals, ((0, 0), (0, 64)))
     self.arrivals[here, self.arrived[here]] = self.interval[here, 0]

@@ -19,7 +19,7 @@ from attn.api.checked_call import CheckedCall, prepare
 from attn.api.launch import run_matrix
 from attn.cache import tuned
 from attn.calls.options import options_of
-from attn.calls.quantized import GivenRows, QuantizedRows, quantize_kv
+from attn.calls.quantized import GivenRows, QuantizedLatent, QuantizedRows, quantize_kv
 from attn.choose import splits
 from attn.choose.dispatch import Work
 from attn.choose.mla_tiles import ENTRY
@@ -56,7 +56,8 @@ class DecodeStep:
   @property
   def bytes_read(self) -> int:
     """Bytes of K and V with their scales, each counted once."""
-    of_row = self.D*self.bits//8 + (BYTES["float32"] if self.bits == 8 else 0)
+    stored = 0 if self.bits == 16 else self.v_dim or self.D      # elements of a row that have 8 bits
+    of_row = stored + 2*(self.D - stored) + (BYTES["float32"] if stored else 0)
     return self.B*self.Hkv*self.keys*of_row*(1 if self.v_dim else 2)
   @property
   def flops(self) -> int: return 2*self.B*self.H*self.keys*(self.D + (self.v_dim or self.D))
@@ -65,7 +66,8 @@ LARGE_CACHES = DecodeStep(64, 32, 8, 4096), DecodeStep(1, 32, 8, 131072)
 OF_LATENT = tuple(DecodeStep(B, heads, 1, 4096, 576, page, v_dim=512) for B, heads, page in ((64, 128, 0), (64, 128, 64), (64, 16, 0), (1, 128, 0)))
 DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1, 32, 32, 16384), DecodeStep(128, 16, 1, 2048), *LARGE_CACHES,
            *(replace(row, page=page) for row in LARGE_CACHES for page in (16, 64)), *OF_LATENT,
-           *(replace(row, page=page, bits=8) for row in LARGE_CACHES for page in (0, 16)))
+           *(replace(row, page=page, bits=8) for row in LARGE_CACHES for page in (0, 16)),
+           *(replace(row, bits=8) for row in OF_LATENT))
 
 def normal(*shape:int) -> Tensor:
   """Returns a tensor of normally distributed random numbers. At most REPEATED numbers are drawn; they repeat until they fill the shape."""
@@ -82,13 +84,19 @@ def call_of(row:DecodeStep) -> CheckedCall:
   if row.page:
     order = np.random.default_rng(1).permutation(row.B*blocks).astype(np.int32).reshape(row.B, blocks)
     options |= {"block_table": Tensor(order).realize(), "kv_lengths": Tensor(np.full(row.B, row.keys, np.int32)).realize()}
-  if row.v_dim: return prepare(q, normal(*shape), None, options_of("attention", {**options, "v_dim": row.v_dim}))
+  if row.v_dim:
+    return prepare(q, latent_of_bits(normal(*shape), row.v_dim, row.bits), None, options_of("attention", {**options, "v_dim": row.v_dim}))
   k, v = (cache_of_bits(normal(*shape), row.bits) for _ in range(2))
   return prepare(q, k, v, options_of("attention", options))
 
 def cache_of_bits(rows:Tensor, bits:int) -> GivenRows:
   """Returns the rows as a cache of 16 bits, or of int8."""
   return rows if bits == 16 else QuantizedRows(*(t.contiguous().realize() for t in quantize_kv(rows)))
+
+def latent_of_bits(rows:Tensor, v_dim:int, bits:int) -> GivenRows:
+  """Returns the rows as a latent cache of 16 bits, or one whose first `v_dim` columns are int8."""
+  if bits == 16: return rows
+  return QuantizedLatent(*(t.contiguous().realize() for t in (*quantize_kv(rows[..., :v_dim]), rows[..., v_dim:])))
 
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   """Returns a timer of one decode step. `work` has the tile and the number of key ranges (KV splits); by default attn chooses them."""

@@ -165,6 +165,8 @@ instruction("init_arrivals", lambda lanes, bar, gate, threads: np.zeros(len(lane
               "return 0.0f;", "bar first"))
 instruction("arrive", lambda lanes, bar, _: lanes.arrive(),
             cuda=Body(f'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
+instruction("arrive_stored", lambda lanes, bar, _: lanes.arrive(False),
+            cuda=Body(f'asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
 instruction("await_arrivals", lambda lanes, bar, parity, _: lanes.await_arrivals(parity),
             cuda=Body('unsigned at = (unsigned)__cvta_generic_to_shared(bar), there = 0u;\n'
                       'while (!there) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"\n'
@@ -192,6 +194,11 @@ def arrive(barrier:UOp, after:UOp) -> UOp:
   wait. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this one. Returns a statement (an operation
   with a side effect)."""
   return statement("arrive", barrier, after)
+def arrive_stored(barrier:UOp, after:UOp) -> UOp:
+  """Makes this thread arrive at the mbarrier's current phase. Threads that wait for the phase then see what this thread has stored to shared memory,
+  but not what its copies under way write there. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this
+  one. Returns a statement (an operation with a side effect)."""
+  return statement("arrive_stored", barrier, after)
 def arrived(barrier:UOp, phase:UOp, after:UOp) -> UOp:
   """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. After that wgmma may read the data that these
   threads have copied. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this one. Returns a statement

@@ -85,7 +85,8 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
 # UNPACKED by converting a lane's own elements back from 16 bits to fp32.
 # UNSCALED is for weights that include the scales of stored rows of V (attn/ops/stored.py): it adds the weights without the scales.
-LANE, DOT, ONES, UNPACKED, UNSCALED = "lane", "dot", "ones", "unpacked", "unscaled"
+# FACTORS, too: it adds a lane's own weights with the scales, before rounding, and only shows whether they are too large.
+LANE, DOT, ONES, UNPACKED, UNSCALED, FACTORS = "lane", "dot", "ones", "unpacked", "unscaled", "factors"
 
 # Weights of 8 bits. The largest P of a row is 2^LIFT: small weights then keep more of their bits. If P has grown to 2^8 (OCP's e4m3 ends at 448), or
 # to 2^7 (e4m3fnuz ends at 240), its exponent has all bits set, and the reference is raised.
@@ -186,13 +187,20 @@ def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> U
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
 @compound("weigh", suffix="_{count}")
-def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, *, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
-           tiles:int, stride:int, count:int, together:int, scale:float) -> Value:
+def _weigh(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, **how:Any) -> Value:
+  return weigh_rows(c, reference, addend, p, scores, part, None, **how)
+
+@compound("weigh_scaled", suffix="_{count}")
+def _weigh_scaled(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, scales:Value, **how:Any) -> Value:
+  return weigh_rows(c, reference, addend, p, scores, part, scales, **how)
+
+def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part:Value, scales:Value|None, *, rows:RowLanes, dtype:str,
+               sums:tuple[str, ...], matrix:Any, tiles:int, stride:int, count:int, together:int, scale:float) -> Value:
   def weights(t:int, i:int) -> Value:
     x, b = c.load(scores, t*stride + i), c.load(addend, t)
     return c.let("weights", c.join(*[c.exp2(c.let("x", c.fma(y, c.number(scale), c.element(b, r)))) for r, y in enumerate(parts(c, x, rows.rows))]))
   def weigh_all() -> None:
-    for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together)
+    for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together, scales)
   for i in range(len(sums)*tiles): c.store(part, i, c.splat(c.inf, rows.rows))
   seen = [c.element(c.load(reference, t), r) > LOWEST for t in range(tiles) for r in range(rows.rows)]
   c.when(c.any_lane(functools.reduce(operator.or_, seen)), weigh_all)
@@ -207,8 +215,9 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
   Stores the sums of P to the register array `part`, which has a sum for each kind in `sums`, such as sums in fp32 (LANE) or of P after rounding
   (DOT), and each of the `tiles` tiles. `rows` says how rows lie in a vector; `matrix` is the chip's matrix instruction, which the kind ONES uses."""
   total = c.variable("total", c.splat(c.number(0.0), 2)) if LANE in sums else None     # sums of even and odd elements, or of two rows
-  unscaled: Variable|None = None if scales is None else c.variable("unscaled", c.splat(c.number(0.0), rows.rows))
-  kind = next((x for x in sums if x not in (LANE, UNSCALED)), "")
+  of_factors = c.variable("of_factors", c.splat(c.number(0.0), 2)) if FACTORS in sums else None
+  unscaled: Variable|None = c.variable("unscaled", c.splat(c.number(0.0), rows.rows)) if UNSCALED in sums else None
+  kind = next((x for x in sums if x not in (LANE, UNSCALED, FACTORS)), "")
   rounded = None
   for i in range(0, count, together):
     found = [weigh(j) for j in range(i, i + together)]
@@ -220,9 +229,12 @@ def store_weights(c:Any, p:Value, part:Value, weigh:Callable[[int], Value], t:in
       for j, x in enumerate(found):
         words = c.part(packed, j*(n := c.length(x)//2), n)
         c.assign(unscaled, unscaled.value + without_scales(c, words, x, c.load(scales, i + j), rows.rows, dtype))
+    if of_factors is not None:
+      for x in factors: lane_sums(c, of_factors, x, rows.rows)
     if total is not None:
       for x in found: lane_sums(c, total, x, rows.rows)
-  if total is not None: c.store(part, sums.index(LANE)*tiles + t, row_totals(c, total.value, rows.rows))
+  for of, y in ((LANE, total), (FACTORS, of_factors)):
+    if y is not None: c.store(part, sums.index(of)*tiles + t, row_totals(c, y.value, rows.rows))
   if rounded is not None: c.store(part, sums.index(kind)*tiles + t, rounded_sums(c, rounded.value, kind, rows.rows))
   if unscaled is not None: c.store(part, sums.index(UNSCALED)*tiles + t, unscaled.value)
 
@@ -264,14 +276,15 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
   return c.number(0.0)
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
-          scale:float) -> UOp:
+          scale:float, scales:UOp|None=None) -> UOp:
   """Computes P of one loop iteration and the sums of P, as one statement (an operation with a side effect). `reference` holds the numbers that the
   softmax subtracts from the scores of each row. `p` gets P packed to `dtype`, and `part` gets the sums, for each kind in `sums`, such as sums in fp32
   (LANE) or of P after rounding (DOT). `correct` describes all operands. If no row of the wave has seen a key yet, P is not computed, because there is
   no reference. The sums are then inf, so that `correct` computes P afterwards."""
   tiles, together = reference.max_numel(), scores.max_numel()//p.max_numel()
   stride = scores.max_numel()//tiles
-  return statement("weigh", *[x[0] for x in (reference, addend, p, scores, part)], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
+  operands = (reference, addend, p, scores, part, *(() if scales is None else (scales,)))
+  return statement("weigh" if scales is None else "weigh_scaled", *[x[0] for x in operands], *done, rows=rows, dtype=dtype, sums=sums, matrix=matrix,
                    tiles=tiles, stride=stride, count=stride, together=together, scale=scale)
 
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *done:UOp, rows:RowLanes, dtype:str,

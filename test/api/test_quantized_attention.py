@@ -132,6 +132,13 @@ def test_pages(arch:str, page:int, dtype:str) -> None:
     again = attn.attention(given(x, 34, 37)[0], k, v, block_table=at, kv_lengths=int32([n + 3 for n in lengths]), causal=True)
     np.testing.assert_allclose(array(again), o, atol=2e-3)
 
+def test_a_chunk_of_a_prompt_by_wgmma() -> None:
+  """ATTN_KERNEL=forward_wgmma computes a chunk of a prompt over caches of 8 bits."""
+  with emulated("sm_90", "forward_wgmma"):
+    x, (k, v) = drawn(80), stale()
+    for i, j in ((0, 10), (10, 80)): got = array(attn.attention_with_kv_cache(*given(x, i, j), k, v, i))
+    close(got, x[0][:, :, 10:], rows_in(k), rows_in(v), 80)
+
 @pytest.mark.parametrize("axis, arch", ((0, "gfx942"), (1, "sm_90")))
 def test_on_two_devices(axis:int, arch:str) -> None:
   """Attention is right over caches of 8 bits whose batches or heads are divided over two devices. If the heads are divided, a paged cache gives the

@@ -8,10 +8,17 @@ import pytest
 from attn.chips import get_chip
 from attn.choose.dispatch import choose, program_of
 from attn.choose.tiled_tiles import tiled_tile
+from attn.choose.tiles import wgmma_tile
 from attn.compilers.clang import assembly, toolchain
+from attn.emulator.checks import EmulatorError
 from attn.isa.report import analyse
+from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.parts.grid.tensors import arguments, check_backward
+from attn.kernels.wgmma import forward as wgmma_forward
+from attn.ops import common as ops
+from attn.ops.nvidia import commit
 from attn.ops.renderers import render
+from attn.ops.softmax import LANE
 from attn.ops.stored import numbers
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
@@ -21,6 +28,8 @@ from stored_cases import Stored, check_stored, dequantised, normal_rows, numbers
 
 SIXTEEN = ("float16", "bfloat16")
 UNITS = (*EVERY_ARCH, "gfx90a", "sm_90")
+
+widened_stores = StoredKeys.widened_stores
 
 # ***** inputs *****
 
@@ -160,6 +169,63 @@ def test_a_row_that_one_key_dominates_is_exact(arch:str, dtype:str) -> None:
   want = dequantised(x, "int8")[1][0][np.arange(2)[:, None], 3*np.arange(16) + np.arange(2)[:, None]]
   np.testing.assert_allclose(o[0], want, rtol=2**-21)
 
+# ***** wgmma: chunks of prompts *****
+
+def check_wgmma(arch:str, *make, **parameters) -> None:
+  check_stored(arch, *make, tile=lambda p: wgmma_tile(p, chip(arch)), **{"Sq": 70, "Sk": 150, **parameters})
+
+ON_HOPPER = pytest.mark.parametrize("arch", ("sm_90", GPU))
+
+@ON_HOPPER
+@pytest.mark.parametrize("make", HARD)
+def test_hard_rows_by_wgmma(arch:str, make) -> None:
+  if HARD.index(make)%2: check_wgmma(arch, make, D=32, causal=True, out_dtype="float32")
+  else: check_wgmma(arch, make, D=64, dtype="bfloat16", causal=True)
+
+FOR_PROMPTS: dict[str, dict] = {
+  "ranges": dict(Sk=300, num_splits=2, D=32), "pages of 16": dict(Sk=160, page_size=16, D=32), "pages of 64": dict(Sk=256, page_size=64, causal=True),
+  "many queries": dict(Sq=200, Sk=130, D=48, Dv=16, H=2), "float16 scales": dict(scale_dtype="float16", lse=False),
+  "bshd": dict(layout="bshd", D=128),
+  "one tile": dict(Sk=20), "softcap": dict(softcap=5.0), "window": dict(window=(20, -1)),
+  "bias": dict(extras=dict(bias=floats(1, 1, 70, 150))),
+  "sinks": dict(extras=dict(sinks=floats(4)), out_dtype="float32"),
+  "fp8": dict(stored="fp8e4m3", dtype="bfloat16"),
+  "dropout": dict(dropout_p=0.3, extras=dict(dropout_seed=np.array([3, 5], np.uint32)))}
+
+@ON_HOPPER
+@pytest.mark.parametrize("name", FOR_PROMPTS)
+def test_options_by_wgmma(arch:str, name:str) -> None: check_wgmma(arch, **FOR_PROMPTS[name])
+
+@ON_HOPPER
+def test_rows_beyond_the_lengths_have_no_effect_by_wgmma(arch:str) -> None:
+  for page_size in (0, 16): check_wgmma(arch, lengths_with_garbage, B=2, Sk=128, page_size=page_size, extras=dict(kv_lengths=ints(37, 111)))
+
+def not_waited_for(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: a thread converts its part of a tile before its copies are complete."""
+  m.setattr(wgmma_forward.nv, "wait_copies", lambda after, but: commit(after))
+def scales_of_two_tiles(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: shared memory has room for the scales of two tiles only, so those of the next tile replace scales that are still read."""
+  m.setattr(wgmma_forward, "SCALES", 2)
+def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan", lambda x: ops.splat(0.0, 2))
+def sums_without_factors(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: the sum that shows whether P is too large is that of P without V's scales."""
+  m.setattr(wgmma_forward, "FACTORS", LANE)
+def other_half_first(m:pytest.MonkeyPatch) -> None:
+  """Plants a fault: the two halves of a converted piece change places."""
+  def swapped(self:StoredKeys, shared:UOp, to:dict, base:int) -> list[UOp]:
+    class Elsewhere:
+      def __init__(self, layout): self.layout = layout
+      def place(self, row:UOp, unit:UOp) -> UOp: return self.layout.place(row, unit ^ 1)
+    return widened_stores(self, shared, {name: Elsewhere(layout) for name, layout in to.items()}, base)
+  m.setattr(StoredKeys, "widened_stores", swapped)
+
+@pytest.mark.parametrize("plant, make, error", (
+  (not_waited_for, normal_rows, EmulatorError), (scales_of_two_tiles, normal_rows, EmulatorError), (no_nans, odd_rows_of_v, AssertionError),
+  (sums_without_factors, growing_values, AssertionError), (other_half_first, normal_rows, AssertionError)))
+def test_faults_of_wgmma(monkeypatch:pytest.MonkeyPatch, plant, make, error) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error): check_wgmma("sm_90", make, Sk=400, D=32, causal=True)
+
 # ***** floats of 8 bits *****
 
 OF_FLOATS = [("gfx942", "fp8e4m3fnuz"), ("gfx950", "fp8e4m3"), ("gfx1201", "fp8e4m3"), ("sm_90", "fp8e4m3")]
@@ -226,9 +292,10 @@ def no_spills_on_nvidia(p:Problem, tmp_path:Path) -> None:
 def test_refusals() -> None:
   """Kernels that cannot read keys and values of 8 bits refuse them with a reason, and so does the backward pass."""
   p = stored_problem(Sq=300, D=128)
-  for arch, kernel in (("sm_90", "forward_wgmma"), ("gfx950", "dual_wave"), ("gfx942", "staggered"), ("sm_90", "three_pass")):
+  for arch, kernel in (("gfx950", "dual_wave"), ("gfx942", "staggered"), ("sm_90", "three_pass")):
     reason = choose(p, get_chip(arch)).why_not(kernel)
     assert reason is None or "stored" in reason, reason
+  assert "stored='int8': this kernel has not run on a GPU yet" in str(choose(p, get_chip("sm_90")).why_not("forward_wgmma"))
   assert choose(p, get_chip("sm_90")).kernel == "forward_mma" and choose(p, get_chip("gfx942")).kernel == "forward"
   with pytest.raises(NotImplementedError, match="stored='int8': keys and values that are stored in 8 bits have no gradient"):
     check_backward(p, choose(p, get_chip("gfx942")).work.tile)

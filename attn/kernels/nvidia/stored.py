@@ -1,13 +1,15 @@
-"""Operands of mma.sync from rows that are stored in 8 bits: copies of their scales to shared memory, and their conversion after ldmatrix.
+"""Rows of K and V that are stored in 8 bits: copies of their scales to shared memory, and their conversion to operands. wgmma reads its operands from
+shared memory, so rows are converted there, on the way from one place to another. For mma.sync they are converted after ldmatrix.
 
 ldmatrix moves pairs of bytes as 16-bit numbers. A pair holds two neighbouring columns of a row. So a lane gets other columns than with 16-bit rows:
 - of K, four neighbouring columns of a key. The product sums over columns, in any order: Q is read in the same order (`q_operand`).
 - of V, transposed, two neighbouring columns of two keys. The even columns make one fragment, the odd columns another (`Warps.columns_in_turn`)."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
+from attn.chips.matrix import UNIT_BYTES
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.grid.workgroup import scale_as_float
-from attn.kernels.parts.memory.layouts import SwizzledRows
+from attn.kernels.parts.memory.layouts import SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv
 from attn.ops import common as ops, nvidia as nv
 from attn.ops.stored import widen_pair
@@ -44,6 +46,43 @@ class StoredKeys:
     and one of the odd columns. `words` are what ldmatrix returned, transposed, for 32 columns. `pair` is the index of the group of 16 columns in
     the row."""
     return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
+
+  # ***** conversion in shared memory *****
+  def pieces(self) -> list[tuple[str, UOp, UOp, UOp]]:
+    """Lists the pieces of a tile of K and V that this thread converts. A piece is 16 bytes of one row. Returns for each piece the name of the tensor,
+    the row, the index of the piece in the row, and whether the piece exists. Eight neighbouring threads take four pieces of each of two rows: what
+    they store at the same time lies in different banks."""
+    group, found = self.warps.group, list[tuple[str, UOp, UOp, UOp]]()
+    for name, width in (("k", group.p.D), ("v", group.p.Dv)):
+      across, threads = width//UNIT_BYTES, group.tile.threads
+      for j in range(ceildiv(group.tile.block_n*across, threads)):
+        i = self.warps.at.thread + j*threads
+        row, piece = (i//across, i%across) if across % 4 else (i//(2*across)*2 + i//4%2, i%4 + i//8%(across//4)*4)
+        found.append((name, row, piece, i < group.tile.block_n*across))
+    return found
+
+  def staged(self, shared:UOp, t:UOp, base:int) -> list[UOp]:
+    """Returns the statements that start this thread's asynchronous copies of tile t, in 8 bits, to shared memory from unit `base` on. Each thread
+    copies the pieces that it converts later (`widened_stores`). Rows that do not exist become zeros."""
+    group, first, found = self.warps.group, self.warps.group.scores.row(t*self.warps.group.tile.block_n), list[UOp]()
+    for number, (name, row, piece, inside) in enumerate(self.pieces()):
+      rows = replace(group.rows_of(name), count=group.walked_end)
+      found.append(nv.copy(shared[self.staging(base, number)], rows.buffer[rows.start(first, row) + piece*UNIT_BYTES], (0, 0),
+                           (inside & (first + row < rows.count)).where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES))
+    return found
+
+  def staging(self, base:int, number:int) -> UOp: return base + number*self.warps.group.tile.threads + self.warps.at.thread
+
+  def widened_stores(self, shared:UOp, to:dict[str, SwizzledPanels], base:int) -> list[UOp]:
+    """Returns the statements that convert the pieces that this thread has copied (`staged`) to 16 bits, and store them to shared memory. `to` has the
+    layouts of K and V there."""
+    found = list[UOp]()
+    for number, (name, row, piece, inside) in enumerate(self.pieces()):
+      words = shared[self.staging(base, number)].load()
+      for half in range(2):
+        wide = self.widened(*[(ops.extract(words, 2*half + word), places) for word in range(2) for places in ((0, 1), (2, 3))])
+        found.append(nv.put(shared[to[name].place(row, piece*2 + half)], wide, inside))
+    return found
 
   # ***** scales *****
   def copies(self, shared:UOp, t:UOp, base:UOp) -> list[UOp]:

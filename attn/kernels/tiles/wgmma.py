@@ -12,6 +12,7 @@ from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
 STAGES = 3      # K and V tiles in shared memory, at most
+SCALES = 4      # tiles whose scales are in shared memory at the same time: a warpgroup may read those of a tile three iterations before another
 RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 
 @dataclass(frozen=True)
@@ -36,10 +37,16 @@ class WgmmaTile(WgmmaShape):
     return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
   def stages(self, p:Problem) -> int:
     """Number of tiles of keys, with their values, for which shared memory has room at the same time."""
-    return min(STAGES, ceildiv(p.Sk, self.block_n))
+    return STAGES if p.stored else min(STAGES, ceildiv(p.Sk, self.block_n))
+  def raw(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for a tile of keys and values in 8 bits, before threads convert it."""
+    return sum(round_up(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
+  def scales(self, p:Problem) -> int:
+    """Number of 16-byte units of shared memory for the scales of a tile: those of K, and after them those of V."""
+    return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + 1)      # the last unit is for the mbarrier
+    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + self.raw(p) + SCALES*self.scales(p) + 1)      # the last unit is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ tensor cores compute the products of one warpgroup while the other warpgroups co
 tiles: all warpgroups copy each tile together, by cp.async, into a ring buffer of three tiles. In each iteration a thread copies its part of the next
 iteration's tile. The thread arrives at an mbarrier when its part is complete. A warpgroup that has waited for the mbarrier knows that every warpgroup
 has finished the previous iteration.
+
+Keys and values that are stored in 8 bits come to shared memory as they are, an iteration earlier. While the tensor cores compute S, each thread
+converts the part of the next tile that it has copied itself, and stores it to the ring buffer in 16 bits.
 """
 from __future__ import annotations
 import functools
@@ -14,17 +17,20 @@ from typing import Any
 from attn.chips import Chip
 from attn.chips.matrix import MMA, UNIT_BYTES, Mma
 from attn.kernels.nvidia.ring import Arrivals
+from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
 from attn.kernels.parts.program.counts import below, round_up
-from attn.kernels.parts.program.statements import Statements, store_all
+from attn.kernels.parts.program.statements import Optional, Statements, store_all
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
+from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
-from attn.kernels.tiles.wgmma import STAGES, WgmmaTile
+from attn.kernels.tiles.wgmma import SCALES, STAGES, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ROUNDOFF
-from attn.ops.softmax import LANE, ONES, correct, weigh
+from attn.ops.softmax import FACTORS, LANE, ONES, UNSCALED, correct, weigh
+from attn.ops.stored import scale_in_range, zero_or_nan
 from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
@@ -33,10 +39,10 @@ def sums_of(p:Problem) -> tuple[str, ...]:
   """Returns which row sums of P the kernel computes for a problem. The sum of P as rounded to 16 bits costs 4 to 15 % of the speed on an H200 if
   mma.sync computes it, and 2 to 8 % if vector additions do. Dividing O by this sum avoids an error of the size of P's rounding. The kernel computes
   this sum only if O is stored in a finer type than P: otherwise the rounding of O hides this error. The kernels for all other matrix units always
-  compute this sum."""
+  compute this sum. If V is stored in 8 bits, a further sum, the first one, shows whether P with V's scales is too large."""
   stored = "float32" if p.num_splits > 1 else p.out_dtype
-  if ROUNDOFF[stored] >= ROUNDOFF[p.dtype]: return (LANE,)
-  return (ONES, LANE) if p.writes_lse else (ONES,)
+  kind = LANE if ROUNDOFF[stored] >= ROUNDOFF[p.dtype] else UNSCALED if p.stored else ONES
+  return (*[FACTORS]*bool(p.stored), kind, *[LANE]*(kind != LANE and p.writes_lse))
 
 @dataclass(frozen=True)
 class WgmmaState(Arrivals):
@@ -53,6 +59,7 @@ class WgmmaState(Arrivals):
   p: UOp
   statements: Statements
   l_of_trip: UOp
+  scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
 
 @dataclass(frozen=True)
 class WgmmaForward:
@@ -70,7 +77,8 @@ class WgmmaForward:
     new = warps.group.grid.allocator
     state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(fragments(p.Dv, mat), nv.F4), new.registers(1, nv.F2),
                        new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4),
-                       new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2))
+                       new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2),
+                       Optional(new.registers(tile.block_n//mat.N, nv.F2) if p.stored else None))
     return WgmmaForward(warps, tile, state)
 
   @property
@@ -96,7 +104,8 @@ class WgmmaForward:
     s = s.do(nv.clear(s.acc, s.done))
     if self.there is not wgmma.EVERYWHERE: s = s.do(nv.clear(s.scores, s.done))      # a warpgroup without queries computes no scores
     s = s.expected(warps.at, self.tile.threads)
-    return self.fetch(s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0])), warps.group.walked.begin)
+    s = s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
+    return self.fetch(self.staged(s, warps.group.walked.begin) if self.p.stored else s, warps.group.walked.begin)
 
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
@@ -110,15 +119,26 @@ class WgmmaForward:
     return (self.fetch(s, t + 1) if self.stages > 1 else s), None
 
   def weigh(self, s:WgmmaState, x:None, t:UOp, part:None, masked:bool) -> tuple[WgmmaState, None]:
-    s = self.finished(s.do(wgmma.wait_products(s.scores, s.done)), t, masked)
+    s = s.do(wgmma.wait_products(s.scores, s.done))
+    s = self.finished(self.with_scales(s, t, masked) if self.p.stored else s, t, masked)
     scores, mat = self.warps.group.scores, self.mat
-    how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2}
+    how: dict[str, Any] = {"rows": nv.ROW_LANES, "dtype": self.p.dtype, "sums": sums_of(self.p), "matrix": mat, "scale": scores.to_log2,
+                           "scales": s.scales.value}
     s = s.do(weigh(s.m, s.addend, s.p, s.scores, s.l_of_trip, s.done, **how))
     s = s.do(correct(s.m, s.addend, s.l, s.acc, s.p, s.scores, s.l_of_trip, **how, above=self.tile.rescale_above))
     s = s.store(store_all(s.l, [ops.add(s.l[i].load(), s.l_of_trip[i].load()) for i in range(s.l.max_numel())]))
     if not self.p.dropout_p: return s, None
     left = kept_scores(scores, self.queries, t)
     return s.store(store_all(s.p, [left.packed(s.p[i].load(), 2*i) for i in range(s.p.max_numel())])), None
+
+  def with_scales(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
+    """Multiplies S by the scales of K, and loads those of V of tile t to registers. A scale of V that is NaN makes the first kind of row sums NaN in
+    the rows that see its key (`outputs`)."""
+    of_k, of_v = (self.stored.scales(s.shared, self.first_scale(t), kind, UOp.const(0), self.tile.block_n) for kind in range(2))
+    nan = nans_of_scales(self.warps.group.scores, of_v, self.queries, t, masked)
+    assert s.scales.value is not None
+    return s.store(store_all(s.scores, [ops.mul(s.scores[i].load(), ops.concat(x, x)) for i, x in enumerate(of_k)]),
+                   store_all(s.scales.value, map(scale_in_range, of_v)), [s.l[0].store(ops.add(s.l[0].load(), nan))])
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Returns the state after terms (bias, softcap, ...) and masks are applied to S."""
@@ -140,8 +160,9 @@ class WgmmaForward:
     """Returns the stores of the results, O = O / l and LSE = m + ln l. m is the number that the softmax subtracts from the scores of a row, and l the
     row's sum of P."""
     accs = [s.acc[dt].load() for dt in range(s.acc.max_numel())]
-    sums = sums_of(self.p)
-    return self.warps.outputs(self.queries, accs, s.m[0].load(), [s.l[i].load() for i in range(len(sums))], sums)
+    kinds, sums = sums_of(self.p), [s.l[i].load() for i in range(s.l.max_numel())]
+    if self.p.stored: kinds, sums = (kinds[1], *kinds[1:]), [ops.add(sums[1], zero_or_nan(sums[0])), *sums[1:]]     # O is NaN by a scale, lse is not
+    return self.warps.outputs(self.queries, accs, s.m[0].load(), sums, kinds)
 
   # ***** global -> shared memory *****
   @property
@@ -156,6 +177,30 @@ class WgmmaForward:
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. A tile beyond the last tile becomes
     zeros. If the ring buffer has fewer than STAGES places, it holds just the tiles that exist, and a tile beyond them is not copied."""
+    if self.p.stored: return self.widened(s, t)
     there = None if self.stages == STAGES else t < self.warps.group.walked.end
     s = s.do(*self.warps.copies_of_keys(s.shared, t, self.k_panels(t), self.v_panels(t), there))
     return s.do(wgmma.arrive(s.arrivals, s.done))
+
+  # ***** keys and values that are stored in 8 bits *****
+  @property
+  def stored(self) -> StoredKeys: return StoredKeys(self.warps)
+  @property
+  def first_raw(self) -> int:
+    """The 16-byte unit of shared memory at which the tile in 8 bits begins."""
+    q, k, v = self.tile.layouts(self.p)
+    return q.size + self.stages*(k.size + v.size)
+  def first_scale(self, t:UOp) -> UOp:
+    """Returns where the scales of tile t begin in shared memory, counted in floats."""
+    place = (t - self.warps.group.walked.begin)%SCALES
+    return (self.first_raw + self.tile.raw(self.p) + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
+  def staged(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """Starts this thread's copies of tile t in 8 bits, and of the tile's scales."""
+    s = s.do(*self.stored.staged(s.shared, t, self.first_raw), *self.stored.copies(s.shared, t, self.first_scale(t)))
+    return s.do(nv.commit(s.done))
+  def widened(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """Waits for this thread's copies of tile t, stores the tile in 16 bits, and arrives at the mbarrier. Then starts the copies of the next tile."""
+    s = s.do(nv.wait_copies(s.done, 0))
+    s = s.do(*self.stored.widened_stores(s.shared, {"k": self.k_panels(t), "v": self.v_panels(t)}, self.first_raw))
+    s = s.do(wgmma.publish(s.done))
+    return self.staged(s.do(wgmma.arrive_stored(s.arrivals, s.done)), t + 1)
