@@ -205,7 +205,7 @@ def not_waited_for(m:pytest.MonkeyPatch) -> None:
   m.setattr(wgmma_forward.nv, "wait_copies", lambda after, but: commit(after))
 def scales_of_two_tiles(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: shared memory has room for the scales of two tiles only, so those of the next tile replace scales that are still read."""
-  m.setattr(wgmma_forward, "SCALES", 2)
+  m.setattr(wgmma_forward, "SCALE_STAGES", 2)
 def no_nans(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "zero_or_nan", lambda x: ops.splat(0.0, 2))
 def sums_without_factors(m:pytest.MonkeyPatch) -> None:
   """Plants a fault: the sum that shows whether P is too large is that of P without V's scales."""

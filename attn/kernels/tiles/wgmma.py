@@ -12,7 +12,7 @@ from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
 STAGES = 3      # K and V tiles in shared memory, at most
-SCALES = 4      # tiles whose scales are in shared memory at the same time: a warpgroup may read those of a tile three iterations before another
+SCALE_STAGES = 4      # tiles whose scales are in shared memory at the same time: a warpgroup may read those of a tile three iterations before another
 RING = 3        # tiles of walked rows in shared memory, in a backward kernel
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class WgmmaTile(WgmmaShape):
     return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + self.raw(p) + SCALES*self.scales(p) + 1)      # the last unit is for the mbarrier
+    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + self.raw(p) + SCALE_STAGES*self.scales(p) + 1)      # the last unit is for the mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
-from attn.kernels.tiles.wgmma import SCALES, STAGES, WgmmaTile
+from attn.kernels.tiles.wgmma import SCALE_STAGES, STAGES, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import FACTORS, LANE, ONES, UNSCALED, correct, weigh
@@ -192,7 +192,7 @@ class WgmmaForward:
     return q.size + self.stages*(k.size + v.size)
   def first_scale(self, t:UOp) -> UOp:
     """Returns where the scales of tile t begin in shared memory, counted in floats."""
-    place = (t - self.warps.group.walked.begin)%SCALES
+    place = (t - self.warps.group.walked.begin)%SCALE_STAGES
     return (self.first_raw + self.tile.raw(self.p) + place*self.tile.scales(self.p))*(UNIT_BYTES//4)
   def staged(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t in 8 bits, and of the tile's scales."""
