@@ -46,7 +46,7 @@ class WgmmaTile(WgmmaShape):
     return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + self.raw(p) + SCALE_STAGES*self.scales(p) + 1)      # the last unit is for the mbarrier
+    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + self.raw(p) + SCALE_STAGES*self.scales(p) + 1)   # 1: mbarrier
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
 
 @dataclass(frozen=True)
