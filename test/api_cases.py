@@ -1,6 +1,7 @@
 """Helper functions for the tests of the API: they call `attention` on the emulator and compare the results with float64."""
 from __future__ import annotations
-import contextlib
+import contextlib, shutil
+from pathlib import Path
 from typing import Any, Callable, Iterator
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ from attn.problem import Problem
 from attn.tinygrad_compat import Context, Tensor
 from cases import DTYPES, Inputs, arrange, array, hold, normal, problem, restore, tensor
 
+CLANG_OF_ZIG = str(Path(__file__).resolve().parent.parent/"examples/clang_of_zig.sh")
+
 @contextlib.contextmanager
 def computed_on(device:str, kernel:str="") -> Iterator[None]:
-  """Sets DEV to `device` and ATTN_KERNEL to `kernel`."""
+  """Sets DEV to `device` and ATTN_KERNEL to `kernel`. If there is no clang, a CPU gets that of the package ziglang."""
   with Context(DEV=device), pytest.MonkeyPatch.context() as patch:
     patch.setenv("ATTN_KERNEL", kernel)
+    if device == "CPU" and shutil.which("clang") is None: patch.setenv("CC", CLANG_OF_ZIG)
     yield
 
 def emulated(arch:str, kernel:str="") -> contextlib.AbstractContextManager[None]:

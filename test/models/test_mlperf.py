@@ -10,7 +10,7 @@ from tinygrad.nn.optim import SGD
 import attn
 from attn.api.thunder import fused_qkv_rope, thunder_attention as flash_attention
 from attn.tinygrad_compat import Context, Tensor
-from api_cases import computed_on
+from api_cases import computed_on, whole
 from cases import array, tensor
 
 pytestmark = pytest.mark.usefixtures("not_unrolled")
@@ -114,7 +114,7 @@ class Trainer:
       loss = self.loss(tokens)
       loss.backward()
       return loss.realize(*optimizer.schedule_step())
-    with Context(TRAINING=1): return [float(step(placed).item()) for _ in range(steps)]
+    with Context(TRAINING=1): return [float(whole(step(placed)).item()) for _ in range(steps)]
 
 NOISE = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-19}     # difference of losses: one unit in the last place of a number near 1
 PROGRAMS = {"flat_llama.py": (llama_by_sdpa, llama_by_sdpa), "flat_llama.py, thunder": (llama_by_thunder, llama_by_sdpa),
