@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 from attn.calls.quantized import rotate
+from attn.measure.machine import ANY, need
 from attn.ops.formats import FORMATS, Format, sizes_of
 from attn.tinygrad_compat import DType, Tensor, dtypes
 
@@ -67,6 +68,7 @@ def error_rows(widths:tuple[int, ...]=WIDTHS) -> Iterator[tuple[str, ...]]:
           yield str(width), keys, name, scales, "yes" if rotated else "no", *(f"{x:.2g}" for x in errors)
 
 def main(arguments:list[str]) -> None:
+  need("python -m attn.measure.rounding", kind=ANY)
   to = open(arguments[1], "w", newline="") if arguments[:1] == ["--write"] else sys.stdout     # noqa: SIM115 - closed when the process ends
   csv.writer(to, lineterminator="\n").writerows((ERROR_COLUMNS, *error_rows()))
 

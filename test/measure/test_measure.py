@@ -3,13 +3,14 @@ tests bench.py."""
 from __future__ import annotations
 import importlib.util, itertools, json, os, subprocess, sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
 import pytest
 from attn import attention
 from attn.choose.dispatch import choose, single_kernel
 from attn.chips import get_chip
-from attn.measure import at_once, inputs, later_calls, latency, short
+from attn.measure import at_once, inputs, later_calls, latency, machine, short
 from attn.measure.backward import outputs_of
 from attn.measure.latency import FIRST_CALLS, FirstCall
 from attn.measure.inputs import NUMBERS_DRAWN, normal_numbers
@@ -111,7 +112,12 @@ def test_peers_take_turns() -> None:
 
 NEEDS = {"decode": "needs torch, and an NVIDIA GPU", "backward": "needs torch, and an NVIDIA GPU", "short": "needs torch, and an NVIDIA GPU",
          "context": "needs a GPU", "latency": "needs a GPU",
-         "functions": "needs torch, and an NVIDIA GPU", "later_calls": "needs a device", "peers": "FILE.csv PICTURE.png TITLE"}
+         "functions": "needs torch, and an NVIDIA GPU", "later_calls": "needs a device", "peers": "FILE.csv PICTURE.png TITLE",
+         "at_once": "needs torch, and an NVIDIA GPU", "rounding": "needs a device"}
+
+def test_the_needs_of_every_program_are_here() -> None:
+  programs = {file.stem for file in Path(machine.__file__).parent.glob("*.py") if 'if __name__ == "__main__"' in file.read_text()}
+  assert programs - {"sanitize"} == NEEDS.keys()      # sanitize: test_sanitize.py
 
 @pytest.mark.parametrize("program", NEEDS)
 def test_a_program_says_what_it_needs(program:str) -> None:
