@@ -139,7 +139,8 @@ def _attended_if_possible(call:SdpaCall) -> Tensor|None:
 def _installed(self:Tensor, key:Tensor, value:Tensor, attn_mask:Tensor|None=None, dropout_p:float=0.0, is_causal:bool=False,
                enable_gqa:bool=False, *, scale:float|None=None) -> Tensor:
   if installation.active:      # if not, another library still calls this function, which it found in place of tinygrad's own
-    call = SdpaCall(self, key, value, attn_mask, dropout_p if TRAINING else 0.0, is_causal, enable_gqa, scale)
+    unused = not TRAINING and isinstance(dropout_p, (int, float)) and dropout_p in (0, 1)      # attn refuses 1, tinygrad's own does not
+    call = SdpaCall(self, key, value, attn_mask, 0.0 if unused else dropout_p, is_causal, enable_gqa, scale)
     if (found := _attended_if_possible(call)) is not None: return found
   if scale is not None: self = self*(scale*math.sqrt(self.shape[-1]))      # tinygrad's own has no such argument
   with contextlib.nullcontext() if installation.written_out is None else installation.written_out.paused():

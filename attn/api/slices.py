@@ -12,7 +12,7 @@ from attn.calls.checked_kernel import arch_of
 from attn.calls.placement import Placement
 from attn.calls.views import InBuffer, Size, cache_of, count_of, is_causal_mask, most, room_for_rows, same_size, whole_places
 from attn.choose.dispatch import Choice
-from attn.problem import Problem, check_softmax_scale
+from attn.problem import Problem, check_dropout_p, check_softmax_scale
 from attn.tinygrad_compat import TRAINING, Tensor, UOp, buffer_under, capturing, dtypes
 from attn.values import FLOATS, static_shape
 
@@ -107,6 +107,7 @@ def _copied(t:Tensor, rows:int) -> tuple[Tensor, InBuffer]:
 def sliced_call(x:SdpaCall) -> SlicedCall:
   """Checks the arguments of `scaled_dot_product_attention` and returns a checked call in which the number of keys is a Variable. If the number of
   keys is an int, attn makes a Variable for it. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit together."""
+  check_dropout_p("dropout_p", x.dropout_p)
   dtype, out_dtype = dtypes_of(x.query, x.key, x.value)
   q, k, v = (t.cast(FLOATS[dtype]) for t in (x.query, x.key, x.value))
   is_causal, enable_gqa = values.truth("is_causal", x.is_causal), values.truth("enable_gqa", x.enable_gqa)

@@ -8,7 +8,7 @@ import attn
 from attn.accuracy import judge, law_of
 from attn.api import sdpa
 from attn.reference import Options
-from attn.tinygrad_compat import Context, Tensor, dtypes
+from attn.tinygrad_compat import Context, Tensor, UOp, dtypes
 from api_cases import draw, emulated
 from cases import EVERY_ARCH, array, in_turn, tensor
 
@@ -233,6 +233,16 @@ def test_dropout_does_nothing_outside_training():
     q = draw(1, 2, 8, 32)
     np.testing.assert_array_equal(array(q.scaled_dot_product_attention(q, q, dropout_p=.5)), array(q.scaled_dot_product_attention(q, q)))
     assert decisions[-1].kernel == "forward"
+    np.testing.assert_array_equal(array(q.scaled_dot_product_attention(q, q, dropout_p=1)), array(q.scaled_dot_product_attention(q, q)))
+
+@pytest.mark.parametrize("keys", [5, UOp.variable("keys", 1, 5).bind(3)])
+@pytest.mark.filterwarnings("ignore:scaled_dot_product_attention goes to tinygrad's own")
+def test_no_probability_is_refused_outside_training(keys):
+  with emulated("gfx942"):
+    q, k = draw(1, 2, 3, 16), draw(1, 2, 5, 16).contiguous().realize()[:, :, :keys]
+    with pytest.raises(ValueError, match=r"^scaled_dot_product_attention: dropout_p=2\.0: must be a probability"):
+      attn.scaled_dot_product_attention(q, k, k, dropout_p=2.0)
+    with attn.installed(), pytest.raises(ValueError, match=r"2\.0 is out of range"): q.scaled_dot_product_attention(k, k, dropout_p=2.0)
 
 def test_scale_reaches_tinygrads_own():
   with emulated("gfx942"), attn.installed():
