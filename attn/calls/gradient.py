@@ -80,13 +80,14 @@ class BackwardLaunch:
   shapes: Shapes
   outputs: tuple[str, ...]
 
-Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get
+Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get, or None and the lists of "all"
 
 def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
-  """Returns which lists of tiles have to be made for the kernels "dq" and "dkdv", in this order. Such a list names the tiles that the mask leaves
-  visible. An entry is None if its kernel needs no list, because it loops over all tiles between a first and a last one. Both entries are None if the
-  tensors lie on several devices."""
+  """Returns which lists of tiles have to be made for the kernels "dq" and "dkdv", in this order, or None and which lists for the kernel "all". Such a
+  list names the tiles that the mask leaves visible. An entry is None if its kernel needs no list, because it loops over all tiles between a first and
+  a last one. Both entries are None if the tensors lie on several devices."""
   if not isinstance(device, str): return None, None
+  if isinstance(one := at_once(p, arch), AtOnceTile): return None, listing(p, arch, one, "queries", p.deterministic)
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
@@ -113,7 +114,7 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
   found = {"forward": launch(p.shapes, single_kernel(p, arch)[0], *p.outputs)}
   if isinstance(one, AtOnceTile):
     return found | {"delta": launch(delta_arguments(p, dlse), delta_of(p, arch, one, dlse), "dq_sums", *dq_turns(p), "delta"),
-                    "all": launch(all_arguments(p, parts.dkdv), all_of(p, arch, one, parts.dkdv), "dq_sums", *dq_turns(p), "dk", "dv"),
+                    "all": launch(all_arguments(for_kv, parts.dkdv), all_of(for_kv, arch, one, parts.dkdv), "dq_sums", *dq_turns(p), "dk", "dv"),
                     "finish": launch(finish_arguments(p), finish_of(p, arch, one), "dq")}
   found |= {"dq": launch(dq_arguments(for_q, dlse, parts.dq), dq_of(for_q, arch, dq, dlse, parts.dq), "dq", "delta"),
             "dkdv": launch(dkdv_arguments(for_kv, parts.dkdv), dkdv_of(for_kv, arch, dkdv, parts.dkdv), "dk", "dv")}
@@ -159,7 +160,7 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
     t |= {name: again[name] for name in missing} | log_sums(again)
   t["do"] = like(given["o"], t["o"]) if "o" in given else t["o"].const_like(0.0).clone(device=t["o"].device)
   if "lse" in given: t["dlse"] = like(given["lse"], t["lse"])
-  of_kernel: dict[str, ListedBlocks|None] = dict(zip(("dq", "dkdv"), lists)) if "dq" in kernels else dict.fromkeys(("delta", "all", "finish"))
+  of_kernel = dict(zip(("dq", "dkdv"), lists)) if "dq" in kernels else {"delta": None, "all": lists[1], "finish": None}
   for name, x in of_kernel.items():
     if x is not None: t["tile_list"] = tile_lists(x, t["q"].device, {name: Tensor(t[name]) for name in inputs}).uop
     t = written_by(kernels[name], t, p.layout)

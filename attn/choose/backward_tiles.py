@@ -21,6 +21,7 @@ from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 from attn.score.masks import hiding, scattered
+from attn.score.sums import has_sum, sum_over_scores
 from attn.score.terms import varies
 
 # Rows for plain problems are tried before the other rows. Each is for its own class of head dimensions only, for problems without options, with rows
@@ -65,36 +66,60 @@ def wgmma_backward_refuses(p:Problem, arch:Chip) -> str|None:
   rows = wgmma.M
   return f"Sq={p.Sq}, Sk={p.Sk}: a warpgroup has {rows} rows; mma.sync, with smaller tiles, is faster" if min(p.Sq, p.Sk) < rows else None
 
-# One kernel for all gradients compiles without spills for these options, with and without causal=True. It does not for a window, softcap, dropout and
-# packed sequences.
-OPTIONS_AT_ONCE = ("sinks", "kv_lengths", "alibi")
-AMD_OPTIONS_AT_ONCE = (*OPTIONS_AT_ONCE, "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
+FULL_WINDOW, CAUSAL_WINDOW = (-1, -1), (-1, 0)      # windows
+# One kernel for all gradients has enough registers on wgmma with any window and these options, also together: it spills none, and ptxas makes no
+# product wait for the one before it.
+WGMMA_AT_ONCE = ("sinks", "kv_lengths", "varlen")
+# With each of the next options it has enough registers for these windows (None: any window), if no option beside sinks is added and rows fill whole
+# blocks.
+WGMMA_ALONE_AT_ONCE: dict[str, tuple[tuple[int, int], ...]|None] = {
+  "alibi": (FULL_WINDOW, CAUSAL_WINDOW), "dropout_p": (FULL_WINDOW, CAUSAL_WINDOW), "softcap": (FULL_WINDOW,), "mask_mod": None}
+AMD_AT_ONCE = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")     # on MFMA, with any window: it spills no register
 REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of K and V
 
 @dataclass(frozen=True)
 class FasterInOrder:
   """Describes the problems for which one kernel computes all gradients even with deterministic=True, because adding to dq in a fixed order was
-  measured to be faster than two kernels. `windows` has the masks of these problems. `keys` and `blocks` are the least number of keys, and of blocks
+  measured to be faster than two kernels. `options` and `windows` are those of these problems. `keys` and `blocks` are the least number of keys, and of blocks
   of keys in all batches and heads together."""
+  options: tuple[str, ...] = ("sinks", "kv_lengths", "alibi")
   windows: tuple[tuple[int, int], ...] = ()
   keys: int = 0
   blocks: int = 0
 
 # On an H100 (docs/nvidia.md) two kernels take 1.05 to 1.10 times as long from 2048 blocks and 2048 keys on, and 0.98 times as long with 1024 keys or
 # with 512 blocks; 0.97 to 1.03 times with causal=True. No prediction for MFMA includes what a turn costs.
-IN_ORDER_WGMMA = FasterInOrder(((-1, -1),), keys=2048, blocks=2048)
+IN_ORDER_WGMMA = FasterInOrder(windows=(FULL_WINDOW,), keys=2048, blocks=2048)
 IN_ORDER_MFMA = FasterInOrder()
 LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
+# Least number of keys that a query sees on average. One kernel on wgmma saves time for each score, but spends time for each query to clear and to
+# read the sums of dq. On an H100 it is 1.07 times as fast with 1024 keys; by docs/data/nvidia_backward_ways.csv the times are equal at about 670.
+LEAST_KEYS = 768
 
 def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   """Returns the tile of the kernel on wgmma that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
   if (shape := AT_ONCE_WGMMA.get(p.D)) is None or p.Dv > p.D:
     return f"D={p.D}, Dv={p.Dv}: measured to be faster only with D {', '.join(map(str, AT_ONCE_WGMMA))}, and Dv no larger"
-  if (options := [x for x in p.options if x not in OPTIONS_AT_ONCE]): return f"{options[0]}: its registers would spill"
-  if p.window not in ((-1, -1), (-1, 0)): return f"window={p.window}: its registers would spill; only causal=True is supported"
   tile = WgmmaBackwardTile(**vars(shape), matrix=MMA[p.dtype], keys=True, adds_dq=True)
-  if p.Sk % tile.block_m: return f"Sk={p.Sk}: its registers would spill where Sk is no multiple of {tile.block_m}"
+  if has_sum(p): return f"{sum_over_scores(p).name}: a kernel of its own computes its gradient, beside two kernels"
+  if (reason := short_of_registers(p, tile)) is not None: return reason
+  if (keys := keys_of_query(p)) < LEAST_KEYS: return f"a query sees {keys} keys on average: faster only from {LEAST_KEYS} on"
   return not_in_order(p, tile, IN_ORDER_WGMMA) or too_small_at_once(p, arch, tile) or tile
+
+def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
+  """Returns the reason why the kernel on wgmma that computes all gradients has too few registers for a problem, or None if it has enough."""
+  crowding = [x for x in p.options if x not in WGMMA_AT_ONCE]
+  if not crowding: return None
+  option, why, windows = crowding[0], "it would have too few registers", WGMMA_ALONE_AT_ONCE.get(crowding[0], ())
+  if windows == (): return f"{option}: {why}"
+  if (others := [x for x in p.options if x not in (option, "sinks")]): return f"{option} with {others[0]}: {why}"
+  if windows is not None and p.window not in windows: return f"{option} with window={p.window}: {why}"
+  if p.Sk % tile.block_m or p.Sq % tile.block_n: return f"{option}: {why} if Sq or Sk is no multiple of {tile.block_n} or {tile.block_m}"
+  return None
+
+def keys_of_query(p:Problem) -> int:
+  """Returns how many keys a query sees on average, if every sequence is as long as the longest one and no mask_mod hides keys."""
+  return p.flops//(2*p.B*p.H*(p.D + p.Dv)*p.Sq)
 
 def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   """Returns the tile of the kernel on MFMA that computes dq, dk and dv at once. If two kernels compute them instead, returns the reason."""
@@ -102,7 +127,7 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   if not (shapes := arch.unit.at_once): return f"{arch.name}: it is not predicted to be much faster there"
   if (shape := shapes.get(p.D)) is None or p.Dv != p.D:
     return f"D={p.D}, Dv={p.Dv}: predicted to be much faster only with D {', '.join(map(str, shapes))}, and Dv as large"
-  if (options := [x for x in p.options if x not in AMD_OPTIONS_AT_ONCE]): return f"{options[0]}: two kernels compute the gradients with this option"
+  if (options := [x for x in p.options if x not in AMD_AT_ONCE]): return f"{options[0]}: two kernels compute the gradients with this option"
   if p.dropout_p and p.alibi is not None: return "dropout_p with alibi_slopes: scalar registers would spill in its loops"
   if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
   tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
@@ -114,6 +139,7 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
   describes the problems for which the fixed order is faster. Returns None without deterministic=True, and for such a problem."""
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"
+  if (options := [x for x in p.options if x not in faster.options]): return f"{order} was not measured with {options[0]}"
   if p.window not in faster.windows or p.Hkv != p.H: return f"{order} is not faster for this mask and these heads"
   if (blocks := blocks_of_keys(p, tile)) < faster.blocks or p.Sk < faster.keys:
     return f"{order} is faster from {faster.keys} keys and {faster.blocks} blocks of keys on, here {p.Sk} and {blocks}"

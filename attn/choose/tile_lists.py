@@ -19,13 +19,13 @@ def no_lists(p:Problem, arch:Chip, tile:BlockTile) -> str|None:
              (heads_of(p, tile) > 1, "a block has the queries of several heads"), (arch.serial, f"{arch.name} has no threads"))
   return next((reason for holds, reason in reasons if holds), None)
 
-def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|None:
+def listing(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys", with_turns:bool=False) -> ListedBlocks|None:
   """Returns which lists of visible tiles a kernel with the tile `tile` loops over, or None if it loops over neighbouring tiles without a list. `over`
-  says whether the tiles are tiles of keys or of queries.
+  says whether the tiles are tiles of keys or of queries, and `with_turns` whether the lists have turns (`ListedBlocks`).
 
   Lists are made for a mask_mod that may leave a query more than one interval of keys."""
   found = lists_or_reason(p, arch, tile, over)
-  return found if isinstance(found, ListedBlocks) else None
+  return replace(found, with_turns=with_turns) if isinstance(found, ListedBlocks) else None
 
 def lists_or_reason(p:Problem, arch:Chip, tile:BlockTile|None, over:str="keys") -> ListedBlocks|str|None:
   """Returns which lists of visible tiles a kernel with the tile `tile` loops over. If the kernel could loop over lists for this mask but does not,

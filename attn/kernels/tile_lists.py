@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_expressions, span_of
 from attn.functions.symbols import KEY, QUERY, depends
-from attn.kernels.parts.grid.workgroup import by_name
+from attn.kernels.parts.grid.workgroup import by_name, in_order_of_start
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.program.blocks import OF_A_LIST, extent, list_length, over_keys, over_queries
 from attn.kernels.parts.program.counts import bounded, ceildiv, left_alone
@@ -48,7 +48,9 @@ class ListedBlocks:
 
     heads: (number of heads that have lists of their own, number of query heads that share a list); (1, 1) if the mask is the same for all heads
     batches: number of batches that have lists of their own; 1 if the mask is the same for all batches
-    checked: whether the emulator checks indices of the tensors that the mask reads"""
+    checked: whether the emulator checks indices of the tensors that the mask reads
+    with_turns: whether a list also says when the block has its turn (attn/kernels/parts/backward/turns.py): for each of the list's tiles, how many
+      blocks that start before this block have the tile in their lists"""
   p: Problem
   over: str
   block_m: int
@@ -56,6 +58,7 @@ class ListedBlocks:
   batches: int
   heads: tuple[int, int]
   checked: bool
+  with_turns: bool = False
   @property
   def rows(self) -> int: return self.p.Sq if self.over == "keys" else self.p.Sk
   @property
@@ -69,7 +72,7 @@ class ListedBlocks:
   @property
   def shape(self) -> tuple[int, int, int, int]:
     """Shape of the tensor with the lists of visible tiles of all workgroups: (batches, heads, blocks, entries of a list)."""
-    return self.batches, self.heads[0], self.blocks, list_length(self.tiles)
+    return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
 def list_arguments(x:ListedBlocks) -> dict[str, Shapes]:
   """Returns the tensors of the kernels that make lists of visible tiles: for each kernel the (shape, dtype) of its tensors by name, in the order in
@@ -274,12 +277,14 @@ def seen_in_tiles(x:ListedBlocks) -> Callable[..., UOp]:
 @cache_of_kernels
 def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
   """Returns the kernel that puts the tiles of each block in order. The position of a tile is the number of tiles that come before it; one thread for
-  each tile counts them. Tiles that are not in the list come last, and their positions hold the number of all tiles."""
+  each tile counts them. Tiles that are not in the list come last, and their positions hold the number of all tiles. If the lists have turns, the
+  thread also counts the blocks that start before its block and have the tile in their lists."""
   def kernel(tile_list:UOp, in_tiles:UOp) -> UOp:
     items, there, (of_list, block, tile) = Items.of_threads(x.lists, x.blocks, x.tiles)
     line = (of_list*x.blocks + block)*x.tiles
-    def group(t:UOp) -> UOp:
-      """Returns 0 for a tile of which the mask hides some scores, 1 for a tile of which it hides none, and 2 for a tile of which it hides all."""
+    def group(t:UOp, line:UOp=line) -> UOp:
+      """Returns 0 for a tile of which the mask hides some scores, 1 for a tile of which it hides none, and 2 for a tile of which it hides all. `line`
+      is the index of the first tile of a block."""
       bits = flat(in_tiles)[line + t].load()
       return bits.eq(SEEN | HIDDEN).where(int32(0), bits.eq(SEEN).where(int32(1), int32(2)))
     mine = group(tile)
@@ -291,12 +296,21 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
         conditions = (other < mine) | (other.eq(mine) & (t < tile)), other < 1, other < 2
         now = [count + c.where(int32(1), int32(0)) for count, c in zip(now, conditions)]
       return now
+    def turn() -> UOp:
+      """Counts the blocks that start before this block and have the tile in their lists."""
+      started = functools.partial(in_order_of_start, x.p, blocks=x.blocks)
+      def earlier(b:UOp) -> UOp:
+        listed = group(tile, (of_list*x.blocks + b.minimum(x.blocks - 1))*x.tiles) < 2
+        return ((b < x.blocks) & (started(b) < started(block)) & listed).where(int32(1), int32(0))
+      def work(now:list[UOp], i:UOp) -> list[UOp]: return [sum((earlier(i*OF_A_STEP + n) for n in range(OF_A_STEP)), now[0])]
+      return items.totals(ceildiv(x.blocks, OF_A_STEP), [int32(0)], work)[0]
     before, partly, seen = items.totals(ceildiv(x.tiles, OF_A_STEP), [int32(0)]*3, work)
-    to, begin, once = flat(tile_list), (of_list*x.blocks + block)*list_length(x.tiles), there & tile.eq(0)
+    to, begin, once = flat(tile_list), (of_list*x.blocks + block)*x.shape[-1], there & tile.eq(0)
     place = before.cast(dtypes.weakint).maximum(0).minimum(x.tiles - 1)
     last = int32(x.tiles)
     stores = [to[(begin + OF_A_LIST + place).valid(there)].store((mine < 2).where(tile.cast(dtypes.int), last)),
               to[(begin + OF_A_LIST + x.tiles).valid(once)].store(last),
               *[to[(begin + i).valid(once)].store(n) for i, n in enumerate((partly, seen))]]
+    if x.with_turns: stores.append(to[(begin + list_length(x.tiles) + place).valid(there)].store(turn()))
     return items.kernel(f"attn_tiles_listed_{x.over}_{x.tiles}", stores, x.lists*x.blocks*x.tiles*x.tiles)
   return kernel

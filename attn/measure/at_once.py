@@ -1,5 +1,5 @@
 """Compares the ways in which attn computes dq, dk and dv on an NVIDIA GPU with wgmma: by two kernels, by one kernel whose workgroups add to dq in no
-order, and by one kernel whose workgroups add to dq in a fixed order. Also times the backward of PyTorch's cuDNN backend.
+order, and by one kernel whose workgroups add to dq in a fixed order. Without options, also times the backward of two backends of PyTorch.
 
   DEV=CUDA python -m attn.measure.at_once [WORD ...]      prints the rows whose name has each WORD; CSV=path writes them to a file
 
@@ -7,7 +7,7 @@ Times are device times of all kernels that a way needs, also of those that compu
 from __future__ import annotations
 import csv, itertools, os, sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 import numpy as np
 from attn.calls.checked_kernel import device_arch
@@ -19,17 +19,18 @@ from attn.choose.backward import Parts, choose_parts, tiles_of
 from attn.choose.backward_tiles import AtOnceTile
 from attn.choose.dispatch import single_kernel
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
-from attn.measure.backward import APART, SIZES, name_of, outputs_of, shape_of, torch_backward, torch_seconds
+from attn.measure.backward import APART, SIZES, outputs_of, shape_of, torch_backward, torch_seconds
 from attn.measure.functions import graph_timer
 from attn.measure.machine import need
-from attn.measure.peers import CUDNN, as_tensor, in_turn, on_the_host, random_inputs
+from attn.measure.peers import CUDNN, FLASH, as_tensor, in_turn, on_the_host, random_inputs
 from attn.ops import renderers
-from attn.problem import Problem
+from attn.problem import Problem, problem_of
 from attn.tinygrad_compat import Device, Tensor, foreign_cuda_context
 from attn.values import FLOATS, INTS
 
 SHAPE_AT_ONCE = WgmmaBackwardShape(2, 64)      # of the kernel that computes all gradients at once
-TWO, NO_ORDER, IN_ORDER = "two kernels", "in no order", "in order"
+MOST_COLUMNS = 128     # largest head dimension of this kernel
+TWO, NO_ORDER, IN_ORDER = ALL_WAYS = "two kernels", "in no order", "in order"
 
 def launches_of(p:Problem, arch:Chip, way:str) -> list[BackwardLaunch]:
   """Returns the launches, one after another, that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
@@ -50,45 +51,95 @@ def computed_gradients(launches:list[BackwardLaunch], have:dict[str, Tensor]) ->
   parts = {name: there[f"d{name}"] for name in ("q", "k", "v")}
   return {f"d{name}": t if t.ndim == have[name].ndim else t.sum(0).cast(have[name].dtype) for name, t in parts.items()}
 
-def compare_ways(p:Problem, causal:bool, seed:int=0) -> dict[str, Any]:
-  """Times the gradients of problem `p` in each of the three ways in which attn computes them, and in cuDNN. Returns a row of the table: the
-  milliseconds of each, and whether attn's gradients agree with cuDNN's. `causal` says whether `p` has a causal mask."""
+WaysSizes = tuple[int, int, int, int, int, int]     # batch, heads, heads of keys, queries, keys, head dimension
+
+@dataclass(frozen=True)
+class WaysRow:
+  """A problem of this comparison: its sizes, a word for its options, and the options.
+
+    extras: the optional tensors by name
+    packed: whether the batches are packed sequences"""
+  sizes: WaysSizes
+  told: str
+  options: dict[str, Any] = field(default_factory=dict)
+  extras: dict[str, np.ndarray] = field(default_factory=dict)
+  packed: bool = False
+  @property
+  def p(self) -> Problem:
+    (B, H, Hkv, Sq, Sk, D), layout = self.sizes, "thd" if self.packed else "bhsd"
+    def shape(heads:int, rows:int) -> tuple[int, ...]: return (B*rows, heads, D) if self.packed else (B, heads, rows, D)
+    given: dict[str, Any] = {"max_seqlen_q": Sq, "max_seqlen_k": Sk} if self.packed else {}
+    return problem_of(shape(H, Sq), shape(H, Sq), shape(Hkv, Sk), shape(Hkv, Sk), dtypes=["bfloat16"]*4 + ["float32"], layout=layout,
+                      lse=(H, B*Sq) if self.packed else (B, H, Sq), extras={name: (x.shape, str(x.dtype)) for name, x in self.extras.items()},
+                      **given, **self.options)
+  @property
+  def name(self) -> str: return f"{shape_of(self.p)} {self.told}"
+
+TimedOptions = dict[str, Any]
+LIKE_TORCH:TimedOptions = {"causal": "top-left"}
+OF_PEERS:dict[str, TimedOptions] = {"full": {}, "causal": LIKE_TORCH}      # options that PyTorch's backends have, too
+OPTIONS_TIMED:dict[str, TimedOptions] = {
+  "window": {"window": (1023, 0)}, "softcap": {"softcap": 30.0}, "softcap, causal": {"softcap": 30.0} | LIKE_TORCH, "dropout": {"dropout_p": 0.1},
+  "dropout, causal": {"dropout_p": 0.1} | LIKE_TORCH, "ALiBi, causal": LIKE_TORCH, "packed": {}, "packed, causal": LIKE_TORCH}
+SIZES_WITH_OPTIONS = ((4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128))
+FURTHER_SIZES = ((4, 16, 16, 4000, 4000, 128), (8, 16, 16, 2048, 2048, 128), (16, 16, 16, 1024, 1024, 128))
+
+def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
+  """Returns the optional tensors, by name, that a row with the options `told` needs."""
+  B, H, _, Sq, Sk, _ = sizes
+  if "dropout" in told: return {"dropout_seed": np.array([1, 2], np.uint32)}
+  if "ALiBi" in told: return {"alibi_slopes": 2.0**(-8*(np.arange(H, dtype=np.float32) + 1)/H)}
+  return {f"cu_seqlens_{name}": np.arange(B + 1, dtype=np.int32)*n for name, n in (("q", Sq), ("k", Sk))} if "packed" in told else {}
+
+def rows_of_ways(words:list[str]) -> list[WaysRow]:
+  """Returns the rows of this comparison whose name contains every one of `words`."""
+  sizes = [x for x in (*SIZES, *FURTHER_SIZES) if x[-1] <= MOST_COLUMNS]
+  found = [WaysRow(x, told, options) for x, (told, options) in itertools.product(sizes, OF_PEERS.items())]
+  found += [WaysRow(x, told, options, extras_of(told, x), "packed" in told)
+            for x, (told, options) in itertools.product(SIZES_WITH_OPTIONS, OPTIONS_TIMED.items())]
+  return [row for row in found if all(word in row.name for word in words)]
+
+def as_laid(t:Tensor, p:Problem) -> Tensor:
+  """Returns a tensor (B, heads, rows, D) in the layout of the problem."""
+  return t.permute(0, 2, 1, 3).reshape(-1, t.shape[1], t.shape[3]).contiguous().realize() if p.varlen else t
+
+def compare_ways(row:WaysRow, seed:int=0) -> dict[str, Any]:
+  """Times the gradients of a problem in each of the three ways in which attn computes them. If PyTorch's backends have the problem's options, also
+  times these backends. Returns a row of the table: the milliseconds of each, and whether the gradients agree with cuDNN's, or, with options, with those
+  of the two kernels."""
   import torch
   torch.cuda.init()
+  p = row.p
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
-  peer = torch_backward(p, causal, *inputs)[CUDNN]
-  expected, timer = [x.float().cpu().numpy() for x in peer()], torch_seconds(peer)
+  peers = torch_backward(p, "causal" in row.told, *inputs) if row.told in OF_PEERS or p.dropout_p else {}
+  expected = [x.float().cpu().numpy() for x in peers[CUDNN]()] if row.told in OF_PEERS else []
+  theirs_timers = {name: torch_seconds(x) for name, x in peers.items()}
   with foreign_cuda_context() as theirs:
     renderers.adapt(Device.DEFAULT)
-    arch, have = device_arch(), {name: as_tensor(on_the_host(x), p.dtype) for name, x in zip(("q", "k", "v", "do"), inputs)}
+    arch, have = device_arch(), {name: as_laid(as_tensor(on_the_host(x), p.dtype), p) for name, x in zip(("q", "k", "v", "do"), inputs)}
+    have |= {name: Tensor(x).realize() for name, x in row.extras.items()}
     have |= {name: t.realize() for name, t in outputs_of(p.shapes, single_kernel(p, arch)[0], have).items()}
     timers, apart = dict[str, Callable[[], float]](), 0.0
-    for way in (TWO, NO_ORDER, IN_ORDER):
+    for way in ALL_WAYS:
       found = computed_gradients(launches_of(p, arch, way), have)
       timers[way] = graph_timer(*found.values())
-      apart = max(apart, *[float((np.abs(t.float().numpy() - y)/np.abs(y).max()).max()) for t, y in zip(found.values(), expected)])
-    times = in_turn(timers | {CUDNN: theirs(timer)})
-  row = {"shape": shape_of(p), "mask": "causal" if causal else "full", "dtype": p.dtype}
-  return row | {f"{name} ms": round(x*1e3, 3) for name, x in times.items()} | {"verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
+      got = [t.float().numpy() for t in found.values()]
+      expected = expected or got
+      apart = max(apart, *[float((np.abs(x - y)/np.abs(y).max()).max()) for x, y in zip(got, expected)])
+    times = in_turn(timers | {name: theirs(timer) for name, timer in theirs_timers.items()})
+  found_row = {"shape": shape_of(p), "options": row.told, "dtype": p.dtype} | {f"{name} ms": round(x*1e3, 3) for name, x in times.items()}
+  return found_row | {"verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
-def problems_of_ways(words:list[str]) -> list[tuple[Problem, bool]]:
-  """Returns the problems of this comparison whose name contains every one of `words`, each with whether it is causal. All numbers of keys are
-  multiples of the block of keys in the kernel that computes all three gradients."""
-  found = []
-  for (B, H, Hkv, Sq, Sk, D), causal in itertools.product(SIZES, (False, True)):
-    p = Problem(B, H, Hkv, Sq, Sk, D, D, dtype="bfloat16", out_dtype="bfloat16", window=(-1, 0 if causal else -1), top_left=causal,
-                softmax_scale=D**-0.5, num_splits=1, return_lse=True)
-    if D <= 128 and all(word in name_of(p, causal) for word in words): found.append((p, causal))
-  return found
+WAYS_COLUMNS = ("shape", "options", "dtype", *(f"{name} ms" for name in (*ALL_WAYS, FLASH, CUDNN)), "verdict")
 
 def main(words:list[str], path:str|None) -> None:
   rows = []
-  for p, causal in problems_of_ways(words):
-    rows.append(compare_ways(p, causal))
+  for row in rows_of_ways(words):
+    rows.append(compare_ways(row))
     print("  ".join(f"{name} {x}" for name, x in rows[-1].items()), flush=True)
     if path is not None:
       with open(path, "w", newline="") as file:
-        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        table = csv.DictWriter(file, WAYS_COLUMNS, lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
 

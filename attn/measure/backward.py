@@ -47,7 +47,8 @@ def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[
     inputs = [x.detach().requires_grad_(True) for x in (q, k, v)]
     try:
       with sdpa_kernel(backend):
-        o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, scale=p.softmax_scale, enable_gqa=p.Hkv < p.H)
+        o = torch.nn.functional.scaled_dot_product_attention(*inputs, dropout_p=p.dropout_p, is_causal=causal, scale=p.softmax_scale,
+                                                             enable_gqa=p.Hkv < p.H)
       def gradients(o:Any=o, inputs:Any=inputs) -> tuple[Any, ...]: return tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
       gradients()
       found[name] = gradients

@@ -240,20 +240,48 @@ def test_gradients_at_once_in_a_jit(monkeypatch:pytest.MonkeyPatch, arch:str, su
 
 REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "deterministic": ({}, dict(deterministic=True), "deterministic=True: "), "D": (dict(D=64), {}, "D=64, Dv=64: "),
-  "window": ({}, dict(window=(9, 9), causal=False), r"window=\(9, 9\): "), "softcap": ({}, dict(softcap=3.0), "softcap: "),
+  "few keys": ({}, dict(window=(9, 9), causal=False), r"a query sees 18 keys on average: faster only from 768 on"),
+  "softcap": ({}, dict(softcap=3.0), r"softcap with window=\(-1, 0\): it would have too few registers"),
+  "score_mod": ({}, dict(score_mod=lambda s, b, h, i, j: s*s), "score_mod: it would have too few registers"),
+  "dropout beside slopes": ({}, dict(dropout_p=0.1, alibi_slopes=Tensor.empty(2)), "alibi with dropout_p: it would have too few registers"),
+  "dropout and part blocks": (dict(Sk=2100), dict(dropout_p=0.1), "dropout_p: it would have too few registers if Sq or Sk is no multiple"),
   "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
   "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
-  "keys": (dict(Sk=140), {}, "Sk=140: "), "blocks": (dict(B=2), {}, "8 blocks of 128 keys: "),
-  "queries": (dict(Sq=64), {}, "64 queries share keys: "),
+  "option in order": ({}, dict(deterministic=True, causal=False, softcap=3.0), "deterministic=True: .* was not measured with softcap"),
+  "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "), "queries": (dict(Sq=64), {}, "64 queries share keys: "),
 }
 @pytest.mark.parametrize("case", REFUSED_AT_ONCE)
 def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
   sizes, options, reason = REFUSED_AT_ONCE[case]
-  B, H, Sq, Sk, D = {**dict(B=66, H=2, Sq=1024, Sk=256, D=128), **sizes}.values()
+  B, H, Sq, Sk, D = {**dict(B=66, H=2, Sq=2048, Sk=2048, D=128), **sizes}.values()
   q, k = (Tensor.empty(B, H, rows, D, dtype="half") for rows in (Sq, Sk))
   found = attn.explain(q, k, k, arch="sm_90", backward=True, **{"causal": True, "deterministic": False, **options})
   assert found.kernels == ("backward_dq_wgmma", "backward_dkdv_wgmma")
   assert re.match(reason, found.why_not("backward_all_wgmma") or ""), found
+
+def test_a_bias_has_a_kernel_of_its_own_beside_two_kernels() -> None:
+  q, bias = Tensor.empty(66, 2, 2048, 128, dtype="half"), Tensor.empty(1, 2, 2048, 2048)
+  found = attn.explain(q, q, q, arch="sm_90", backward=True, deterministic=False, bias=bias)
+  assert found.kernels == ("backward_dq_wgmma", "backward_dkdv_wgmma", "backward_dbias_mma")
+  assert (found.why_not("backward_all_wgmma") or "").startswith("bias: a kernel of its own"), found
+
+BY_ONE_KERNEL: dict[str, dict[str, Any]] = {
+  "keys that fill no whole block": dict(Sk=2100, causal=True), "window": dict(window=(1023, 200)),
+  "slopes": dict(slopes=True, causal=True, Hkv=1),
+  "softcap": dict(softcap=3.0), "dropout": dict(dropout_p=0.1, causal=True), "mask_mod": dict(mask_mod=lambda b, h, i, j: i - j < 1500),
+  "packed": dict(packed=True, Hkv=1, causal=True, max_seqlen_q=2100, max_seqlen_k=2100), "lengths": dict(lengths=True, Hkv=1, Sk=2100)}
+@pytest.mark.parametrize("case", BY_ONE_KERNEL)
+def test_one_kernel_with_options(case:str) -> None:
+  """One kernel computes all gradients with any option with which it has enough registers."""
+  options = {"H": 2, "Hkv": 2, "Sq": 2048, "Sk": 2048, **BY_ONE_KERNEL[case]}
+  H, Hkv, Sq, Sk = (options.pop(name) for name in ("H", "Hkv", "Sq", "Sk"))
+  packed, q, k = options.pop("packed", False), *(Tensor.empty(66, heads, rows, 128, dtype="half") for heads, rows in ((H, Sq), (Hkv, Sk)))
+  if packed:
+    q, k = (Tensor.empty(66*2048, heads, 128, dtype="half") for heads in (H, Hkv))
+    options |= {"layout": "thd", **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), Tensor.empty(67, dtype=dtypes.int))}
+  if options.pop("slopes", False): options["alibi_slopes"] = Tensor.empty(H)
+  if options.pop("lengths", False): options["kv_lengths"] = Tensor.empty(66, dtype=dtypes.int)
+  assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False, **options).at_once
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
   """One kernel computes all gradients on sm_90 with deterministic=True (the default) where it was measured to be faster than two kernels, although

@@ -2,7 +2,7 @@
 computed by numpy."""
 from __future__ import annotations
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 import pytest
@@ -10,11 +10,19 @@ from tinygrad import TinyJit
 import attn
 from attn.accuracy import judge
 from attn.calls.tile_lists import tile_lists
+from attn.chips import Chip
+from attn.chips.matrix import MMA
+from attn.choose.gradient_kernels import GRADIENT_KERNELS
+from attn.emulator.checks import Deadlock
 from attn.functions.symbols import BATCH, QUERY_HEAD, depends
 from attn.functions.trace import functions_of
+from attn.kernels.parts.backward.turns import Turns
+from attn.kernels.parts.program.blocks import TileList, list_length
 from attn.kernels.tile_lists import ListedBlocks
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.problem import Problem
-from attn.tinygrad_compat import Tensor
+from attn.score.masks import hiding
+from attn.tinygrad_compat import Tensor, UOp, dtypes
 from api_cases import emulated, lists
 from cases import Inputs, array, expected, expected_gradients, floats, normal, problem, tensor
 
@@ -55,6 +63,12 @@ def posed(case:Case, **sizes:Any) -> Problem:
 
 # ***** the lists *****
 
+def expected_turns(lists:np.ndarray, block:int, started:Callable[[int], int]) -> list[int]:
+  """Returns how many blocks that start before the block `block` have each tile of its list in their lists. `lists` has the lists of all blocks of a
+  head. `started` returns how many blocks start before a block."""
+  def tiles_of(b:int) -> list[int]: return lists[b][2:2 + lists[b][1]].tolist()
+  return [sum(tile in tiles_of(b) for b in range(len(lists)) if started(b) < started(block)) for tile in tiles_of(block)]
+
 def expected_list(mask:np.ndarray, block_n:int, tiles:int) -> list[int]:
   """Returns the list of tiles that the kernels must make for one block, given which scores of the block are visible: (..., rows, columns). The list
   begins with the number of masked tiles and the number of all tiles in it. Then come the masked tiles and the tiles without a mask."""
@@ -80,6 +94,23 @@ def test_lists_have_the_tiles_that_a_mask_leaves(name:str, over:str) -> None:
   for b, h, block in np.ndindex(*got.shape[:3]):
     own = left[b:b + 1 if batches > 1 else None, h*heads[1]:(h + 1)*heads[1] if heads[0] > 1 else None, block*64:(block + 1)*64]
     assert got[b, h, block].tolist() == expected_list(own, 32, x.tiles), (b, h, block)
+
+@pytest.mark.parametrize("name", ("documents", "squares", "causal stripes"))
+def test_lists_say_when_a_block_has_its_turn(name:str) -> None:
+  """A list with turns is the same list, and goes on with the turns: how many blocks that start earlier have each of its tiles in their lists."""
+  stripes = Case(lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2).eq(0), lambda b, h, i, j: (i >= j) & ((i//50 + j//40) % 2 == 0))
+  p = posed(CASES.get(name, stripes), B=1, H=4, Sq=330, Sk=400)
+  d = documents(p)
+  found = []
+  for with_turns in (False, True):
+    x = ListedBlocks(p, "queries", 64, 32, 1, (1, 1), True, with_turns)
+    with emulated("gfx942"): found.append(tile_lists(x, "EMU::gfx942", {"mod_tensor0": Tensor(d, device="EMU::gfx942")}).numpy()[0, 0])
+  alone, got = found
+  assert alone.shape[-1] == list_length(x.tiles) and got.shape[-1] == list_length(x.tiles, True)
+  np.testing.assert_array_equal(got[:, :alone.shape[-1]], alone)
+  for block in range(len(got)):
+    turns = expected_turns(alone, block, lambda b: len(got) - 1 - b if hiding(p).after else b)
+    assert got[block, alone.shape[-1]:][:len(turns)].tolist() == turns, block
 
 @dataclass(frozen=True)
 class TensorCase:
@@ -136,11 +167,11 @@ def test_lists_of_masks_that_read_tensors(name:str, rows:int, keys:int, over:str
 
 # ***** attention over them *****
 
-def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray) -> list[np.ndarray]:
+def computed(p:Problem, x:Inputs, do:np.ndarray, arch:str, case:Case, d:np.ndarray, **options:Any) -> list[np.ndarray]:
   """Computes o and the gradients of q, k and v by `attention` with the mask of a case, on the emulator."""
   with emulated(arch):
     q, k, v, of_o = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v, do))
-    o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents)
+    o = attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents, **options)
     return [array(t) for t in (o, *o.gradient(q, k, v, gradient=of_o))]
 
 @pytest.mark.parametrize("name", ("squares", "documents"))
@@ -159,6 +190,62 @@ def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
   assert (verdict := judge(o, expected(of_bias, x, extras)[0])).ok, f"o: {verdict}"
   laws = expected_gradients(of_bias, x, extras, do, None)
   for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
+
+def one_kernel(monkeypatch:pytest.MonkeyPatch) -> None:
+  """Makes one kernel on wgmma compute all gradients, whatever the problem."""
+  row = GRADIENT_KERNELS["_wgmma"]
+  assert row.at_once is not None
+  def tile(p:Problem, arch:Chip) -> WgmmaBackwardTile: return WgmmaBackwardTile(2, 64, matrix=MMA[p.dtype], keys=True, adds_dq=True)
+  monkeypatch.setitem(GRADIENT_KERNELS, "_wgmma", replace(row, at_once=replace(row.at_once, tile=tile)))
+
+def gradients_by_one_kernel(name:str, deterministic:bool=True) -> list[np.ndarray]:
+  """Computes the gradients of q, k and v under the mask of a case by one kernel that loops over lists of visible tiles, and compares them with
+  float64."""
+  case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 300, "Sk": 400, "D": 16}
+  p = posed(case, **sizes)
+  x, d = normal(p), documents(p, rows=150)
+  do = floats(*x.q.shape).astype(np.float16).astype(np.float32)
+  with lists(True): _, *gradients = computed(p, x, do, "sm_90", case, d, deterministic=deterministic)
+  extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
+  laws = expected_gradients(problem(**sizes, extras=extras), x, extras, do, None)
+  for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
+  return gradients
+
+@pytest.mark.parametrize("name", ("documents", pytest.param("squares", marks=pytest.mark.thorough)))
+def test_one_kernel_loops_over_lists(monkeypatch:pytest.MonkeyPatch, name:str) -> None:
+  """One kernel that computes all gradients loops over lists of visible tiles. The gradients agree with float64. If it adds to dq in a fixed order, dq
+  has the same bits in every order of workgroups."""
+  one_kernel(monkeypatch)
+  gradients_by_one_kernel(name, deterministic=False)
+  found = []
+  for resident, order in ((0, 0), (1, 1), (2, 2), (0, 3)):
+    monkeypatch.setenv("ATTN_EMU_RESIDENT", str(resident))
+    monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
+    found.append(gradients_by_one_kernel(name))
+  for other in found[1:]:
+    for x, y in zip(other, found[0]): np.testing.assert_array_equal(x, y)
+
+def every_turn_first(m:pytest.MonkeyPatch) -> None: m.setattr(TileList, "turn", lambda self, i: UOp.const(0, dtypes.int))
+def every_turn_later(m:pytest.MonkeyPatch) -> None:
+  turn = TileList.turn
+  m.setattr(TileList, "turn", lambda self, i: turn(self, i) + 1)
+def turns_of_two_tiles(m:pytest.MonkeyPatch) -> None:
+  of = Turns.of
+  m.setattr(Turns, "of", staticmethod(lambda *args: replace(of(*args), tiles=2)))
+
+@pytest.mark.parametrize("plant, error, text", ((every_turn_first, Deadlock, "waits until"), (every_turn_later, Deadlock, "waits until"),
+                                                (turns_of_two_tiles, Deadlock, "waits until")))
+@pytest.mark.usefixtures("without_places")
+def test_planted_fault_of_turns_in_lists(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception],
+                                         text:str) -> None:
+  one_kernel(monkeypatch)
+  plant(monkeypatch)
+  found = []
+  with pytest.raises(error, match=text):
+    for order in range(4):
+      monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
+      found.append(gradients_by_one_kernel("documents")[0])
+      np.testing.assert_array_equal(found[-1], found[0])
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
   """A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile: here documents

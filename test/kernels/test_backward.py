@@ -14,10 +14,12 @@ from attn.chips.shapes import BackwardShape, UpTo
 from attn.choose.backward import all_of, at_once, can_differentiate, choose_bias_tile, choose_parts, dbias_of, dkdv_of, dq_of, tiles_of
 from attn.choose.backward_tiles import amd_backward_tile, backward_tile
 from attn.choose.rows import misfit
+from attn.choose.tile_lists import listing, with_lists
 from attn.emulator import plan
 from attn.emulator.checks import Deadlock, EmulatorError, LdsRace, NotWaitedFor, UninitialisedRead, UnwrittenOutput
 from attn.emulator.machine import Frame
 from attn.emulator.plan import Plan
+from attn.functions.trace import functions_of
 from attn.kernels.amd.backward import AmdBackward, AmdTrip
 from attn.kernels.mma.backward import MmaTrip
 from attn.kernels.nvidia import gradient_sums
@@ -30,6 +32,7 @@ from attn.kernels.parts.grid.tensors import Shapes, all_arguments, dbias_argumen
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.program.allocator import Allocator
 from attn.kernels.parts.weights.scores import Scores
+from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.kernels.wgmma import backward as wgmma_backward
 from attn.kernels.wgmma.backward import WgmmaBackward, WgmmaTrip
 from attn.ops import common as ops, hopper, nvidia
@@ -319,6 +322,10 @@ AT_ONCE: dict[str, dict[str, Any]] = {
   "alibi": dict(H=4, Hkv=2, causal=True, extras=dict(alibi_slopes=floats(4)**2)), "sinks": dict(H=2, extras=dict(sinks=floats(2))),
   "in parts": dict(H=6, Hkv=2, causal=True, parts=6),
   "dropout": dict(dropout_p=0.2, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+  "packed": dict(layout="thd", H=2, Hkv=1, Sq=300, Sk=400, causal=True, dlse=True,
+                 extras=dict(cu_seqlens_q=ints(70, 90, 90, 290), cu_seqlens_k=ints(2, 130, 141, 380))),
+  "packed, without keys": dict(layout="thd", D=32, Sq=260, Sk=270, window=(99, 14),
+                               extras=dict(cu_seqlens_q=ints(0, 140, 260), cu_seqlens_k=ints(0, 270, 270))),
 }
 
 @pytest.mark.parametrize("arch", ("sm_90", GPU))
@@ -365,11 +372,13 @@ IN_TURN: dict[str, tuple[str, dict[str, Any]]] = {
   "window, nsd": ("sm_90", dict(D=32, H=2, Sq=300, Sk=400, window=(140, 30), layout="nsd")),
   "kv_lengths": ("sm_90", dict(D=32, B=3, H=2, Hkv=1, Sq=150, Sk=300, causal=True, extras=dict(kv_lengths=ints(140, 0, 300)))),
   "in parts": ("sm_90", dict(D=32, H=6, Hkv=2, Sq=200, Sk=260, causal=True, parts=6)),
+  "packed": ("sm_90", dict(D=32, H=2, layout="thd", Sq=330, Sk=330, max_seqlen_q=150, max_seqlen_k=150,
+                           extras=dict(cu_seqlens_q=ints(70, 80, 150, 190, 320), cu_seqlens_k=ints(0, 10, 150, 190, 330)))),
   "CDNA3, full": ("gfx942", dict(Sq=150, Sk=300, dtype="bfloat16")), "CDNA4, causal": ("gfx950", dict(H=2, Sq=150, Sk=300, causal=True)),
   "CDNA3, window": ("gfx942", dict(H=1, Sq=300, Sk=300, window=(140, 30))),
 }
 ORDERS = ((0, 0), (1, 1), (2, 2), (0, 3))      # (resident workgroups, order of ATTN_EMU_ORDER); 0 resident: all
-@pytest.mark.parametrize("case", [x if x in ("in parts", "CDNA4, causal") else pytest.param(x, marks=pytest.mark.thorough)
+@pytest.mark.parametrize("case", [x if x in ("in parts", "packed", "CDNA4, causal") else pytest.param(x, marks=pytest.mark.thorough)
                                   for x in IN_TURN])
 def test_dq_has_the_same_bits_in_every_order_of_workgroups(monkeypatch:pytest.MonkeyPatch, case:str) -> None:
   arch, parameters = IN_TURN[case]
@@ -395,7 +404,7 @@ def turn_not_awaited(m:pytest.MonkeyPatch) -> None: m.setattr(Turns, "begin", la
 def additions_not_awaited(m:pytest.MonkeyPatch) -> None: m.setattr(hopper, "sent", hopper.publish)
 def counters_not_zeroed(m:pytest.MonkeyPatch) -> None: m.setattr(gradient_sums, "first_turns", lambda group, thread: [])
 def sums_not_zeroed(m:pytest.MonkeyPatch) -> None:
-  wrong(m, gradient_sums.QueriesOfSums, "sums", lambda sums: lambda self: [] if "delta" in self.group.given else sums(self))
+  m.setattr(gradient_sums.QueriesOfSums, "cleared", lambda self: [])
 
 @pytest.mark.parametrize("plant, error, text", (
   (turn_never_passed, Deadlock, "waits until"), (turn_passed_twice, Deadlock, "waits until"), (turn_not_awaited, AssertionError, "not equal"),
@@ -410,6 +419,23 @@ def test_planted_fault_in_turn(monkeypatch:pytest.MonkeyPatch, plant:Callable[[p
       monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
       found.append(check_backward_kernels("sm_90", H=1, Sq=200, Sk=520, D=64, only="all")["dq"])
       np.testing.assert_array_equal(found[-1], found[0])
+
+def sums_of_all_sequences_in_one_place(m:pytest.MonkeyPatch) -> None:
+  wrong(m, Workgroup, "first_sums", lambda first: lambda self, head: first(replace(self, sequence=replace(self.sequence, q_start=0)), head))
+def sequences_begin_in_the_same_tile(m:pytest.MonkeyPatch) -> None:
+  wrong(m, Workgroup, "first_sums", lambda first: lambda self, head: first(self, head) - self.batch)
+def sums_beyond_the_sequence_are_cleared(m:pytest.MonkeyPatch) -> None: m.setattr(Workgroup, "has_sums", UOp.const(True))
+
+@pytest.mark.parametrize("plant, error, text", (
+  (sums_of_all_sequences_in_one_place, AssertionError, "dq: "), (sequences_begin_in_the_same_tile, AssertionError, "dq: "),
+  (sums_beyond_the_sequence_are_cleared, EmulatorError, "out of bounds")))
+@pytest.mark.usefixtures("without_places")
+def test_planted_fault_of_packed_sums(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception],
+                                      text:str) -> None:
+  plant(monkeypatch)
+  with pytest.raises(error, match=text):
+    check_backward_kernels("sm_90", H=1, D=32, layout="thd", Sq=250, Sk=250, max_seqlen_q=200, max_seqlen_k=200, deterministic=False, only="all",
+                           extras=dict(cu_seqlens_q=ints(0, 100, 190, 250), cu_seqlens_k=ints(0, 100, 190, 250)))
 
 # ***** planted faults: each is caught *****
 
@@ -548,6 +574,26 @@ def test_compiled_by_nvcc(kernel:str, d:int, arch:str, tmp_path:Path) -> None:
                       "dbias": lambda: (dbias_arguments(p), dbias_of(p, on, choose_bias_tile(p, on)))}[kernel]()
     text = compiled_by_nvcc(arch, names, program, tmp_path)
     assert re.search(r"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", text) and "serialized" not in text, text
+
+# problems with options for which dispatch chooses one kernel for all gradients on sm_90, in no order
+WITH_OPTIONS: dict[str, dict[str, Any]] = {
+  "window": dict(B=2, Hkv=8, Sq=4000, Sk=4000, window=(1500, 300)), "slopes": dict(B=2, Hkv=8, causal=True, extras=dict(alibi_slopes=floats(32))),
+  "packed": dict(B=1, Hkv=8, layout="thd", Sq=8192, Sk=8192, max_seqlen_q=4096, max_seqlen_k=4096, causal=True,
+                 extras=dict(cu_seqlens_q=ints(0, 4096, 8192), cu_seqlens_k=ints(0, 4096, 8192))),
+  "kv_lengths": dict(B=2, Hkv=8, Sk=4000, causal=True, extras=dict(kv_lengths=ints(9, 4000))), "softcap": dict(B=2, softcap=30.0),
+  "dropout": dict(B=2, dropout_p=0.1, causal=True, extras=dict(dropout_seed=np.array([7, 9], np.uint32))),
+  "mask_mod": dict(B=2, causal=True, **functions_of(None, lambda b, h, i, j: ((i - j) % 4).eq(0), ()))}
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("case", [x if x == "packed" else pytest.param(x, marks=pytest.mark.thorough) for x in WITH_OPTIONS])
+def test_one_kernel_with_options_compiles_without_spills(case:str, tmp_path:Path) -> None:
+  on, sizes = get_chip("sm_90"), dict(B=1, H=32, Sq=4096, D=128, dtype="bfloat16", deterministic=False)
+  p = problem(**{**sizes, **WITH_OPTIONS[case]})
+  tile = at_once(p, on)
+  assert isinstance(tile, WgmmaBackwardTile), tile
+  p = with_lists(p, listing(p, on, tile, "queries"))
+  text = compiled_by_nvcc("sm_90", all_arguments(p), all_of(p, on, tile), tmp_path)
+  assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text and "serialized" not in text, text
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.thorough

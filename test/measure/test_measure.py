@@ -22,8 +22,7 @@ from cases import problem
 
 def test_ways_of_backward_give_the_same_gradients() -> None:
   """attn.measure.at_once compares three ways to compute gradients: by two kernels, by one kernel that adds to dq in no order, and by one kernel that
-  adds to dq in a fixed order. All three give the same gradients up to rounding. The problems that it measures have numbers of keys that are multiples
-  of a workgroup's keys in the single kernel."""
+  adds to dq in a fixed order. All three give the same gradients up to rounding."""
   p = problem(H=2, Sq=100, Sk=128, D=64, dtype="float16", causal="top-left")
   with emulated("sm_90"):
     have = {name: Tensor.randn(1, 2, rows, 64, device="EMU").half().realize() for name, rows in (("q", 100), ("k", 128), ("v", 128), ("do", 100))}
@@ -36,7 +35,20 @@ def test_ways_of_backward_give_the_same_gradients() -> None:
   assert [len(x) for x in ways] == [2, 3, 3] and ["dq_turns" in x[1].shapes for x in ways] == [False, False, True]
   for other in others:
     for name, x in two.items(): np.testing.assert_allclose(other[name], x, atol=5e-3*np.abs(x).max())
-  assert all(p.Sk % (at_once.SHAPE_AT_ONCE.groups*64) == 0 for p, _ in at_once.problems_of_ways([]))
+
+def test_rows_of_ways_have_the_options_that_they_name() -> None:
+  """Each row of attn.measure.at_once is a problem with the options that its name says, and has the optional tensors of this problem."""
+  rows = at_once.rows_of_ways([])
+  assert len({row.name for row in rows}) == len(rows) and len(at_once.rows_of_ways(["packed", "32/8"])) == 2
+  for row in rows:
+    p = row.p
+    for word, there in (("dropout", p.dropout_p), ("packed", p.varlen), ("softcap", p.softcap), ("ALiBi", p.alibi), ("causal", p.window == (-1, 0)),
+                        ("window", p.window[0] >= 0)): assert (word in row.told) == bool(there), row.name
+    assert {name: x.shape for name, x in row.extras.items()} == {name: shape for name, (shape, _) in p.extras.items()}, row.name
+  packed = at_once.rows_of_ways(["packed"])[0].p
+  with emulated("sm_90"):
+    x = Tensor(np.arange(120.0).reshape(2, 3, 4, 5), device="EMU").realize()
+    np.testing.assert_array_equal(at_once.as_laid(x, packed).numpy(), x.numpy().swapaxes(1, 2).reshape(8, 3, 5))
 
 def test_first_calls_are_timed() -> None:
   """attn.measure.latency times a first call, here in this process on the emulator. The time includes the compiler's time. To measure that, the

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from attn.chips import Chip
 from attn.chips.matrix import Int, Matrix, contraction
 from attn.kernels.parts.backward.turns import first_turns
-from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, dq_sums, finish_arguments
+from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, finish_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup, head_fastest
 from attn.kernels.parts.memory.lanes import Lane, element_sum, sum_over_groups, units_of
 from attn.kernels.parts.weights.epilogue import place_of_row
@@ -25,8 +25,7 @@ NUMBERS_OF_PIECE = 4      # neighbouring elements of a row of dQ that a thread r
 def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
   """Returns the index, in the fp32 accumulator of dQ, of the first element of a matrix tile. `first_query` is the first query of the tile, a multiple
   of mat.M. `column` is the index of the tile in its row of tiles."""
-  rows = (group.batch*group.p.H + head)*(dq_sums(group.p)[0][1]*QUERIES_OF_SUMS) + first_query
-  return rows*group.p.D + column*(mat.M*mat.N)
+  return (group.first_sums(head)*QUERIES_OF_SUMS + first_query)*group.p.D + column*(mat.M*mat.N)
 
 def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
   """Computes delta = rowsum(dO * O) - dLSE of a lane's query, summed over the lanes that share the query. `in_block` is the index of the query in the

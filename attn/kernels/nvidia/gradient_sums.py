@@ -11,11 +11,11 @@ from attn.chips.matrix import MMA, Mma
 from attn.kernels.nvidia.warp_gradients import WarpRows
 from attn.kernels.nvidia.warps import Warps
 from attn.kernels.parts.backward.turns import first_turns
-from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, dq_sums, finish_arguments
+from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, delta_arguments, finish_arguments
 from attn.kernels.parts.grid.workgroup import Workgroup
 from attn.kernels.parts.memory.layouts import SwizzledRows
 from attn.kernels.tiles.mma import MmaBackwardTile, fragments
-from attn.ops import nvidia as nv
+from attn.ops import common as ops, nvidia as nv
 from attn.ops.common import flat
 from attn.problem import Problem
 from attn.tinygrad_compat import UOp
@@ -23,10 +23,8 @@ from attn.tinygrad_compat import UOp
 def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
   """Returns the index, in the fp32 accumulator of dQ, of the first element of a C fragment of 16 queries and 8 columns. `first_query` is the first
   query of the tile, `warp` says which 16 queries of the tile, and `fragment` which columns."""
-  p = group.p
-  tile = (group.batch*p.H + head)*dq_sums(p)[0][1] + first_query//QUERIES_OF_SUMS
-  row = tile*(QUERIES_OF_SUMS//mat.M) + warp
-  return (row*fragments(p.D, mat) + fragment)*(mat.M*mat.N)
+  row = (group.first_sums(head) + first_query//QUERIES_OF_SUMS)*(QUERIES_OF_SUMS//mat.M) + warp
+  return (row*fragments(group.p.D, mat) + fragment)*(mat.M*mat.N)
 
 @dataclass(frozen=True)
 class QueriesOfSums:
@@ -41,19 +39,29 @@ class QueriesOfSums:
 
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
-  def sums(self) -> list[UOp]:
-    """Returns UOps that index the fp32 accumulator of dQ, at the sums that belong to this lane. Each is a vector of four sums; there is one vector
-    for every 8 columns."""
+  def places(self) -> list[UOp]:
+    """Returns the places of the sums that belong to this lane, as indices of vectors of four sums. There is one vector for every 8 columns."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
-    return [flat(group.given["dq_sums"]).bitcast(nv.F4)[first + i*(mat.M*mat.N//4)] for i in range(fragments(group.p.D, mat))]
+    return [first + i*(mat.M*mat.N//4) for i in range(fragments(group.p.D, mat))]
+  @property
+  def to(self) -> UOp:
+    """Returns the fp32 accumulator of dQ as vectors of four sums."""
+    return flat(self.group.given["dq_sums"]).bitcast(nv.F4)
+  def cleared(self) -> list[UOp]:
+    """Returns the stores of 0 to the sums that belong to this lane."""
+    return [self.to[i.valid(self.group.has_sums)].store(nv.zero(UOp.const(0))) for i in self.places()]
+  def load(self) -> list[UOp]:
+    """Loads the sums that belong to this lane. Returns 0 if the queries lie beyond the end of a packed sequence."""
+    if not self.group.p.varlen: return [self.to[i].load() for i in self.places()]
+    return [ops.as_float(ops.load_where(self.to[i], self.group.has_sums, 16)) for i in self.places()]
 
 def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
   """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0. The kernel takes the tensors of `tensors.delta_arguments(p,
   dlse)`, in this order. `dlse` says whether lse has a gradient."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)
-    stores = [*x.rows.kept_deltas(), *[at.store(nv.zero(UOp.const(0))) for at in x.sums()], *first_turns(x.group, x.rows.warps.at.thread)]
+    stores = [*x.rows.kept_deltas(), *x.cleared(), *first_turns(x.group, x.rows.warps.at.thread)]
     return x.group.gradient_kernel("backward_delta_wgmma", ("delta",), stores, 2*p.rows*p.Dv)
   return kernel
 
@@ -62,7 +70,7 @@ def finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
   `tensors.finish_arguments(p)`, in this order."""
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, finish_arguments(p), args)
-    sums, scale = [at.load() for at in x.sums()], UOp.const(p.softmax_scale)
+    sums, scale = x.load(), UOp.const(p.softmax_scale)
     stores = [store for r, row in enumerate(x.rows.of_lane[0]) for store in x.group.gradient("dq", row, x.rows.warps.columns(sums, r, scale, None))]
     return x.group.gradient_kernel("backward_finish_wgmma", ("dq",), stores, p.rows*p.D)
   return kernel

@@ -69,8 +69,10 @@ def dkdv_arguments(p:Problem, parts:int=0) -> Shapes:
 
 def dq_sums(p:Problem) -> tuple[tuple[int, ...], str]:
   """Returns (shape, dtype) of the fp32 accumulator of dQ in memory, to which every workgroup that owns keys adds its share. For each head it has
-  whole tiles of queries."""
-  return ((p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS), QUERIES_OF_SUMS*p.D), "float32")
+  whole tiles of queries. Packed sequences lie one after another, and each begins with a new tile. So sequence b, whose first row is r, begins with
+  tile r//QUERIES_OF_SUMS + b: the rounding down of r, and one tile for each sequence before it, leave room for the last tiles of these sequences."""
+  heads, tiles = (p.H, p.total_q//QUERIES_OF_SUMS + p.B) if p.varlen else (p.B*p.H, ceildiv(p.Sq, QUERIES_OF_SUMS))
+  return ((heads, tiles, QUERIES_OF_SUMS*p.D), "float32")
 
 def dq_turns(p:Problem) -> Shapes:
   """Returns (shape, dtype), by name, of the int32 counters with which workgroups add to the sums of dQ in a fixed order. A counter of turns says how
@@ -78,12 +80,13 @@ def dq_turns(p:Problem) -> Shapes:
   block of keys a workgroup owns. Returns an empty dictionary if workgroups add in no order."""
   return {"dq_turns": ((math.prod(dq_sums(p)[0][:2])*TURNS_OF_SUMS + 1,), "int32")} if p.deterministic else {}
 
-def lengths_of(p:Problem) -> Shapes: return {name: x for name, x in p.extras.items() if name == "kv_lengths"}
+def lengths_of(p:Problem) -> Shapes:
+  return {name: x for name, x in p.extras.items() if name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k")}
 
 def delta_arguments(p:Problem, dlse:bool=False) -> Shapes:
   """Returns (shape, dtype) of the tensors that `backward_delta` takes, by name and in order. The kernel writes delta, and sets to 0 dq_sums, the fp32
-  accumulator of dQ, and the counters of `dq_turns`. The kernel reads o, do, kv_lengths if the problem has it, and with `dlse` the gradient of lse.
-  Later `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
+  accumulator of dQ, and the counters of `dq_turns`. The kernel reads o, do, the lengths of sequences, and with `dlse` the gradient of lse. Later
+  `backward_all` adds to the accumulator, and `backward_finish` makes dq from it."""
   x = of_backward(p).shapes
   return {"dq_sums": dq_sums(p), **dq_turns(p), "delta": x["lse"], "o": x["o"], "do": x["o"], **lengths_of(p), **({"dlse": x["lse"]} if dlse else {})}
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES, Matrix, Mma
 from attn.kernels.parts.grid.shared_rows import Share
-from attn.kernels.parts.grid.tensors import Shapes, arguments
+from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, Shapes, arguments, dq_sums
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.memory.rows import ConvertedRows, GlobalRows, PackedRows, PagedRows, Rows, Table, strides
 from attn.kernels.parts.program.allocator import Allocator
-from attn.kernels.parts.program.blocks import Blocks, Descending, Extent, TileList, blocks_seen, extent, list_length, outside, over_keys, over_queries
+from attn.kernels.parts.program.blocks import (Blocks, Descending, Extent, TileList, blocks_seen, extent, outside, over_keys, over_queries,
+                                               tiles_of_list)
 from attn.kernels.parts.program.counts import below, bounded, ceildiv
 from attn.kernels.parts.weights.epilogue import OPTIMISED, LogSum, clear_outside, clear_rows, estimates, finish, place_of_row, store_row
 from attn.kernels.parts.weights.scores import Scores
@@ -158,7 +159,7 @@ def list_of(p:Problem, tile:BlockTile, given:Mapping[str, UOp], batch:UOp, head:
   if p.tile_list is None: return None
   batches, heads, blocks, length = p.tile_list
   number = (batch if batches > 1 else UOp.const(0))*heads + (head if heads > 1 else UOp.const(0))
-  return TileList(flat(given["tile_list"]), (number*blocks + block)*length, length - list_length(0), tile.block_n)
+  return TileList(flat(given["tile_list"]), (number*blocks + block)*length, tiles_of_list(length, "dq_turns" in given), tile.block_n)
 
 def cut_off(walk:Walk, tile:BlockTile) -> bool:
   """Returns whether masks have to compare key numbers with the first and last key that a row sees. This is unnecessary only if mask_mod alone hides
@@ -378,6 +379,18 @@ class Workgroup:
     return self.named(name, [*outputs, *self.cleared()])
 
   # ***** gradients *****
+  def first_sums(self, head:UOp) -> UOp:
+    """Returns the index of a tile of the fp32 accumulator of dQ (`tensors.dq_sums`): the tile with the first query of the workgroup's sequence, for
+    the query head `head`."""
+    p, tiles = self.p, dq_sums(self.p)[0][1]
+    if not p.varlen: return (self.batch*p.H + head)*tiles
+    return head*tiles + self.sequence.q_start//QUERIES_OF_SUMS + self.batch
+
+  @property
+  def has_sums(self) -> UOp:
+    """Returns whether the tile of sums with the workgroup's first query belongs to its sequence. A short packed sequence has fewer tiles."""
+    return below(self.first_row, self.sequence.n_q) if self.p.varlen else UOp.const(True)
+
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
     """Returns the stores of the lane's elements of a row of the gradient `name`. `columns` lists the elements as (first column, values)."""
     to = self.rows_of(name)

@@ -123,7 +123,8 @@ class TileList:
   then over those of which it hides none. attn/kernels/tile_lists.py makes the list.
 
     entries: buffer with the lists of all workgroups. The entries of a list are: the number of its tiles of which the mask hides some scores;
-      the number of all its tiles; the tiles; and in all remaining entries (at least one) the number `tiles`
+      the number of all its tiles; the tiles; and in all remaining entries (at least one) the number `tiles`. A list with turns goes on: for each
+      entry with a tile it has the number of blocks that start before the workgroup's own block and have the same tile in their lists
     first: index at which the workgroup's list begins
     tiles: number of tiles of the sequence
     size: rows of a tile"""
@@ -136,6 +137,9 @@ class TileList:
     """Converts a position in the list to a row of the sequence. Positions count the rows of the listed tiles, in the order of the list. A position
     beyond the list gives a row beyond the sequence."""
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
+  def turn(self, i:UOp) -> UOp:
+    """Returns how many blocks that start before the workgroup's own block have the list's i-th tile in their lists, too."""
+    return self.entries[self.first + list_length(self.tiles) + i].load()
   @property
   def blocks(self) -> Blocks:
     """The tiles that the workgroup loops over. The indices of these tiles are positions in the list: tiles of which the mask hides some scores come
@@ -171,9 +175,13 @@ class Descending:
 
 OF_A_LIST = 2      # numbers before the first tile of a list
 
-def list_length(tiles:int) -> int:
-  """Returns the number of entries of a list that has room for `tiles` tiles."""
-  return OF_A_LIST + tiles + 1
+def list_length(tiles:int, with_turns:bool=False) -> int:
+  """Returns the number of entries of a list that has room for `tiles` tiles, and with `with_turns` also for their turns."""
+  return OF_A_LIST + tiles + 1 + tiles*with_turns
+
+def tiles_of_list(length:int, with_turns:bool) -> int:
+  """Returns for how many tiles a list with `length` entries has room: the inverse of `list_length`."""
+  return (length - list_length(0))//(1 + with_turns)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
   """Returns the tiles of columns that the rows `first`..`last` see, in a walk over columns (keys if rows are queries, queries if rows are keys). A
