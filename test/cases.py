@@ -153,8 +153,8 @@ def count_products(monkeypatch:pytest.MonkeyPatch) -> list[int]:
   return started
 
 def compute_all_gradients_at_once(monkeypatch:pytest.MonkeyPatch, suffix:str="_wgmma") -> None:
-  """Makes dispatch choose one kernel for all gradients, also for few queries, few keys, few blocks of keys, and with deterministic=True. `suffix` is the
-  ending of the names of the kernels for which this holds, such as "_wgmma", or "" for the kernels of AMD's matrix units."""
+  """Makes dispatch choose one kernel for all gradients, also for few queries, few keys, few blocks of keys, and with deterministic=True. `suffix` is
+  the ending of the names of the kernels for which this holds, such as "_wgmma", or "" for the kernels of AMD's matrix units."""
   for name in ("LEAST_QUERIES", "LEAST_KEYS"): monkeypatch.setattr(backward_tiles, name, 64)
   for name in ("IN_ORDER_WGMMA", "IN_ORDER_MFMA"): monkeypatch.setattr(backward_tiles, name, FasterInOrder(windows=((-1, -1), (-1, 0))))
   row = GRADIENT_KERNELS[suffix]

@@ -80,8 +80,8 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 @dataclass(frozen=True)
 class FasterInOrder:
   """Describes the problems for which one kernel computes all gradients even with deterministic=True, because adding to dq in a fixed order was
-  measured to be faster than two kernels. `options` and `windows` are those of these problems. `keys` and `blocks` are the least number of keys, and of blocks
-  of keys in all batches and heads together."""
+  measured to be faster than two kernels. `options` and `windows` are those of these problems. `keys` and `blocks` are the least number of keys, and
+  of blocks of keys in all batches and heads together."""
   options: tuple[str, ...] = ("sinks", "kv_lengths", "alibi")
   windows: tuple[tuple[int, int], ...] = ()
   keys: int = 0

@@ -105,8 +105,8 @@ def as_laid(t:Tensor, p:Problem) -> Tensor:
 
 def compare_ways(row:WaysRow, seed:int=0) -> dict[str, Any]:
   """Times the gradients of a problem in each of the three ways in which attn computes them. If PyTorch's backends have the problem's options, also
-  times these backends. Returns a row of the table: the milliseconds of each, and whether the gradients agree with cuDNN's, or, with options, with those
-  of the two kernels."""
+  times these backends. Returns a row of the table: the milliseconds of each, and whether the gradients agree with cuDNN's, or, with options, with
+  those of the two kernels."""
   import torch
   torch.cuda.init()
   p = row.p

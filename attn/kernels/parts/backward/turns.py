@@ -10,9 +10,9 @@ A workgroup waits only for blocks of its own head that add before its own block.
 order in which they start (`workgroup.drawn`). Blocks that add first have the lower tickets. So the workgroup with the lowest ticket never waits, and
 no workgroup waits forever.
 
-Without lists, all workgroups loop over the tiles of queries in ascending order. Under a causal mask the last block of keys has the lowest ticket, and the fewest
-tiles. Each further block begins two tiles earlier than the block before it (two tiles are as long as a block of keys). So blocks that start together
-work on different tiles at any time, and seldom wait."""
+Without lists, all workgroups loop over the tiles of queries in ascending order. Under a causal mask the last block of keys has the lowest ticket, and
+the fewest tiles. Each further block begins two tiles earlier than the block before it (two tiles are as long as a block of keys). So blocks that
+start together work on different tiles at any time, and seldom wait."""
 from __future__ import annotations
 from dataclasses import dataclass
 from attn.kernels.parts.grid.tensors import QUERIES_OF_SUMS, TURNS_OF_SUMS, dq_sums
