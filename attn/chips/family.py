@@ -19,9 +19,9 @@ Sources of these data:
           (1.207 and 1.447 GHz) and the use of the matrix unit (up to 94%). MI350X: FlyDSL (github.com/tingqli/pyhip,
           gemm_950_optimization.md). MI355X: HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of
           fp16 and bf16 (github.com/zzc0721/torch-performance-test-data, issues 58, 173 and 165).
-  [cache] L2 of a die, and Infinity Cache: AMD CDNA 2 and CDNA 3 white papers, AMD's product pages of RX 7000 and RX 9000, Chips and Cheese.
-          Assumed: CDNA4's caches are as CDNA3's, and Infinity Cache of the other RDNA chips has RX 7900 XTX's bandwidth for each bit of the
-          memory's width.
+  [cache] Sizes of a die's L2 and of Infinity Cache: ROCm's documentation, "AMD GPU specifications", of 2026; a chip has those of its largest card.
+          Bandwidth of Infinity Cache: AMD CDNA 3 white paper; RX 7900 XTX: AMD's product page and Chips and Cheese. Assumed: CDNA4's is as CDNA3's,
+          and that of the other RDNA chips is RX 7900 XTX's for each bit of the memory's width.
   [cuda]  NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory of a block; data sheets:
           multiprocessors.
 """
