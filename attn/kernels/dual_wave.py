@@ -42,7 +42,7 @@ ROW_UNITS = 2*HEAD//UNIT_BYTES                   # units of a row of K or V: equ
 LOADS = BLOCK_N*ROW_UNITS//(WAVES*64)            # loads of a wave, straight to LDS, for each tile
 BEHIND = 2*LOADS                                 # loads that may still run when a wait ends: issued after the awaited load
 
-# Layouts of tiles in LDS: eight lanes that read 16 bytes each, or sixteen that read 8, never use the same bank.
+# Layouts of tiles in LDS: sixteen lanes that read 16 bytes each, or 32 that read 8, never use the same bank (gfx950 has 64 for reads).
 K_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 1)   # sixteen neighbouring rows are read at the same unit
 V_LAYOUT = ExchangedChunks(BLOCK_N, ROW_UNITS, 4)   # a transposing load reads four rows of four units
 

@@ -79,7 +79,7 @@ def dual_wave_k(mat:Matrix) -> Panel:
                (Access("read in one phase", [(lane % mat.N, lane//mat.N) for lane in lanes]),), 20)
 
 def dual_wave_v(mat:Matrix) -> Panel:
-  """Makes the panel of V for CDNA4's load from LDS that transposes. 16 lanes load in one phase. Groups of four lanes read the same row of V (one
+  """Makes the panel of V for CDNA4's load from LDS that transposes. 32 lanes load in one phase. Groups of four lanes read the same row of V (one
   key), 4 elements each. After the load, these four lanes hold rows of V^T whose indices differ by four."""
   def piece(lane:int) -> Piece:
     m = lane//16%2*16 + lane%4*4
