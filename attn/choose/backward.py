@@ -150,17 +150,28 @@ def choose_parts(p:Problem, arch:Chip) -> Parts:
   FULL_GRIDS times."""
   dq, dkdv = tiles_of(p, arch)
   if arch.serial or not arch.cus: return Parts(0, 0, (0,)*len(kernel_sums(p, arch)))      # nothing is known of such a device
-  group, visible = p.H//p.Hkv, p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
+  visible = p.flops//(2*p.B*p.H*(p.D + p.Dv))      # scores of a head that a mask leaves
   rows, keys = (p.total_q, p.total_k) if p.varlen else (p.B*p.Sq, p.B*p.Sk)
-  def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, trips:int, numbers:int) -> int:
+  def parts(tile:AnyBackwardTile, own:int, heads:int, walked:int, over:str, numbers:int) -> int:
+    shared = p.H//heads
+    trips, longest = (shared*ceildiv(seen, tile.block_n) for seen in (visible//own, most_seen(p, over)))
     workgroups, places = p.B*heads*ceildiv(own, tile.block_m), splits.places_of(p, arch, tile)
-    most = min(ceildiv(walked, tile.block_n)*(p.H//heads), 1 + FULL_GRIDS*places//workgroups)
+    most = min(ceildiv(walked, tile.block_n)*shared, 1 + FULL_GRIDS*places//workgroups)
     choices = [2**i for i in range(MAX_SPLITS.bit_length()) if 2**i <= most]
-    found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers)
+    found = splits.quickest(choices, workgroups, max(1, trips), tile.block_n, places, numbers, longest)
     return found if found > 1 else 0
-  return Parts(parts(dq, p.Sq, p.H, p.Sk, ceildiv(visible//p.Sq, dq.block_n), rows*p.H*p.D),
-               parts(dkdv, p.Sk, p.Hkv, p.Sq, group*ceildiv(visible//p.Sk, dkdv.block_n), keys*p.Hkv*(p.D + p.Dv)),
+  return Parts(parts(dq, p.Sq, p.H, p.Sk, "keys", rows*p.H*p.D), parts(dkdv, p.Sk, p.Hkv, p.Sq, "queries", keys*p.Hkv*(p.D + p.Dv)),
                tuple(parts_of_sum(x, arch) for x in kernel_sums(p, arch)))
+
+def most_seen(p:Problem, over:str) -> int:
+  """Returns the largest number of keys that a query of the problem sees through its window, or, with `over` "queries", the largest number of queries
+  that see a key."""
+  (left, right), rows, columns, offset = (p.window, p.Sq, p.Sk, p.offset) if over == "keys" else (p.window[::-1], p.Sk, p.Sq, -p.offset)
+  # The row whose column on the diagonal is `center` sees the columns from center - left to center + right. The next row has the next column.
+  best = left if min(left, right) >= 0 else 0 if right < 0 else columns
+  center = min(max(best, offset), rows - 1 + offset)
+  first, last = 0 if left < 0 else max(0, center - left), columns - 1 if right < 0 else min(columns - 1, center + right)
+  return max(0, last - first + 1)
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
   """Chooses how many partial results `backward_dbias` stores of its sum; 0: it stores the sum itself."""

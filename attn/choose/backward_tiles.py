@@ -91,7 +91,7 @@ class FasterInOrder:
 # with 512 blocks; 0.97 to 1.03 times with causal=True. No prediction for MFMA includes what a turn costs.
 IN_ORDER_WGMMA = FasterInOrder(windows=(FULL_WINDOW,), keys=2048, blocks=2048)
 IN_ORDER_MFMA = FasterInOrder()
-LEAST_QUERIES = 1024     # of all heads that share keys: with fewer, one kernel for all gradients was not measured
+LEAST_QUERIES = 1024     # of all heads that share keys: no smaller number was tried for MFMA
 # Least number of keys that a query sees on average. One kernel on wgmma saves time for each score, but spends time for each query to clear and to
 # read the sums of dq. On an H100 it is 1.07 times as fast with 1024 keys; by docs/data/nvidia_backward_ways.csv the times are equal at about 670.
 LEAST_KEYS = 768
@@ -104,7 +104,10 @@ def wgmma_at_once(p:Problem, arch:Chip) -> WgmmaBackwardTile|str:
   if has_sum(p): return f"{sum_over_scores(p).name}: a kernel of its own computes its gradient, beside two kernels"
   if (reason := short_of_registers(p, tile)) is not None: return reason
   if (keys := keys_of_query(p)) < LEAST_KEYS: return f"a query sees {keys} keys on average: faster only from {LEAST_KEYS} on"
-  return not_in_order(p, tile, IN_ORDER_WGMMA) or too_small_at_once(p, arch, tile) or tile
+  # Without a mask it was measured to be faster also with 64 queries, and with 32 blocks of keys that 32 heads share: then several workgroups share a
+  # block of keys.
+  parts = p.H//p.Hkv if p.window == FULL_WINDOW else 1
+  return not_in_order(p, tile, IN_ORDER_WGMMA) or too_few_blocks(p, arch, tile, parts) or not_in_lds(p, arch, tile) or tile
 
 def short_of_registers(p:Problem, tile:WgmmaBackwardTile) -> str|None:
   """Returns the reason why the kernel on wgmma that computes all gradients has too few registers for a problem, or None if it has enough."""
@@ -131,7 +134,8 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   if p.dropout_p and p.alibi is not None: return "dropout_p with alibi_slopes: scalar registers would spill in its loops"
   if arch.llvm < PLAIN_LLVM: return f"clang {arch.llvm}: predicted to be faster only with clang {PLAIN_LLVM}"
   tile = BackwardTile(**vars(shape), matrix=arch.matrix[p.dtype][0], keys=True, adds_dq=True)
-  return not_in_order(p, tile, IN_ORDER_MFMA) or too_small_at_once(p, arch, tile) or tile
+  if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"
+  return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
   """Returns the reason why deterministic=True (the same bits in every run) forbids one kernel for all gradients of `p`, so that two kernels compute
@@ -147,14 +151,16 @@ def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterInOrder) -> str|None:
 
 def blocks_of_keys(p:Problem, tile:AtOnceTile) -> int: return p.B*p.Hkv*ceildiv(p.Sk, tile.block_m)
 
-def too_small_at_once(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
-  """Returns the reason why a problem has too few rows for one kernel that computes all gradients to be faster than two kernels. Also returns a reason
-  if the kernel's tile does not fit into LDS. Returns None if the kernel may be used."""
-  if (blocks := blocks_of_keys(p, tile)) < arch.cus:
-    return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
-  if (queries := p.Sq*(p.H//p.Hkv)) < LEAST_QUERIES: return f"{queries} queries share keys: faster only from {LEAST_QUERIES} on"
-  if (need := tile.lds_bytes(p)) > arch.lds: return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}"
-  return None
+def too_few_blocks(p:Problem, arch:Chip, tile:AtOnceTile, parts:int=1) -> str|None:
+  """Returns the reason why a problem has too few blocks of keys for one kernel that computes all gradients to be faster than two kernels, or None if
+  it has enough. `parts` is the largest number of workgroups that may share a block of keys."""
+  if (blocks := blocks_of_keys(p, tile))*parts >= arch.cus: return None
+  return f"{blocks} blocks of {tile.block_m} keys: fewer than the {arch.cus} compute units of {arch.name}"
+
+def not_in_lds(p:Problem, arch:Chip, tile:AtOnceTile) -> str|None:
+  """Returns a sentence if the tile of the kernel that computes all gradients does not fit into LDS, otherwise None."""
+  need = tile.lds_bytes(p)
+  return f"{need} bytes of LDS: a workgroup of {arch.name} has {arch.lds}" if need > arch.lds else None
 
 def _chosen_mma(kernel:str, p:Problem, arch:Chip, table:tuple[UpTo[MmaBackwardShape], ...], rows:int, keys:bool) -> MmaBackwardTile:
   mat = MMA[p.dtype]

@@ -63,13 +63,16 @@ def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   if not isinstance(tile, MmaTile) or tile.key_waves == 1: return arch.busy_waves//tile.waves
   return 2 if p.pages is not None and p.pages.size % tile.block_n else 1
 
-def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int) -> int:
+def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int, longest:int=0) -> int:
   """Returns the number of parts, out of `choices`, that takes the least time by an occupancy model (see `split_heuristic`). `workgroups`, `trips`,
   `block_n` and `places` are the quantities of the same names there. The model includes the time to write and merge the results: each part writes
-  `numbers` fp32 numbers."""
+  `numbers` fp32 numbers. If a mask leaves the workgroups different numbers of trips, `trips` is their mean and `longest` is the largest one. Then the
+  chip is busy all the time, because workgroups with few trips start last, but it takes no less time than the longest workgroup."""
+  def one(trips:int, parts:int) -> int: return ceildiv(trips, parts)*block_n + PROLOGUE
   def time(parts:int) -> float:
     merge = COMBINE + 4*parts*numbers/COMBINE_BYTES if parts > 1 else 0
-    return ceildiv(workgroups*parts, places)*(ceildiv(trips, parts)*block_n + PROLOGUE) + merge
+    if longest > trips: return max(one(longest, parts), workgroups*parts/places*one(trips, parts)) + merge
+    return ceildiv(workgroups*parts, places)*one(trips, parts) + merge
   return min(choices, key=lambda parts: (time(parts), parts))
 
 def fixed_ranges(p:Problem, tile:AnyTile) -> int:

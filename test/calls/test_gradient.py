@@ -15,7 +15,7 @@ from attn.calls.history import made
 from attn.calls.options import DEFAULTS
 from attn.calls.placement import AXES
 from attn.chips import get_chip
-from attn.choose.backward import Parts, can_differentiate, choose_backward, choose_parts, memory_of
+from attn.choose.backward import Parts, can_differentiate, choose_backward, choose_parts, memory_of, most_seen
 from attn.kernels.tiles.plain import TiledBackwardTile
 from attn.problem import Problem
 from attn.reference import arrange, restore, rounded
@@ -248,7 +248,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
   "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
   "option in order": ({}, dict(deterministic=True, causal=False, softcap=3.0), "deterministic=True: .* was not measured with softcap"),
-  "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "), "queries": (dict(Sq=64), {}, "64 queries share keys: "),
+  "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "),
 }
 @pytest.mark.parametrize("case", REFUSED_AT_ONCE)
 def test_two_kernels_where_one_is_not_chosen(case:str) -> None:
@@ -296,7 +296,7 @@ def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
 REFUSED_ON_AMD = {
   "deterministic": ("gfx942", {}, dict(deterministic=True), "deterministic=True: "), "D": ("gfx942", dict(D=64), {}, "D=64, Dv=64: "),
   "functions": ("gfx942", {}, dict(score_mod=lambda s, b, h, i, j: s*s), "score_mod: "),
-  "blocks": ("gfx942", dict(B=2), {}, "8 blocks of 128 keys: "),
+  "blocks": ("gfx942", dict(B=2), {}, "8 blocks of 128 keys: "), "queries": ("gfx942", dict(Sq=64), {}, "64 queries share keys: "),
   "dropout beside slopes": ("gfx942", {}, dict(dropout_p=0.1, alibi_slopes=Tensor.empty(2)), "dropout_p with alibi_slopes: "),
   "registers": ("gfx1100", {}, {}, "a wave of gfx1100 has 256 registers: "), "chip": ("gfx950", {}, {}, "gfx950: "),
 }
@@ -596,6 +596,33 @@ def test_parts_where_a_grid_leaves_units_idle(capsys:pytest.CaptureFixture[str])
     choice = attn.explain(q, k, k, backward=True)
   text = capsys.readouterr().out
   assert f"in {choice.parts[1]} parts" in text and f"memory beside inputs and outputs: {choice.memory} bytes" in text and choice.parts[1] > 1
+
+def test_parts_by_the_longest_workgroup() -> None:
+  """The number of parts follows from the longest workgroup: under a causal mask the workgroups of the first keys see all queries. If such a workgroup
+  would take most of the time, sums are divided into more parts than without a mask: twice as many if all heads share the keys. A grid with enough
+  other work is not divided."""
+  def chosen(H:int, Hkv:int, causal:bool) -> int: return choose_parts(problem(H=H, Hkv=Hkv, Sq=4096, D=128, causal=causal), get_chip("sm_90")).dkdv
+  assert chosen(32, 1, True) == 2*chosen(32, 1, False) == 8 and chosen(16, 4, True) == 2 and chosen(16, 4, False) == 0 == chosen(16, 16, True)
+
+def test_most_seen() -> None:
+  """The largest number of keys that a query sees, and of queries that see a key, agree with a mask in numpy."""
+  rng = np.random.default_rng(3)
+  for _ in range(400):
+    Sq, Sk, left, right = (int(rng.integers(low, high)) for low, high in ((1, 40), (1, 40), (-1, 12), (-1, 12)))
+    causal = [False, True, "top-left"][int(rng.integers(3))]
+    p = problem(Sq=Sq, Sk=Sk, causal=causal, **({} if causal else {"window": (left, right)}))
+    further = np.arange(Sk) - np.arange(Sq)[:, None] - p.offset
+    seen = ((further <= p.window[1]) | (p.window[1] < 0)) & ((further >= -p.window[0]) | (p.window[0] < 0))
+    assert (most_seen(p, "keys"), most_seen(p, "queries")) == (seen.sum(1).max(), seen.sum(0).max()), p
+
+FEW_ROWS_AT_ONCE = {"few queries": (1, 8, 8, 64, 65536), "all heads on one": (1, 32, 1, 4096, 4096)}
+@pytest.mark.parametrize("case", FEW_ROWS_AT_ONCE)
+def test_one_kernel_of_few_rows(case:str) -> None:
+  """One kernel computes all gradients, without a mask, also of few queries, and of few keys if parts of the heads can share them."""
+  B, H, Hkv, Sq, Sk = FEW_ROWS_AT_ONCE[case]
+  q, k = Tensor.empty(B, H, Sq, 128, dtype=dtypes.half), Tensor.empty(B, Hkv, Sk, 128, dtype=dtypes.half)
+  assert attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False).at_once
+  assert not attn.explain(q, k, k, arch="sm_90", backward=True, deterministic=False, causal="top-left").at_once
 
 def test_forward_runs_again_for_its_lse_outside_of_training() -> None: assert launches("q", "k", "v", training=0) == 4
 
