@@ -1,4 +1,4 @@
-"""Accuracy law: how far an element of an output may be from exact, in units of its own rounding error. docs/contract.md derives it.
+"""Accuracy law: how far an element of an output may be from exact, in units of the element's own rounding error. docs/contract.md derives the law.
 
 The law holds for every element, for all inputs and all kernels:
 
@@ -7,15 +7,16 @@ The law holds for every element, for all inputs and all kernels:
 `exact` is the float64 computation on the inputs as rounded to their dtype (attn/reference.py).
 
 `sigma` is the standard deviation, to first order, of the error that comes from the roundings which the dtypes force. These numbers are rounded: P
-(and in backward dS) to the inputs' dtype, where P or dS is a factor of a matrix product; O to the output's dtype; each gradient to its own dtype.
-Backward computes delta = rowsum(dO * O) - dLSE from the rounded O. The error of rounding a number x to nearest has a standard deviation of at most u
-|x|/sqrt(3), where u is the roundoff of the dtype. Different numbers have independent errors. Equal numbers have equal errors. All dS of a row are
-computed from the one delta of the row, so an error of delta changes all of them together.
+(and in backward dS) to the inputs' dtype, where P or dS is a factor of a matrix product; O to the output's dtype; each gradient to the gradient's
+dtype. Backward computes delta = rowsum(dO * O) - dLSE from the rounded O. The error of rounding a number x to nearest has a standard deviation of at
+most u |x|/sqrt(3), where u is the roundoff of the dtype. Different numbers have independent errors. Equal numbers have equal errors. All dS of a row
+are computed from the one delta of the row, so an error of delta changes all dS of the row together.
 
-`slack` bounds the errors of fp32 arithmetic, and the loss of weights below the normal numbers of float16.
+`slack` bounds all other errors: the errors of fp32 arithmetic, and the errors of elements of P that are so small that float16 stores them as a
+denormal number or as 0.
 
-Over all elements with slack < sigma/4, the root mean square of error/sigma is at most 1, if there are 10^4 such elements or more. NaN and inf stand
-exactly where `exact` has them, and inf also where a result is too large for the output's dtype."""
+The root mean square of error/sigma is taken over all elements with slack < sigma/4. If there are 10^4 such elements or more, this root mean square is
+at most 1. An output has NaN and inf exactly where `exact` has NaN and inf, and also has inf where a result is too large for the output's dtype."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
@@ -41,8 +42,9 @@ SHORT_CAP = 64.0                # up to this softcap, kernels of 16-bit inputs c
 
 @dataclass(frozen=True)
 class ShortSums:
-  """Sums of a matrix unit that cuts off the addends of a product of 8-bit floats at 2^-`bits` of their largest partial sum. After `run` products a
-  sum goes to fp32; 0: never."""
+  """Describes how a matrix unit adds products of 8-bit floats with fewer bits than fp32. The unit cuts each product off at 2^-`bits` times the
+  largest partial sum of the products. After every `run` products the sum is added to an fp32 sum. `run` = 0: the unit adds all products of the sum
+  without fp32."""
   bits: int
   run: int
   @property
@@ -51,29 +53,30 @@ class ShortSums:
 
 @dataclass(frozen=True)
 class Law:
-  """What an output is compared with: for each element the exact value and the limit of the error, 6 `sigma` + `slack`. `sigma` is the standard
-  deviation of the rounding errors that the dtypes force, and `slack` the limit of all other errors. `alike` marks the elements that are left out of
-  the root mean square of the errors. An element is left out if its error comes from few different roundings or equals the error of another element,
-  as equal numbers are rounded with equal errors. An element below the smallest normal number of the dtype is left out, too."""
+  """Exact values that an output is compared with, and the limits of the errors: for each element 6 `sigma` + `slack`. `sigma` is the standard
+  deviation of the rounding errors that the dtypes force, and `slack` the limit of all other errors. `left_out` marks the elements that don't count in
+  the root mean square of error/sigma. An element is left out for one of three reasons: the error of the element comes from few different roundings,
+  equals the error of another element (equal numbers are rounded with equal errors), or the element is below the smallest normal number of the
+  dtype."""
   exact: Array
   sigma: Array
   slack: Array
-  alike: Array
+  left_out: Array
   def of(self, change:Callable[[Array], Array]) -> Law:
     """Returns the exact values and error limits of a part or a rearrangement of the output. `change` is a function that selects or rearranges the
-    elements of an array; it is applied to every array of this Law."""
+    elements of an array. Law.of applies this function to every array of the Law."""
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Overwrites the exact values and error limits of the elements `at` with those of another Law."""
+    """Overwrites the exact values and error limits of some elements with those of `law`. `at` is the numpy index of the elements."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Adds another result to the elements `at`. The errors of both results are independent. So the exact values, the variances, and the limits of the
-    other errors (`slack`) add up."""
+    """Turns some elements into sums: adds an element of `law` to each. `at` is the numpy index of the elements. The errors of the two summands must
+    be independent. Exact values are added, and so are variances (sigma^2) and slacks."""
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
-    self.alike[at] |= law.alike
+    self.left_out[at] |= law.left_out
   def rounded_to(self, dtype:str) -> Law:
     """Returns the exact values and error limits of the output after it is rounded once more, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
@@ -87,8 +90,8 @@ def without_error(shape:tuple[int, ...], value:float=0.0) -> Law:
 
 @dataclass(frozen=True)
 class Laws:
-  """Exact values and error limits (a `Law`) of each gradient: of q, k, v, the bias, the sinks and the ALiBi slopes. A field is None if the call has
-  no such tensor."""
+  """Exact values and error limits (a `Law`) of each gradient: of q, k, v, the bias, the sinks and the ALiBi slopes. The field of a tensor is None if
+  the call has no such tensor."""
   q: Law
   k: Law
   v: Law
@@ -103,14 +106,11 @@ class Verdict:
   """Result of a comparison of an output with its exact values and error limits. An element's limit is 6 sigma + slack: sigma is the standard
   deviation of the rounding errors that the dtypes force, and slack is the limit of all other errors.
 
-  error, limit, sigma: of the element with the largest error/limit
-  where: index of this element
-  resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings and
+  error, limit, sigma: numbers of the element with the largest error/limit where: index of the element with the largest error/limit resolved: number
+  of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings and
     equals no other element's error
-  rms: root mean square of error/sigma over these elements
-  furthest: largest error/sigma of these elements
-  count: number of all elements
-  pattern: "" or a text that says which NaN or inf is out of place"""
+  rms: root mean square of error/sigma over the elements that count furthest: largest error/sigma of the elements that count count: number of all
+  elements pattern: "" or a text that says which NaN or inf is out of place"""
   error: float
   limit: float
   sigma: float
@@ -122,12 +122,12 @@ class Verdict:
   pattern: str = ""
   @property
   def ratio(self) -> float:
-    """Largest error/limit of all elements. A number above 1 means that the element at `where` is wrong."""
+    """Largest error/limit of all elements. A number above 1 means that the element at the index `where` is wrong."""
     return self.error/self.limit if self.limit else math.inf if self.error else 0.0
   @property
   def scattered(self) -> bool:
     """Tells whether the errors are too large on average: the root mean square of error/sigma is above 1, where sigma is the standard deviation of an
-    element's rounding errors. Returns False if there are fewer than ENOUGH_ELEMENTS elements, because the mean of few errors says nothing."""
+    element's rounding errors. Returns False if fewer than ENOUGH_ELEMENTS elements count, because a mean of few errors says nothing."""
     return self.resolved >= ENOUGH_ELEMENTS and self.rms > 1
   @property
   def ok(self) -> bool: return not self.pattern and self.error <= self.limit and not self.scattered
@@ -138,8 +138,8 @@ class Verdict:
 
 def judge(out:Array, law:Law) -> Verdict:
   """Compares an output with its exact values, and returns the result as a Verdict. A wrong output raises no error. `Verdict.ok` is true if each
-  element's error is within the element's limit, if the errors are not too large on average, and if NaN and inf stand exactly where the exact result
-  has them."""
+  element's error is within the element's limit, if the errors are not too large on average, and if the output has NaN and inf exactly where the exact
+  result has NaN and inf."""
   assert out.shape == law.exact.shape, (out.shape, law.exact.shape)
   for name, of in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
     if (wrong := of(out) != of(law.exact)).any():
@@ -151,7 +151,7 @@ def judge(out:Array, law:Law) -> Verdict:
     error = np.where(finite, np.abs(out.astype(np.float64) - law.exact), 0)
     limit = np.where(finite, law.limit, 1)
     at = tuple(map(int, np.unravel_index(int(np.nan_to_num(error/limit, nan=0).argmax()), error.shape)))
-    resolved = finite & (law.slack < law.sigma/4) & ~law.alike
+    resolved = finite & (law.slack < law.sigma/4) & ~law.left_out
     sigmas = error[resolved]/law.sigma[resolved]
   rms, furthest = (float(np.sqrt(np.square(sigmas).mean())), float(sigmas.max())) if sigmas.size else (0.0, 0.0)
   return Verdict(float(error[at]), float(limit[at]), float(law.sigma[at]), at, rms, furthest, sigmas.size, error.size)
@@ -169,13 +169,14 @@ def _in_dtype(x:Array, dtype:str) -> Array:
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
 
 def _largest_error(x:Array, dtype:str) -> Array:
-  """Returns the largest error of rounding x to `dtype`: the roundoff times |x|, or times the smallest normal number if |x| is smaller."""
+  """Returns the largest error of rounding each element of x to `dtype`: the roundoff times |x|, or times the smallest normal number if |x| is
+  smaller."""
   return ROUNDOFF[dtype]*np.maximum(np.abs(x), SMALLEST[dtype])
 
 @dataclass(frozen=True)
 class _Moments:
-  """Errors of a result before it is stored: `variance` is the variance of the rounding errors, and `slack` the limit of all other errors. `alike`
-  marks elements whose errors come from roundings of equal numbers."""
+  """Errors of a result before the result is stored. `variance` is the variance of an element's rounding errors, and `slack` the limit of all other
+  errors. `alike` is True for an element whose error is a sum of several equal errors, because equal numbers were rounded."""
   variance: Array
   slack: Array
   alike: Array
@@ -187,10 +188,10 @@ class _Moments:
     self.alike[at] |= x.alike
 
 def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
-  """Returns the exact values and error limits of a result that is stored as `dtype`. x has the exact values, and `errors` the errors before the
-  result is stored. Storing rounds once more. Elements below the smallest normal number of `dtype` are marked `alike`, to leave them out of the root
-  mean square of error/sigma (sigma is the standard deviation of the rounding errors). Denormal numbers alone may have a root mean square of 1, normal
-  numbers of 0.73."""
+  """Returns the exact values and error limits of a result that is rounded to `dtype` and stored. x has the exact values, and `errors` the errors
+  before this rounding. Elements below the smallest normal number of `dtype` are marked `left_out`: they don't count in the root mean square of
+  error/sigma (sigma is the standard deviation of rounding errors). The root mean square of many such elements is 1, which is already the limit of the
+  accuracy law. The root mean square of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(errors.variance + np.square(_largest_error(finite, dtype))/3)
@@ -198,14 +199,14 @@ def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
   return Law(x, sigma, slack, errors.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Describes the errors of rounding the weights w to `dtype`. Returns two arrays: for each weight the largest rounding error, and its loss (None if
-  no weight has one). A loss is an error that is not random, such as a weight that becomes 0: errors of this kind add up over the weights.
+  """Describes the errors of rounding the weights w to `dtype`. Returns two arrays. The first array has the limit of each weight's random error. The
+  second array has the limit of each weight's systematic error, or is None if no weight has a systematic error. Random errors partly cancel in a sum
+  of weights. Systematic errors, such as weights that become 0, add up.
 
-  float16 has losses. A weight below 2^-22 is rounded to one of the five smallest numbers: 0, 1, 2, 3 or 4 times 2^-24. The loss of this weight is at
-  most the weight itself. If the matrix unit flushes denormal numbers to 0 (`flushes`), every weight below the smallest normal number, 2^-14, is lost.
-  A weight above 2^-14 may then be lost, too, because the computed weight differs from the exact one by up to `off`. The 8-bit floats have losses as
-  float16 does: a weight below half of the smallest normal number is rounded to one of the five smallest numbers. bfloat16 has no losses: its smallest
-  normal number is that of fp32, the type in which the weights are computed. float32 is not rounded."""
+  A weight below 4 times the smallest denormal number of `dtype` (in float16 below 2^-22) has a systematic error instead of a random error. If the
+  matrix unit replaces denormal numbers by 0 (`flushes`), every weight below the smallest normal number has one. `off` is the error that w had before
+  the rounding: with `flushes`, a weight may also become 0 if it is at most `off` above the smallest normal number. bfloat16 has no systematic errors,
+  because its smallest normal number is that of fp32, in which weights are computed. float32 weights are not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype == "bfloat16": return np.minimum(size, largest), None
@@ -216,8 +217,8 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """Computes the sum over j of (r_j (factor_j x_j - centre))^2. If each weight j of a row has an independent error with the standard deviation r_j,
-  this is the variance of the error of the sum over j of weight_j (factor_j x_j - centre). r and `factor` are (..., n, m), x is (..., m, columns),
+  """Computes the sum over j of (r_j (factor_j x_j - centre))^2. This sum is the variance of the error of the sum over j of weight_j (factor_j x_j -
+  centre), if the weights of a row have independent errors with the standard deviations r_j. r and `factor` are (..., n, m), x is (..., m, columns),
   `centre` and the result are (..., n, columns). Without `factor` each factor is 1, and without `centre` the centre is 0."""
   found, of_x = r*r, r*r if factor is None else r*r*factor
   total = (of_x if factor is None else of_x*factor) @ (x*x)
@@ -235,12 +236,13 @@ def _rows_with_equals(values:Array) -> Array:
   return ((size[..., 1:] - size[..., :-1] <= EQUAL*size[..., 1:]) & (size[..., 1:] > NOTHING*size[..., -1:])).any(-1)
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
-  """Corrects sums of squares for the rows of `values` (..., n, m) that have equal values. Each value stands for a term, and `total` (..., n, columns)
-  has the sum of the squares of a row's m terms. Equal values have equal rounding errors, so their terms are to be added before they are squared.
+  """Corrects sums of squares for the rows of `values` (..., n, m) that have equal values. Row r has m terms, and `total` (..., n, columns) holds the
+  sum of their squares for each row r. The errors of two terms i and j are equal if values[r, i] and values[r, j] are equal. Such terms must be added
+  before the sum is squared.
 
-  `terms(some, order)` is a function that returns the terms of some rows, sorted, as (count, m, columns). `some` is the numpy index of these rows, and
-  `order` (count, m) has the index of the term that comes first in each row, second, and so on. Returns `total` after the correction, and a bool array
-  (..., n, 1), True for a corrected row."""
+  `terms(rows, order)` is a function that returns the terms of some rows as (count, m, columns). `rows` is the numpy index of these rows, and `order`
+  (count, m) lists for each row the numbers of the terms in the order in which to return the terms, by increasing |value|. Returns `total` after the
+  correction, and a bool array (..., n, 1), True for a corrected row."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -257,10 +259,10 @@ def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[A
   return total, equals[..., None]
 
 def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array]:
-  """Computes the variance of the error of a sum over j of weight_j (factor_j x_j - centre), where weight j has an error of the standard deviation
-  r_j. Keys j with equal `values` have equal errors: their terms are added before they are squared. All other errors are independent. `values`, r and
-  `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) is (..., n, columns). Returns the variance (..., n, columns), and a
-  bool array (..., n, 1), True for a row with two equal values."""
+  """Computes the variance of the error of the sum over j of weight_j (factor_j x_j - centre). The error of weight_j has the standard deviation r_j.
+  Two weights i and j of a row have equal errors if values_i and values_j are equal, and independent errors otherwise. Terms with equal errors are
+  added before the sum is squared. `values`, r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) is (..., n,
+  columns). Returns the variance (..., n, columns), and a bool array (..., n, 1), True for a row with two equal values."""
   x = np.broadcast_to(x, (*r.shape[:-2], *x.shape[-2:]))
   def terms(here:tuple[Array, ...], order:Array) -> Array:
     def ordered(a:Array) -> Array: return np.take_along_axis(a[here], order, -1)[..., None]
@@ -272,9 +274,9 @@ def _grouped(values:Array, r:Array, x:Array, factor:Array|None=None, centre:Arra
 
 def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> tuple[Array, Array|None]:
   """Estimates the largest magnitude of the partial sums when two sums over j are computed term by term: the sum of w_j factor_j x_j, and the sum of
-  w_j (factor_j x_j - centre). Returns two arrays (..., n, columns), one for each sum; the second one is None without `centre`. The terms are divided
-  into at most 32 blocks. Partial sums at the ends of blocks are computed exactly. Partial sums inside a block are estimated as a random walk: the
-  root of the sum of the squares of all terms."""
+  w_j (factor_j x_j - centre). Returns two arrays (..., n, columns), one for each sum; the second array is None without `centre`. The terms are
+  divided into at most 32 blocks. Partial sums at the ends of blocks are computed exactly. Partial sums inside a block are estimated as a random walk:
+  the root of the sum of the squares of all terms."""
   m = w.shape[-1]
   running, mass = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], 1))
   largest = np.sqrt(_squares(w, x, factor))
@@ -290,7 +292,7 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Bounds the error of a sum of products in fp32. Returns the bound (..., 1) in units of the roundoff of the largest partial sum. w (..., m) has the
+  """Bounds the error of an fp32 sum of products. Returns the bound (..., 1) in units of the roundoff of the largest partial sum. w (..., m) has the
   first factor of each product; a product with w = 0 does not count. The bound covers two ways to compute the sum. A matrix instruction adds 16
   products at a time and may truncate: the error grows with the number of instructions. A chain of multiply-adds rounds to nearest after each product:
   the error grows with the root of the number of products."""
@@ -298,27 +300,28 @@ def _roundings(w:Array) -> Array:
   return np.maximum(2*np.ceil(terms/STEP), SIGMAS/2*np.sqrt(terms))
 
 def _added(w:Array, largest:Array) -> Array:
-  """Bounds the error of an fp32 sum of products with factors w. `largest` is the largest partial sum."""
+  """Bounds the error of an fp32 sum of products. w has the first factor of each product, and `largest` the largest partial sum."""
   return FP32*_roundings(w)*largest
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
-  """Estimates the standard deviation of the error of a dot product of n terms in fp32. `size` is the result of the dot product; only its absolute
-  value matters. `squares` is the sum of the squares of its terms."""
+  """Estimates the standard deviation of the error of an fp32 dot product of n terms. `size` is the result of the dot product; only the absolute value
+  of `size` matters. `squares` is the sum of the squares of the terms."""
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
-def _short_dot_errors(short:ShortSums, q:Array, turned:Array, raw:Array) -> tuple[Array, Array]:
-  """Estimates the errors of q k^T in short sums: their standard deviation, and the limit of the part that has one sign. Each addend loses a part of a
-  unit, towards zero. Losses of addends of both signs partly cancel."""
-  unit = short.unit*(np.abs(raw) + np.sqrt((q*q) @ (turned*turned)))
-  return unit*EVENLY_SPREAD*math.sqrt(q.shape[-1]), unit*np.abs(np.sign(q) @ np.sign(turned))/2
+def _short_dot_errors(short:ShortSums, q:Array, k_transposed:Array, products:Array) -> tuple[Array, Array]:
+  """Estimates the errors of the dot products q k^T in a matrix unit that cuts bits off each product (see `ShortSums`). `k_transposed` is k^T, and
+  `products` is q k^T. A cut moves a product towards zero, so the cuts of positive and of negative products partly cancel. Returns the standard
+  deviation of the random part of each error, and the limit of the part that does not cancel."""
+  unit = short.unit*(np.abs(products) + np.sqrt((q*q) @ (k_transposed*k_transposed)))
+  return unit*EVENLY_SPREAD*math.sqrt(q.shape[-1]), unit*np.abs(np.sign(q) @ np.sign(k_transposed))/2
 
-def _short_sum_errors(short:ShortSums, w:Array, x:Array, below:float=2.0) -> Array:
-  """Bounds the error of the sum of w_j x_j in short sums. Only weights below `below` times the sum of all weights lose something: larger ones are
-  multiples of a unit."""
+def _short_sum_errors(short:ShortSums, w:Array, x:Array, cut_below:float=2.0) -> Array:
+  """Bounds the error of the sums w @ x in a matrix unit that cuts bits off each product (see `ShortSums`). Only a product whose weight w_j is below
+  `cut_below` times the sum of all weights has bits to lose. The default of 2 means every product."""
   random, signed = np.zeros((*w.shape[:-1], x.shape[-1])), np.zeros((*w.shape[:-1], x.shape[-1]))
   for here in short.runs(w.shape[-1]):
     some, of_x = w[..., here], x[..., here, :]
-    mass, counted = some @ np.abs(of_x), np.where((some > 0) & (some < below*some.sum(-1, keepdims=True)), 1.0, 0.0)
+    mass, counted = some @ np.abs(of_x), np.where((some > 0) & (some < cut_below*some.sum(-1, keepdims=True)), 1.0, 0.0)
     random += np.square(short.unit*mass)*(counted @ np.sign(np.abs(of_x)))
     signed += short.unit*mass*np.abs(counted @ np.sign(of_x))/2
   return SIGMAS*EVENLY_SPREAD*np.sqrt(random) + signed
@@ -329,8 +332,8 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """Values in float64 from which the errors of forward follow, for each pair of a query and a key (..., H, Sq, Sk), or for each row (..., H, Sq, 1).
-  q, k and v have equal numbers of heads."""
+  """Values in float64 that determine the errors of forward. An array has one value for each pair of a query and a key (..., H, Sq, Sk), or one for
+  each row (..., H, Sq, 1). The heads of k and v are repeated, so that q, k and v have equal numbers of heads."""
   dtype: str
   flushes: bool
   scale: float
@@ -351,7 +354,7 @@ class _Pairs:
   short: ShortSums|None = None           # how the matrix unit adds, if not in fp32
   def kept(self, a:Array) -> Array:
     """Applies dropout to an array with a value for each pair of a query and a key: multiplies the values of the pairs that dropout keeps by 1/(1 -
-    dropout_p), and the other values by 0."""
+    dropout_p), and the values of all other pairs by 0."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -423,10 +426,13 @@ def _scales_in_range(scales:Array) -> Array:
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False, v_scales:Array|None=None, short:ShortSums|None=None) -> tuple[Law, Law]:
-  """Computes the exact values and error limits of (o, lse) for inputs of this `dtype`. scale, `window`, `offset` (the place of query 0 among the
-  keys) and `options` describe the call, as for `reference.exact`. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as
-  CDNA2 does. If k and v are stored in 8 bits, they are given as float64, each row times its scale, and `v_scales` (B, Hkv, Sk) are the scales of
-  V. q, k and v of 8-bit floats are given as float64, times their scales. `short` says how the matrix unit adds, if it does not add in fp32."""
+  """Computes the exact values and error limits of o and lse. Returns one Law for each. `dtype` is the dtype in which a kernel multiplies q, k and v,
+  and `out_dtype` the dtype of o. scale, `window`, `offset` (the position of query 0 among the keys) and `options` (masks, bias, lengths, ...)
+  describe the call. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does.
+
+  A cache of 8-bit rows (QuantizedRows): k and v are given as float64, each row times the row's scale, and `v_scales` (B, Hkv, Sk) has the scales of
+  the rows of V. q, k and v that all are 8-bit floats: all three are given as float64, times q_scale, k_scale and v_scale. `short` says how the matrix
+  unit adds the products of 8-bit floats, if not in fp32."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):
@@ -444,9 +450,9 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   return _stored(o, of_o, out_dtype), _stored(lse, of_lse, "float32")
 
 def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
-  """Yields the batches that can be computed together: (slice of the batches, number of keys, shift, options). Without kv_lengths these are all
-  batches. With kv_lengths each batch comes by itself. The shift is the number that the lengths add to `offset`, the place of query 0 among the
-  keys."""
+  """Yields the groups of sequences that can be computed together: (slice of the batch axis, number of keys, shift, options). Without kv_lengths all
+  sequences are one group. With kv_lengths each sequence is a group, because each may have another number of keys. The number `shift` is to be added
+  to `offset`, the position of query 0 among the keys: the last query stays at the last key that exists."""
   if x.kv_lengths is None: yield slice(None), k.shape[-2], 0, x
   else:
     for b, n in enumerate(map(int, x.kv_lengths)):
@@ -454,10 +460,10 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
       yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the slack of o: the limit of all errors except the roundings that the dtypes force. The slack is the sum of four errors. (1) The fp32
-  error of each score: one part comes from the product q.k, and is equal for keys with equal q.k; the other part comes from later operations, and is
-  equal for keys with equal weights. (2) The error of adding up, in fp32 or in short sums. (3) The error of rescaling the sums when the softmax
-  subtracts a larger number than before. (4) The loss of small weights."""
+  """Returns the limit of all errors of o except the roundings that the dtypes force (the slack of o). `o` has the exact values. The slack is the sum
+  of four limits. (1) The fp32 errors of scores. The error of a product q.k is equal for keys with equal q.k. The error of the operations after this
+  product is equal for keys with equal weights. (2) The error of adding up, in fp32 or as `t.short` describes. (3) The error of rescaling the sums
+  when the softmax subtracts a larger number than before. (4) The systematic errors of rounding small weights (see `_rounding`)."""
   largest, centred = _prefixes(t.p, t.v, t.factor, o)
   assert centred is not None
   of_products, _ = _grouped(t.raw, t.p*t.off, t.v, t.factor, o)
@@ -476,9 +482,10 @@ def _slack_of_o(t:_Pairs, o:Array) -> Array:
 
 def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                      options:Options=PLAIN, *, dtype:str, out_dtype:str, bias_dtype:str="float32", flushes:bool=False) -> Laws:
-  """Computes the exact values and error limits of the gradients for inputs of this `dtype` and a bias of `bias_dtype`. scale, `window`, `offset` (the
-  place of query 0 among the keys) and `options` describe the call, as for `reference.exact_backward`. `do` is the gradient of o, rounded to `dtype`;
-  o itself is rounded to `out_dtype`."""
+  """Computes the exact values and error limits of the gradients, for inputs of this `dtype` and a bias of `bias_dtype`. scale, `window`, `offset`
+  (the position of query 0 among the keys) and `options` (masks, bias, lengths, ...) describe the call. `do` is the gradient of o, rounded to `dtype`,
+  and `dlse` the gradient of lse. o is rounded to `out_dtype`. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2
+  does."""
   if do is None: do = np.zeros((*q.shape[:-1], v.shape[-1]))
   if dlse is None: dlse = np.zeros(q.shape[:-1])
   want = exact_backward(q, k, v, do, dlse, scale, window, offset, options)
@@ -507,8 +514,8 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Values in float64 from which the exact gradients and their error limits follow, for each pair of a query and a key (..., H, Sq, Sk), or for each
-  row (..., H, Sq, 1)."""
+  """Values in float64 that determine the exact gradients and the error limits of the gradients. An array has one value for each pair of a query and a
+  key (..., H, Sq, Sk), or one for each row (..., H, Sq, 1)."""
   t: _Pairs
   do: Array
   heads: int                 # key/value heads
@@ -550,8 +557,9 @@ class _Gradients:
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
     """Describes the errors of the matrix product w @ x, where w is rounded to the inputs' dtype before the product. Returns the variance of the
-    rounding errors, and the slack: the limit of the other errors. `off` is the variance of the error that each element of w has by itself. `of_delta`
-    is the variance of the error that delta causes in an element; it counts here only for the question whether the element may be rounded to 0."""
+    rounding errors, and the limit of all other errors. `off` is the variance of the independent error that each element of w has before the rounding.
+    `of_delta` is the variance of the error that delta causes in each element of w. This error only decides whether an element may be rounded to 0:
+    the caller adds the effect of delta's error on the product."""
     r, lost = _rounding(w, self.t.dtype, self.t.flushes, SIGMAS*np.sqrt(off + of_delta))
     slack, (total, equals) = SIGMAS*np.sqrt(off @ (x*x)) + _added(w, _prefixes(w, x)[0]), _grouped(w, r, x)
     return _Moments(total/3, slack if lost is None else slack + lost @ np.abs(x), equals)
@@ -574,9 +582,9 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Describes the errors of the fp32 sums of `weights` times dS. `weights` (Sq, Sk) are factors such as i - j, by which dS is multiplied before it
-    is added up to the gradient of a score term (a bias, ALiBi slopes). Returns variance and slack of the sums. Each sum is over the scores (B, H, Sq,
-    Sk) to which one element of a tensor of this `shape` is broadcast."""
+    """Describes the errors of the gradient of a score term (a bias, or ALiBi slopes) with the given `shape`. The gradient of an element is an fp32
+    sum of `weights` * dS, over all scores (B, H, Sq, Sk) to which the element is broadcast. `weights` (Sq, Sk) is the derivative of a score by the
+    term: 1 for a bias, the distance |i - j| for slopes. Returns the variance of the rounding errors, and the limit of all other errors."""
     mass = weights*self.t.p
     if shape[-1] == 1: mass = mass.sum(-1, keepdims=True)
     def total(a:Array) -> Array: return summed_to(a, shape)

@@ -131,7 +131,7 @@ def test_rounded_once_more() -> None:
   assert not judge(rounded(x, "bfloat16"), law).ok and judge(rounded(x, "bfloat16"), stored).ok
   assert not judge(x*(1 + 4*ROUNDOFF["bfloat16"]), stored).ok
 
-def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.alike]
+def pieces(law:Law) -> list[np.ndarray]: return [law.exact, law.sigma, law.slack, law.left_out]
 
 def test_each_batch_has_its_own_law() -> None:
   """The error limits of a batch with kv_lengths follow from its visible keys alone. For gradients of a tensor that batches share, the variances of
@@ -168,7 +168,7 @@ def test_equal_scores_are_rounded_alike() -> None:
   p = rounded(weights.astype(np.float32), "float16").astype(np.float64)
   error = np.abs(p @ v/p.sum(-1, keepdims=True) - law.exact)
   independent = ROUNDOFF["float16"]/3**.5*np.sqrt(np.square(weights/weights.sum()) @ np.square(v - law.exact[0, 0]))
-  assert judge(law.exact, law).ok and (error < 2*law.sigma).all() and (error > 20*independent).all() and law.alike.all()
+  assert judge(law.exact, law).ok and (error < 2*law.sigma).all() and (error > 20*independent).all() and law.left_out.all()
 
 def test_nan_and_inf_must_match() -> None:
   law = Law(np.array([1.0, np.nan, np.inf, -np.inf]), np.ones(4), np.zeros(4), np.zeros(4, np.bool_))

@@ -40,14 +40,14 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   The score is softmax_scale * Q K^T. Then softcap, ALiBi, bias and the masks act on it, in this order.
 
   Tensors
-    q                 (B, H, Sq, D), float16, bfloat16, float32 or 8-bit floats (see below). A view is copied.
+    q                 (B, H, Sq, D), float16, bfloat16, float32 or 8-bit floats (see below). A view of a buffer is first copied to a new buffer.
     k                 (B, Hkv, Sk, D), in the dtype of q. H is a multiple of Hkv: query head h reads key/value head h // (H // Hkv).
-    v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given. k and v may be QuantizedRows, of 8 bits; with v_dim, k may be
-                      QuantizedLatent.
+    v                 (B, Hkv, Sk, Dv), in the dtype of q. None if `v_dim` is given. A cache k and v may also be QuantizedRows: numbers stored in 8
+                      bits, with a scale for each row. With v_dim, k may be QuantizedLatent.
     v_dim             V is k[..., :v_dim]: multi-head latent attention, see MLA below.
     layout            "bhsd", "bshd" (B, S, H, D), "nsd" (B*H, S, D) or "thd" (total, H, D): packed sequences, one after another.
-    out               Buffer to write o to, and what the call returns as o. It must be a whole buffer.
-    out_dtype         Dtype of o. Default: the dtype of `out`, or of q; bfloat16 for q of 8 bits.
+    out               Buffer, or contiguous part of a buffer, to write o to. The call returns this tensor as o.
+    out_dtype         Dtype of o. Default: the dtype of `out`, or of q; bfloat16 for q of 8-bit floats.
     return_lse        Also return lse, the natural-log sum of exponentials: float32 (B, H, Sq), (B*H, Sq) in "nsd", (H, total) in "thd".
 
   Scores
@@ -57,7 +57,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
     bias              Added to the scores, broadcastable to (B, H, Sq, Sk). -inf masks.
     score_mod         Your own function of a score, applied last. See Functions below.
     mod_tensors       Tensors that score_mod and mask_mod read.
-    sinks             (H): score of one extra key per head that has no value. lse counts it.
+    sinks             (H): score of one extra key per head that has no value. lse counts this key.
 
   Masks
     causal            False. True or "bottom-right": query i sees keys j <= i + Sk - Sq. "top-left": keys j <= i, as in PyTorch.
@@ -66,7 +66,8 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
 
   Lengths
     kv_lengths        Number of keys that exist: an int or a Variable for all batches, or int32 (B). See Lengths below.
-    kv_starts         int32 (B), only with kv_lengths: earlier rows do not exist either. Row kv_starts[b] counts as key 0.
+    kv_starts         int32 (B), only with kv_lengths: rows of k and v before row kv_starts[b] do not exist. Masks, ALiBi and your own functions
+                      count keys from row kv_starts[b], which is key 0.
     block_table       int32 (B, max_blocks): k and v are pages, see Pages below.
     cu_seqlens_q      int32 (sequences + 1), for "thd": the row of q where each sequence begins, then the total.
     cu_seqlens_k      int32 (sequences + 1), for "thd": the row of k and v where each sequence begins, then the total.
@@ -75,7 +76,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
 
   Dropout
     dropout_p         Probability that an element of P becomes 0, at least 0 and below 1. The others become P/(1 - dropout_p).
-    dropout_seed      uint32 (2): decides which elements. Default: a new one for each call, from tinygrad's generator.
+    dropout_seed      uint32 (2): decides which elements become 0. Default: a new seed for each call, from tinygrad's generator.
 
   8-bit floats
     q_scale           Factor of q, float32: one number, or (B, Hkv).
@@ -87,101 +88,106 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
     num_splits        Number of key ranges computed in parallel and then merged. 0: chosen by a heuristic. 1: no split.
     batch_invariant   A row of o has the same bits alone and in any batch. Costs speed.
     deterministic     Gradients have the same bits in every run. False lets faster kernels add to dq in no order.
-    sequence_order    Order of rows sharded over devices: "contiguous", or "zigzag" as attn.shard_sequence deals them.
+    sequence_order    Order of rows sharded over devices: "contiguous", or "zigzag" as attn.shard_sequence orders rows.
     sequence_lengths  (Sq, Sk) without padding, of rows sharded over devices.
     arch              Chip, for example "gfx942". Default: the chip of q's device.
 
   Functions: score_mod(score, b, h, i, j, *tensors) returns the score to use instead. mask_mod(b, h, i, j, *tensors) says whether the query at i sees
-  the key at j. Both are called once, with scalar UOps, and become part of the kernels, backward too: `lambda b, h, i, j: i >= j` is causal=True.
-  score is float32, after all other terms. b is the batch, or the packed sequence. h is the query head. j is the index of the key in its sequence. i
-  is the place of the query on the axis of the keys: its row + Sk - Sq, or its row with causal="top-left". mod_tensors follow, and are indexed:
-  table[h, i - j]. Write & | ~ and .where() in place of and, or, not and if. attn.mods has examples, docs/functions.md the rules.
+  the key at j. Both functions are called once, with scalar UOps, and become part of the kernels, backward too: `lambda b, h, i, j: i >= j` is
+  causal=True. score is float32, after all other terms. b is the index of the batch, or of the packed sequence. h is the index of the query head. j is
+  the row of the key in the key's sequence. i is the row of the query + Sk - Sq, so that i = j on the diagonal; with causal="top-left" i is the row of
+  the query. The tensors are mod_tensors, which a function may index: table[h, i - j]. Write & | ~ and .where() in place of and, or, not and if.
+  attn.mods has examples, docs/functions.md the rules.
 
   Masks: a query that sees no key gives 0, and -inf in lse.
 
   Lengths: rows of k and v beyond kv_lengths have no effect, NaN included. `causal` aligns the last query to the last key that exists.
 
   Pages: with block_table, k is (pages, page_size, Hkv, D) and v (pages, page_size, Hkv, Dv) in every layout. Sequence b has its rows in the pages
-  block_table[b, 0], block_table[b, 1], ... kv_lengths says how many rows, at most max_blocks*page_size; later entries are not read. Any page_size
-  works. A multiple of the tile's keys, which `explain` prints, is fastest.
+  block_table[b, 0], block_table[b, 1], ... kv_lengths says how many rows a sequence has, at most max_blocks*page_size. Entries of block_table beyond
+  these rows are not read. Any page_size works. A multiple of the tile's keys, which `explain` prints, is fastest.
 
   MLA: v=None with v_dim is latent attention as DeepSeek-V2 decodes (arXiv 2405.04434): D=576, v_dim=512, and 16 to 128 query heads on one key head. K
   is read once and V is not copied. softmax_scale stays 1/sqrt(D) by default. DeepSeek's models use (128 + 64)**-0.5, from the head dimension before
-  the projections are absorbed; with YaRN they multiply it by mscale**2, mscale = 0.1*mscale_all_dim*ln(factor) + 1, from rope_scaling of their
-  configuration. tinygrad computes the gradient.
+  the projections are absorbed. With YaRN these models multiply softmax_scale by mscale**2, where mscale = 0.1*mscale_all_dim*ln(factor) + 1 has the
+  numbers of rope_scaling in the model's configuration. No kernel computes the gradient of MLA: tinygrad's automatic differentiation does.
 
-  Dropout: dropout_p counts in steps of 2^-16 and is active in training or not. lse is computed without dropout. Every device holds the whole
-  dropout_seed; attn.dropout_mask shows which elements dropout keeps. The default seed depends on Tensor.manual_seed. Under TinyJit, too, each call
-  draws a new seed.
+  Dropout: dropout_p is rounded to a multiple of 2^-16. Dropout is active whether or not tinygrad's TRAINING is set. lse is computed without dropout.
+  Every device holds the whole dropout_seed. attn.dropout_mask shows which elements dropout keeps. The default seed depends on Tensor.manual_seed.
+  Under TinyJit, too, each call draws a new seed.
 
-  8-bit floats: q, k and v of fp8e4m3 stand for q*q_scale, k*k_scale and v*v_scale. The matrix unit multiplies them as they are, and P is rounded to
-  the same dtype. They have no gradient, no dropout and no cache. sm_89 adds products with about 14 bits, so each sum goes to float32 after 128
-  products. With fast_accumulate it does not, and a long row may lose the products of small weights (docs/attention.md).
+  8-bit floats: q, k and v of fp8e4m3 stand for q*q_scale, k*k_scale and v*v_scale. The matrix unit multiplies the 8-bit numbers, and P is rounded to
+  fp8e4m3, too. A call with 8-bit floats has no gradient, no dropout and no cache. (A cache of 8 bits is QuantizedRows: q then has 16 bits, and the
+  kernel converts k and v to 16 bits.) The matrix unit of sm_89 adds products with about 14 bits, so kernels add a sum to a float32 sum after 128
+  products. With fast_accumulate kernels leave sums to the matrix unit, and a long row may lose the products of small weights (docs/attention.md).
 
   Batch invariance: a kernel divides the keys at the same places in every batch. So the bits of a row depend on the number of queries, but not on the
   lengths of other sequences or on the pages (docs/serving.md).
 
   Devices (docs/sharding.md): with tensors sharded along batch or heads, devices exchange nothing. With q, k and v sharded along rows, each device
-  computes its own queries. Meanwhile it gathers k and v from the other devices, a few heads at a time. With only k and v sharded along rows, and q on
-  every device, devices exchange o and lse once and merge them. "zigzag" gives all devices the same work under a causal mask. Masks, ALiBi and bias
-  use the true positions of rows: a bias has its keys in order, and its rows too unless they are sharded like those of q. Keys beyond sequence_lengths
-  are never seen; queries beyond give 0, and -inf in lse.
+  computes the queries that lie on this device, and gathers k and v from all devices, a few heads at a time. With only k and v sharded along rows, and
+  q on every device, devices exchange o and lse once and merge these results. "zigzag" gives all devices equal work under a causal mask. Masks, ALiBi
+  and bias use the true positions of rows. A bias has the keys in true order, and also the queries, unless the bias is sharded along queries as q is.
+  Keys beyond sequence_lengths are never seen; queries beyond sequence_lengths give 0, and -inf in lse.
 
   Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""
   options = {name: x for name, x in locals().items() if name not in ("q", "k", "v")}
   return attend(prepare(q, k, v, AttentionOptions(**options)))
 
 def attend(c:CheckedCall) -> Any:
-  """Runs a call of `attention` whose arguments have been checked. Returns o, or (o, lse) if the call asks for lse."""
+  """Runs a checked call of `attention`. Returns o, or (o, lse) if the call asks for lse."""
   check_devices(c)
   o, *lse = run(seeded(c))
   return (o, *lse) if lse else o
 
 def choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> Choice:
-  """Chooses the kernel for a call of `attention` with these arguments, and runs nothing. Returns the kernel, its tile, the number of key ranges (KV
-  splits), and for every other kernel the reason why it was not chosen. With `arch` the chip need not be present."""
+  """Chooses the kernel for a call of `attention` with these arguments, and runs nothing. Returns the kernel, the tile description (the sizes by which
+  the kernel divides the problem), the number of key ranges (KV splits), and for every other kernel the reason why `attention` doesn't use the kernel.
+  With the option `arch` the machine need not have the chip."""
   return prepare(q, k, v, options_of("attention", options)).choice()
 
 def backward_choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -> BackwardChoice:
   """Chooses how the gradients of a call of `attention` with these arguments are computed, and runs nothing. Returns the backward kernels, or else the
-  reason why tinygrad's automatic differentiation computes the gradients. Raises NotImplementedError if a score term
-  (such as a score_mod) has no derivative, and names the term."""
+  reason why tinygrad's automatic differentiation computes the gradients. Raises NotImplementedError if a score term (such as a score_mod) has no
+  derivative; the message names the term."""
   call = prepare(q, k, v, options_of("attention", options))
   check_differentiable(call.problem)
   of = call.problem if call.shards is None else first_launch(call.problem, call.shards)
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
-  """Returns which of "k" and "v" every call of `attention` copies: pages (blocks of cache rows) or rows of 8 bits that no kernel can read in place.
-  `given` has k and v as the caller gave them."""
+  """Returns which of "k" and "v" are copied each time the checked call `c` runs: pages (blocks of cache rows) and rows of 8 bits that no kernel can
+  read in place. `given` has k and v as the caller gave them."""
   if c.problem.pages is None and not c.problem.stored: return []
   tensors = {name: stored_rows(name, t) for name, t in given.items() if t is not None}
   return [name for name, t in tensors.items() if c.tensors[name] is not t]
 
 def bits_told(p:Problem, arch:Chip|None) -> str:
-  """Returns a text for `explain` about q, k and v of 8 bits: their format, their scales, and how their products are added."""
+  """Returns a text for `explain` about q, k and v that are 8-bit floats: which format the tensors have, which scales multiply the tensors, and how
+  the matrix unit adds products."""
   scales = [name for name in INPUT_SCALES if getattr(p, name)]
   coarse = arch is not None and arch.short_sums
   sums = "float32" if not coarse else "about 14 bits (fast_accumulate)" if p.fast_accumulate else "float32, after each 128 products of about 14 bits"
   return f"q, k and v: {p.dtype}, {', '.join(scales) or 'without scales'}; sums in {sums}"
 
 def of_tiles(c:CheckedCall, kernel:str, p:Problem, tile:BlockTile|None, over:str="keys") -> str:
-  """Returns a text for `explain`: which share of its tiles a kernel skips because of masks, and in which share it computes the mask. `over` says what
-  the tiles consist of: "keys", or "queries" for a backward kernel that loops over queries. Returns "" without a mask, and if devices share the rows
-  of a sequence."""
+  """Returns a text for `explain`: what percentage of all tiles a kernel skips because of masks, and in what percentage the kernel computes the mask.
+  `over` says what the kernel loops over: tiles of "keys", or tiles of "queries" in backward. Returns "" if the call has no mask, or if several
+  devices divide the rows of a sequence among them."""
   return shares_told(kernel, p, c.arch, tile, over, c.at.device, c.tensors) if c.shards is None else ""
 
 @values.names_itself
 def explain(q:Tensor, k:GivenRows, v:GivenRows|None, *, backward:bool=False, **options:Any) -> Choice|BackwardChoice:
-  """Prints which kernel `attention` chooses for these arguments, with its tile and its number of key ranges (KV splits), and why it doesn't choose
-  the other kernels. Returns the choice. Runs no kernel.
+  """Prints which kernel `attention` chooses for these arguments, and why `attention` doesn't choose the other kernels. Also prints the chosen
+  kernel's tile description (the sizes by which the kernel divides the problem) and the number of key ranges (KV splits). Returns the choice. Runs no
+  kernel.
 
     attn.explain(q, k, v, causal=True)                                # for the device of q
     attn.explain(q, k, v, causal=True, arch="gfx942", backward=True)  # for any chip, without a GPU; also what computes the gradients
 
   The options are those of `attention`. With `backward`, `explain` also prints what computes the gradients, and returns this choice instead of the
-  forward kernel. For a call with a mask it also prints what share of the tiles of keys each kernel skips, and in what share it computes the mask. On
-  an AMD GPU `explain` also prints which compiler compiles the kernel (docs/compilers.md)."""
+  choice of the forward kernel. For a call with a mask, `explain` also prints what percentage of the tiles of keys each kernel skips, and in what
+  percentage each kernel computes the mask. On an AMD GPU `explain` also prints which compiler compiles the kernel (docs/compilers.md)."""
   call, backward = prepare(q, k, v, options_of("attention", options)), values.truth("backward", backward)
   print(choice := call.choice())
   if told := of_tiles(call, choice.kernel, replace(call.problem, num_splits=choice.work.splits), choice.work.tile): print(f"  {told}")

@@ -1,6 +1,6 @@
-"""The key/value cache for decoding: buffers of a fixed capacity, in which each batch has filled some rows. `append_kv` writes new rows in place.
-`attention_with_kv_cache` appends new rows and then attends over all filled rows. Rows beyond the filled length have no effect, even if they are
-NaN."""
+"""The key/value cache for decoding: buffers with room for a fixed number of rows of each sequence. The first rows are filled. `append_kv` writes new
+rows in place. `attention_with_kv_cache` appends new rows and then attends over all filled rows. Rows beyond the filled rows have no effect, even if
+they are NaN."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -34,9 +34,10 @@ Length = int|UOp|Tensor   # rows filled: for all batches, as a number or a Varia
 def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names if len(names) > 1 else names[0]
 
 def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_dtype:Any, axis:int|None=None) -> Callable[..., Any]:
-  """Checks the dtypes and the devices of a new cache. Returns a function of a shape, which makes a cache of zeros: a Tensor, or QuantizedRows if the
-  dtype is a format of 8 bits. If `v_dim` is given, QuantizedLatent takes the place of QuantizedRows. With several devices, each gets
-  its part along the axis `axis`, or a copy if `axis` is None."""
+  """Checks the dtypes and the devices of a new cache. Returns a function that takes a shape and makes a cache of zeros: a Tensor, or QuantizedRows if
+  `dtype` is a format of 8 bits. If `v_dim` is given, a cache of 8 bits is QuantizedLatent. `scale_dtype` is the dtype of the scales of rows of 8
+  bits, and `rotary_dtype` the dtype of the columns after the first v_dim. Each of several devices gets a part of the cache along the axis `axis`, or
+  a copy of the cache if `axis` is None."""
   on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
   format, of_scales = eight_bits("dtype", dtype, on), check_scale_dtype("scale_dtype", scale_dtype)
   of_rotary = check_out_dtype("rotary_dtype", rotary_dtype)
@@ -51,7 +52,8 @@ def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_d
   return zeros if format is None else quantized
 
 def check_columns_of_v(v_dim:Any, width:int) -> int|None:
-  """Checks the option `v_dim` of a new cache: the number of columns that are values, of `width` columns."""
+  """Checks the option `v_dim` of a new cache for latent attention (MLA): how many of the `width` columns of K are V. Returns v_dim, which may be
+  None. Raises ValueError for a number outside 1..width - 1."""
   return None if v_dim is None else values.whole_number("v_dim", v_dim, 1, width - 1, f"None, or a whole number from 1 to {width - 1}: a latent row "
                                                         f"of {width} columns has at least one rotary column")
 
@@ -67,13 +69,13 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
   `layout` is "bhsd" for the shape (batch, heads, capacity, width), or "bshd" for (batch, capacity, heads, width). `heads` counts key/value heads.
   With several devices each device gets a copy. Raises ValueError for a size that is not a positive whole number.
 
-  `dtype` is float16, bfloat16 or float32, for Tensors; or "int8" or "fp8e4m3", for `QuantizedRows`: rows of 8-bit numbers, each with a scale. A cache
-  of 8 bits holds 1.9 times as many tokens as float16 in the same memory. "fp8e4m3" is the chip's own format: OCP's, or e4m3fnuz on gfx942.
-  `scale_dtype` is the dtype of the scales: float32, or float16, which takes 2 bytes less for each row. For rows of only 64 elements, the factor 1.9
-  needs float16.
+  `dtype` is float16, bfloat16 or float32, for Tensors; or "int8" or "fp8e4m3", for `QuantizedRows`: rows of 8-bit numbers, each row with a scale.
+  "fp8e4m3" is the chip's own format: OCP's e4m3, or e4m3fnuz on gfx942. `scale_dtype` is the dtype of the scales: float32 (4 bytes for each row) or
+  float16 (2 bytes). A cache of 8 bits with rows of 128 elements holds 1.9 times as many tokens as a float16 cache in equal memory. With rows of 64
+  elements this factor is reached only with float16 scales.
 
   `v_dim` is for latent attention (MLA): V is the first v_dim columns of K, and v_cache is None. k_cache is then a Tensor or, in 8 bits,
-  `QuantizedLatent`, whose other columns have the dtype `rotary_dtype`."""
+  `QuantizedLatent`, whose columns after the first v_dim have the dtype `rotary_dtype`."""
   layout = values.word("layout", layout, ("bhsd", "bshd"))
   batch, heads, capacity, width = (values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
                                    for name, n in (("batch", batch), ("heads", heads), ("capacity", capacity), ("width", width)))
@@ -87,8 +89,8 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
                       device:str|tuple[str, ...]|None=None) -> tuple[Any, Any]:
   """Allocates a key/value cache in pages. Returns (k_pages, v_pages), filled with zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size,
   Hkv, Dv). Dv is D by default. An allocator decides which pages a sequence gets and which pages are free: examples/serve.py has one. On several
-  devices each page is sharded along its heads. Raises ValueError for a size that is not a positive whole number, or if the devices cannot share the
-  heads evenly. The scales of pages of 8 bits are (num_pages, page_size, Hkv). `dtype`, `scale_dtype`, `v_dim` and `rotary_dtype` are as in
+  devices each page is sharded along its heads. Raises ValueError for a size that is not a positive whole number, or if Hkv is not a multiple of the
+  number of devices. The scales of pages of 8 bits are (num_pages, page_size, Hkv). `dtype`, `scale_dtype`, `v_dim` and `rotary_dtype` are as in
   `empty_kv_cache`."""
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
@@ -99,9 +101,10 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   made = cache_maker(dtype, scale_dtype, device, check_columns_of_v(v_dim, sizes[3]), rotary_dtype, AXES["bshd"].index("heads"))
   return made(*sizes[:4]), made(*sizes[:3], sizes[4]) if v_dim is None else None
 
-def _check(x:OfCache, layout:str) -> tuple[int, int]:
-  """Checks that new rows have the shape, dtype and device of their cache, apart from the number of rows. Returns (number of new rows, capacity of the
-  cache). Raises ValueError if the new rows don't fit."""
+def _check_new_rows(x:OfCache, layout:str) -> tuple[int, int]:
+  """Checks that new rows have the shape, dtype and device of the cache to which they are appended; only the number of rows may differ. Returns
+  (number of new rows, number of rows that the cache can hold). Raises ValueError for a wrong shape, dtype or device, and for more new rows than the
+  cache can hold."""
   rows, name, new, cache = AXES[layout].index("rows"), x.name, x.new, x.cache
   got, want = static_shape(f"{name}_new", new.shape), (*static_shape(f"{name}_cache", cache.shape)[:-1], x.width)
   if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
@@ -137,7 +140,7 @@ def check_caches(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, layout:str) -> 
     if got.get(axis) != want.get(axis): raise ValueError(f"{name} has {axis} {got[axis]}: must be that of {of}, {want[axis]}")
 
 def has_threads(device:str|tuple[str, ...]|None) -> bool:
-  """Returns whether a workgroup has several threads on the device. On a CPU core it has one."""
+  """Returns whether a workgroup has several threads on the device. On a CPU core a workgroup has one thread."""
   return device is None or device_of(device if isinstance(device, str) else device[0]).renderer.has_local
 
 def buffer_of(u:UOp) -> UOp:
@@ -156,16 +159,16 @@ def _kernel(names:tuple[str, ...], a:Append) -> KernelFunction:
 
 @dataclass(frozen=True)
 class NewRows:
-  """Checked new rows, ready to be written into caches. `launches` has one entry for each cache (k and v, or only k): the cache and, if it has rows of
-  8 bits, their scales; its new rows; and the kernel that writes these rows."""
+  """Checked new rows, ready to be written into caches. `launches` has an entry for k and, unless V is part of K, an entry for v. An entry has the
+  tensors to write (the cache and, for rows of 8 bits, the scales), the new rows, and the kernel that writes these rows."""
   launches: tuple[tuple[list[Tensor], Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
   table: tuple[Tensor, ...] = ()    # the block table, if the cache is pages
   def append(self) -> Tensor:
-    """Launches the kernels that write the new rows into the caches. Every tensor that shares a buffer with a cache then contains these rows. Returns
-    the new lengths. Each launch also gets the lengths, so that the rows are written before the lengths are read: a TinyJit that returns only the
-    lengths captures the kernels, too."""
+    """Launches the kernels that write the new rows into the caches. Every tensor that shares a buffer with a cache then contains the new rows.
+    Returns the new lengths: for each batch the number of rows that are filled afterwards. The returned tensor depends on the launches. So a function
+    under TinyJit that returns only the lengths captures the launches, too."""
     filled = self.filled
     for outputs, rows, fxn in self.launches:
       buffers = [buffer_under(t.uop) if isinstance(t.device, str) else None for t in outputs]
@@ -178,8 +181,8 @@ class NewRows:
 
 def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
   """Returns where the rows of a cache lie in the buffer that the cache is a view of: the steps between rows, heads and batches. Returns None if the
-  cache is a whole buffer, or lies on several devices. Raises ValueError if the cache is a computed value, or a view in which two rows lie in the same
-  memory."""
+  cache is a whole buffer, or lies on several devices. Raises ValueError if the cache is a computed value, or a view in which two rows lie at equal
+  addresses."""
   found = in_buffer(bhsd(cache, layout)) if isinstance(cache.device, str) else None
   if found is None:
     try: whole_buffer(name, cache.uop)
@@ -196,7 +199,7 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
 
 @dataclass(frozen=True)
 class Output:
-  """A tensor that an append writes: a cache, or the scales of its rows."""
+  """A tensor that an append writes: a cache, or the scales of a cache of 8-bit rows."""
   name: str
   tensor: Tensor
   layout: str
@@ -220,7 +223,8 @@ class Output:
 
 @dataclass(frozen=True)
 class OfCache:
-  """New rows of k or of v, and the cache to which they are appended. If the cache has rows of 8 bits, `cache` has their stored numbers."""
+  """New rows of k or of v (`new`), and the cache to which the rows are appended. For a cache of 8-bit rows, `cache` is only the tensor of 8-bit
+  numbers, and `quantized` has the scales, too."""
   name: str
   new: Tensor
   cache: Tensor
@@ -228,14 +232,14 @@ class OfCache:
   @property
   def width(self) -> int: return int(self.cache.shape[-1]) if self.quantized is None else self.quantized.width
   def outputs(self, layout:str) -> list[Output]:
-    """Returns what an append to this cache writes: the cache and, if it has rows of 8 bits, their scales, and the rotary columns of a latent cache.
-    `layout` is that of the cache."""
+    """Returns the tensors that an append to this cache writes: the cache; for rows of 8 bits also the scales; for a latent cache (MLA) of 8 bits also
+    the rotary columns, which keep 16 bits. `layout` is the layout of the cache."""
     x = self.quantized
     further = {} if x is None else {"scales": x.scales, **({} if x.rotary is None else {"rotary": x.rotary})}
     return [Output(f"{self.name}_cache", self.cache, layout), *[Output(f"{self.name}_cache.{part}", t, layout) for part, t in further.items()]]
 
 def _into_pages(parts:list[OfCache], cache_seqlens:Length, layout:str, block_table:Tensor) -> NewRows:
-  """Checks the arguments of `append_kv` for caches that are pages, and prepares the write. Returns the new rows, ready to be written."""
+  """Checks the arguments of `append_kv` for caches that consist of pages (blocks of rows). Returns the new rows, ready to be written."""
   options = AttentionOptions(layout=layout, block_table=block_table, kv_lengths=cache_seqlens)
   k_new, k_cache = parts[0].new, parts[0].cache
   pages = check_pages(k_new, k_cache, parts[-1].cache, options, "cache_seqlens", ("k_new", "k_cache", f"{parts[-1].name}_cache"))
@@ -285,8 +289,8 @@ def _launches(parts:list[OfCache], at:Placement, cache_seqlens:Length, sizes:tup
 def filled(start:Tensor, new:int, capacity:int) -> Tensor: return (start.minimum(capacity) + new).maximum(0).minimum(capacity).contiguous()
 
 def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None) -> list[OfCache]:
-  """Pairs the new rows of k and v with their caches. If V is part of K, returns only the pair of k. Raises ValueError if only one of v_new and
-  v_cache is given, or if a tensor of new rows is empty."""
+  """Pairs the new rows of k and v with the caches of k and v. Returns a list of two pairs; or one pair, of k, if v_new and v_cache are None (latent
+  attention, where V is the first columns of K). Raises ValueError if only one of v_new and v_cache is None, or if a tensor of new rows is empty."""
   for one, other, a, b in (("v_new", "v_cache", v_new, v_cache), ("v_cache", "v_new", v_cache, v_new)):
     if a is None and b is not None: raise ValueError(f"{one}=None with {other}: both must be Tensors, or both None if V is part of K")
   check_pair(("k_cache", "v_cache"), k_cache, v_cache)
@@ -301,13 +305,13 @@ def _parts(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows
 
 def _rows(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenRows|None, cache_seqlens:Length, layout:str,
           block_table:Tensor|None=None) -> NewRows:
-  """Checks the arguments of `append_kv` and prepares the write. Returns the new rows, ready to be written."""
+  """Checks the arguments of `append_kv`. Returns the new rows, ready to be written."""
   layout, parts = check_cache_layout("layout", layout), _parts(k_new, v_new, k_cache, v_cache)
   cache_seqlens = check_lengths("cache_seqlens", cache_seqlens)
   if values.tensor_or_none("block_table", block_table) is not None:
     assert block_table is not None
     return _into_pages(parts, cache_seqlens, layout, block_table)
-  (new, capacity), *of_v = [_check(x, layout) for x in parts]
+  (new, capacity), *of_v = [_check_new_rows(x, layout) for x in parts]
   for new_v, capacity_v in of_v:
     if (new, capacity) != (new_v, capacity_v):
       raise ValueError(f"v_new and v_cache have {new_v} and {capacity_v} rows: must be as many as k_new and k_cache, {new} and {capacity}")
@@ -325,15 +329,17 @@ def append_kv(k_new:Tensor, v_new:Tensor|None, k_cache:GivenRows, v_cache:GivenR
 
     lengths = attn.append_kv(k_new, v_new, k_cache, v_cache, lengths)
 
-    k_new, v_new      (B, Hkv, new, D). v_new and v_cache are None if V is part of K, as in multi-head latent attention (MLA).
+    k_new, v_new      (B, Hkv, new, D). For multi-head latent attention (MLA), where V is part of K, v_new and v_cache are None.
     k_cache, v_cache  (B, Hkv, capacity, D), in memory that does not overlap. Both may be views of larger buffers with constant strides, such as
-    slices of one tensor for K and V and all layers. Other views of that tensor then show the new rows, too. They may be QuantizedRows: new rows, of
-    any float dtype, are then rounded to 8 bits, and each gets a scale of its own. In MLA k_cache may be QuantizedLatent; the last columns of k_new,
-    which must then have the dtype of its rotary columns, are copied there.
+                      slices of one tensor for K and V and all layers. Every tensor that shares a buffer with a cache then contains the new rows.
+                      QuantizedRows: new rows, of any float dtype, are rounded to 8 bits, and each row gets a scale. QuantizedLatent (MLA): the
+                      first columns of k_new are rounded to 8 bits. The last columns (the rotary columns) are copied to k_cache.rotary, so k_new
+                      must have the dtype of k_cache.rotary.
     cache_seqlens     number of rows already filled: an int or a Variable for all batches, or int32 (B)
     layout            "bhsd", "bshd" or "nsd" (B*Hkv, rows, D): the axes of new rows and caches
-    block_table       int32 (B, max_blocks). With it the caches are pages (pages, page_size, Hkv, D) in every layout, as in `attention`, and new rows
-    go to the pages that the table names. Never append to a page that sequences share: the emulator stops if two rows go to one place.
+    block_table       int32 (B, max_blocks). With block_table the caches are pages (pages, page_size, Hkv, D) in every layout, as in `attention`, and
+                      new rows go to the pages that the table names. Never append to a page that two sequences have in common: rows of one sequence
+                      overwrite rows of the other. Only the emulator (the tinygrad device EMU) raises an error then.
 
   If the host knows cache_seqlens (an int, or the value that a Variable is bound to), cache_seqlens + new > capacity raises ValueError. If
   cache_seqlens is a Tensor, only the device knows the lengths: rows that don't fit are dropped, and the returned length is the capacity."""
@@ -354,13 +360,14 @@ def attention_with_kv_cache(q:Tensor, k_new:Tensor, v_new:Tensor|None, k_cache:G
     cache_seqlens     number of rows filled before the call, as in `append_kv`
     causal            True (default) is bottom-right: the last query sees every row
     layout            axes of q, new rows and caches: "bhsd", "bshd" or "nsd", as in `append_kv`
-    options           other options of `attention`, except dropout, those for q, k and v of 8-bit floats (q_scale, k_scale, v_scale,
-                      fast_accumulate), kv_lengths, the cu_seqlens and max_seqlen arguments, and those for rows sharded
-    over devices
+    options           other options of `attention`. Refused: dropout; kv_lengths, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; the options
+                      for 8-bit floats (q_scale, k_scale, v_scale, fast_accumulate); the options for rows sharded over devices
 
-  Returns o, or (o, lse) with return_lse, as `attention` does. A wrong argument raises an error before any row is appended.
-  Under TinyJit one compiled kernel serves every length: give cache_seqlens as a bound Variable or as a Tensor.
+  Returns o, or (o, lse) with return_lse, as `attention` does. A wrong argument raises an error before any row is appended. Under TinyJit one compiled
+  kernel serves every length: give cache_seqlens as a Variable with a value (`bind`) or as a Tensor.
+
   MLA: with v_dim, v_new and v_cache are None, and V is k_cache[..., :v_dim]. For D=576 and v_dim=512 one cache holds keys and values.
+
   Pages: with block_table the caches are pages, as in `append_kv`."""
   for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
     if name in options: raise ValueError(f"{name} with a cache: give cache_seqlens instead, the rows filled before the new ones")

@@ -1,4 +1,4 @@
-"""Checks a call of `attention` before anything runs. Finds where its tensors lie and which optional tensors it has, and makes the `Problem` that
+"""Checks a call of `attention` before anything runs. Finds on which devices and with which strides the tensors lie, and makes the `Problem` that
 describes the call."""
 from __future__ import annotations
 import math
@@ -27,9 +27,9 @@ from attn.values import FLOATS, static_shape
 
 @dataclass(frozen=True)
 class CheckedCall:
-  """A checked call of `attention`. `problem` describes it: shapes, dtypes and options. `tensors` has q, k, v and the optional tensors by name. `at`
-  says on which devices they lie. `problem` is the work of one device, except if devices share the rows of a sequence: then `shards` says which rows
-  each device has, and `problem` is the whole call."""
+  """A checked call of `attention`. `problem` has the shapes, dtypes and options. `tensors` has q, k, v and the optional tensors by name. `at` says on
+  which devices the tensors lie. `problem` is the work of one device, with one exception: if several devices divide the rows of a sequence among them,
+  `problem` is the whole call, and `shards` says which rows each device has."""
   problem: Problem
   tensors: dict[str, Tensor]
   arch: Chip|None
@@ -41,7 +41,7 @@ class CheckedCall:
   into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is for o), then the whole buffers that these lie in
   @property
   def log_sums(self) -> tuple[str, ...]:
-    """Names of the outputs besides o: lse, lse_rest (what rounding to float32 removed from lse), both or none."""
+    """Names of the outputs besides o: (), ("lse",) or ("lse", "lse_rest"). lse_rest is what rounding to float32 removed from lse."""
     return self.problem.outputs[1:]
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)
@@ -56,9 +56,9 @@ def known(n:int|UOp|Tensor) -> int|None:
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
-  """Returns `n`, a number of rows for each batch, as an int32 tensor (batch) on the devices of `at`. Error messages call the tensor `name`. `n` is
-  such a tensor, or one number for all batches: an int or a tinygrad Variable. Raises ValueError if the host knows the number and it lies outside
-  0..capacity."""
+  """Returns `n`, a number of rows for each batch, as an int32 tensor (batch) on the devices of `at`. Error messages call the tensor `name`. The
+  argument `n` is an int32 tensor (batch), or a number for all batches: an int or a tinygrad Variable. Raises ValueError if the host knows the number
+  and the number lies outside 0..capacity."""
   if isinstance(n, Tensor):
     values.dtype_name(name, n.dtype, ("int32",))
     placed = place(name, n, at)
@@ -72,7 +72,7 @@ def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -
 def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str) -> None:
   """Raises ValueError if packed sequences are out of order, end beyond `rows` rows, or are longer than `longest`. `cu` has the row where each
   sequence begins, then the end of the last sequence. Error messages call `cu` by `name`, and `longest` by `longest_name`. The check runs only on the
-  emulator, where the host reads `cu` at no cost. On other devices, output rows outside the sequences are 0."""
+  emulator (the tinygrad device EMU), where the host reads `cu` at no cost. Elsewhere wrong sequences raise no error."""
   if (ends := numbers_at_hand(cu)) is None: return
   found = int((ends[1:] - ends[:-1]).max())
   if ends[0] < 0 or ends[-1] > rows or (ends[1:] < ends[:-1]).any():
@@ -80,7 +80,8 @@ def check_sequences(name:str, cu:Tensor, rows:int, longest:int, longest_name:str
   if found > longest: raise ValueError(f"{longest_name}={longest}: {name} has a sequence of {found} rows; must be at least that")
 
 def part_of_k(v:GivenRows|None, v_dim:int|None) -> bool:
-  """Returns whether V is part of K: then the caller gives v_dim instead of v. Raises ValueError if the caller gives neither or both."""
+  """Returns True if `v` is None and `v_dim` is given: V is then the first v_dim columns of K (latent attention, MLA). Returns False if `v` is given
+  and `v_dim` is None. Raises ValueError if both are given, or neither."""
   if v is None and v_dim is None: raise ValueError("v=None with v_dim=None: give v as a Tensor, or v_dim, the number of columns of k that are V")
   if v is not None and v_dim is not None: raise ValueError(f"v_dim={v_dim} with v: v_dim says that V is k[..., :v_dim], so v must be None")
   return v is None
@@ -92,8 +93,8 @@ def columns_of(shape:tuple[int, ...], v_dim:int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlacedInputs:
-  """Checked inputs q, k and v, and where they lie. `tensors` has no v if V is part of K. `shapes` are the shapes on one device: q in `layout`, k and
-  v in `layout_of_keys`. `types` are the dtype names of q, k and v."""
+  """Checked inputs q, k and v, with the places of their rows in memory. `tensors` has no v if V is part of K (latent attention, MLA). `shapes` are
+  the shapes on one device: q in `layout`, k and v in `layout_of_keys`. `types` are the dtype names of q, k and v."""
   tensors: dict[str, Tensor]
   shapes: dict[str, tuple[int, ...]]
   types: list[str]
@@ -112,14 +113,16 @@ class PlacedInputs:
     return self.shapes["k"][axes.index(axis)] if axis in axes else 1
 
 def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_place:bool) -> dict[str, Tensor]:
-  """Returns q, k and v of 8-bit floats as tensors of their bytes, which kernels take. Raises NotImplementedError if k and v are a cache."""
+  """Returns the tensors q, k and v with 8-bit floats reinterpreted as bytes (uint8), because kernels take bytes; a tensor of another dtype stays as
+  given. `dtype` is the dtype of q. Raises NotImplementedError for v_dim and for a cache (`in_place`, or a block table), because a cache of 8 bits is
+  QuantizedRows."""
   for name, there in (("block_table", options.block_table is not None), ("v_dim", options.v_dim is not None), ("a cache", in_place)):
     if there: raise NotImplementedError(f"{name} with q of {dtype}: a cache of 8 bits is QuantizedRows, and its queries have 16 bits")
   return {name: t.bitcast(dtypes.uchar) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
 
 def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
-  """Returns the factor of q, k or v of 8 bits as a tensor of the shape (1, 1), or (B, Hkv) if there is one for each batch and key/value head.
-  `sequences` is the number of packed sequences, which count as batches, or 0."""
+  """Returns the factor t of q, k or v of 8-bit floats as a tensor of the shape (1, 1), or (B, Hkv) if each batch and key/value head has a factor.
+  `name` is the name of the factor, such as "q_scale". `sequences` is the number of packed sequences, which count as batches, or 0."""
   values.dtype_name(name, t.dtype, ("float32",))
   if x.types[0] not in OF_8_BITS: raise ValueError(f"{name} with q of {x.types[0]}: it is for {' and '.join(OF_8_BITS)} only")
   sizes = dict(zip(AXES[x.layout], static_shape("k", x.tensors["k"].shape)))
@@ -130,8 +133,8 @@ def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
   return place(name, t.reshape(-1, heads), x.at)
 
 def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
-  """Checks q, k and v, and finds on which devices they lie. For pages (blocks of cache rows), for rows of 8 bits, and with `in_place` for other views
-  of a larger buffer, also finds the strides of k and v, so that kernels can read k and v without a copy. Error messages call kv_lengths
+  """Checks q, k and v, and finds on which devices the tensors lie. Also finds the strides of k and v where kernels read k and v without a copy. This
+  is so for pages (blocks of cache rows), for rows of 8 bits, and, with `in_place`, for all views of a larger buffer. Error messages call kv_lengths
   `lengths_name`, the name that the caller's own argument has."""
   layout = options.layout
   check_pair(("k", "v"), k, v)
@@ -160,8 +163,8 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   return with_places_of_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
 
 def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
-  """Adds the scales of k and v to the placed inputs x, and finds where the rows of 8 bits and their scales lie. `quantized` has k and v by name if
-  their rows have 8 bits, and is empty otherwise."""
+  """Adds the scales of k and v to the placed inputs x, and finds where the rows of 8 bits and the scales lie in memory. `quantized` has k and v by
+  name if k and v have rows of 8 bits, and is empty otherwise."""
   if not quantized: return x
   if x.shards is not None: raise NotImplementedError("k and v are QuantizedRows sharded along their rows: shard them along batch or heads")
   if x.layout == "thd" and x.pages is None:
@@ -187,9 +190,9 @@ def check_latent_cache(x:PlacedInputs, k:Quantized) -> None:
     raise ValueError(f"k.rotary has dtype {of_rotary}: must be that of q, {x.types[0]}")
 
 def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:AttentionOptions, lengths_name:str) -> PlacedInputs:
-  """Checks q, and k and v that consist of pages (blocks of cache rows), and finds on which devices and with which strides they lie. `tensors` has q,
-  k and v, and `types` their dtypes. The result gives k and v on one device the shape (sequences, Hkv, rows that a sequence may have, width). Error
-  messages call kv_lengths `lengths_name`, the name that the caller's own argument has."""
+  """Checks q, and k and v that consist of pages (blocks of cache rows), and finds on which devices and with which strides the tensors lie. `tensors`
+  has q, k and v, and `types` their dtypes. In the returned record k and v have the shape that one device would have without pages: (sequences, Hkv,
+  largest number of rows of a sequence, width). Error messages call kv_lengths `lengths_name`, the name that the caller's own argument has."""
   q, k, v, table = tensors["q"], tensors["k"], tensors.get("v", tensors["k"]), options.block_table
   assert table is not None
   pages = check_pages(q, k, v, options, lengths_name)
@@ -204,8 +207,8 @@ def placed_in_pages(tensors:dict[str, Tensor], types:list[str], options:Attentio
   return PlacedInputs({name: given[name] for name in tensors}, shapes, types, at, options.layout, pages, (in_k, in_v))
 
 def optional_tensors(x:PlacedInputs, options:AttentionOptions, lengths_name:str) -> dict[str, Tensor]:
-  """Checks the optional tensors of a call, such as a bias or kv_lengths, and places each on the devices of q. Returns the tensors by name, in the
-  order in which kernels take the optional tensors (`EXTRAS`). x has q, k and v. Error messages call kv_lengths `lengths_name`, the name that the
+  """Checks the optional tensors of a call, such as a bias or kv_lengths, and places each tensor on the devices of q. Returns the tensors by name, in
+  the order in which kernels take optional tensors (`EXTRAS`). x has q, k and v. Error messages call kv_lengths `lengths_name`, the name that the
   caller's own argument has."""
   extras: dict[str, Tensor] = {}
   def per_batch(name:str, n:int|UOp|Tensor, called:str) -> Tensor: return lengths(n, x.keys("batch"), x.keys("rows"), x.at, called)

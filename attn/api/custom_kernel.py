@@ -29,15 +29,17 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     softcap        a score becomes softcap*tanh(score/softcap); 0: no cap
     causal         False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i
     window         (left, right): number of keys seen before and after the diagonal key, which is seen too; -1: no bound
-    score_mod      your own function of a score; see attn.attention. Its tensors are extras: mod_tensor0, mod_tensor1, ...
-    mask_mod       your own mask; see attn.attention
-    dropout_p      probability with which an element of P becomes 0, the others P/(1 - dropout_p); needs dropout_seed, uint32 (2), among the extras
+    score_mod      your own function of a score; see attn.attention. `extras` names the tensors that score_mod reads: mod_tensor0, mod_tensor1, ...
+    mask_mod       your own mask; see attn.attention. `extras` names the tensors that mask_mod reads
+    dropout_p      probability that an element of P becomes 0; all other elements become P/(1 - dropout_p). `extras` must name dropout_seed
     max_seqlen_q   longest sequence of q, for "thd"
     max_seqlen_k   longest sequence of k, for "thd"
     return_lse     also write the natural-log sum of exponentials, float32 (B, H, Sq)
     arch           chip, for example "gfx942"; by default the chip of tinygrad's default device
-    extras         names of the tensors after v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k, dropout_seed,
-                   first_batch_and_head, mod_tensor0 to mod_tensor7 (their shapes and dtypes: see attn.problem.Problem)
+    extras         names of the optional tensors after v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k,
+                   dropout_seed, uint32 (2), first_batch_and_head, mod_tensor0 to mod_tensor7. attn.problem.Problem says which shape and dtype each
+                   tensor has. first_batch_and_head is for tensors that are a part of larger tensors: uint32 (2), the index of the part's first batch
+                   and first head, from which dropout, score_mod and mask_mod count batches and heads
 
   A query that sees no key gives o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""
@@ -67,7 +69,7 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
   return kernel
 
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
-  """Computes attention without any option, for tensors (B, H, S, D). This is a kernel function for `Tensor.custom_kernel`.
+  """Computes attention without any option, for tensors (B, H, S, D). `flash_attention` is a kernel function for `Tensor.custom_kernel`.
 
-    o = Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=attn.flash_attention)[0]"""
+  o = Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=attn.flash_attention)[0]"""
   return flash_attention_fn()(o, q, k, v)

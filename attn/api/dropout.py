@@ -15,14 +15,14 @@ def check_seed(name:str, x:Any) -> Tensor:
   return x
 
 def drawn_seed(at:Placement) -> Tensor:
-  """Draws a dropout seed, uint32 (2), from tinygrad's random generator, on the first device of `at`. Each of the two numbers is joined from two
-  random 16-bit numbers. The generator gives fp32 numbers, which hold fewer than 32 bits but hold 16 bits without rounding."""
+  """Draws a dropout seed, uint32 (2), from tinygrad's random generator, on the first device of `at`. The generator gives fp32 numbers, which hold 16
+  random bits without rounding, but not 32. So each of the two numbers is joined from two random 16-bit numbers."""
   halves = (Tensor.rand(2, 2, device=at.device if isinstance(at.device, str) else at.device[0])*STEPS_OF_P).cast(dtypes.uint)
   return (halves[0]*STEPS_OF_P + halves[1]).contiguous()
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
-  """Returns which batch and which head of the whole tensors come first on each device, for tensors sharded along batch or heads: two indices, uint32
-  (2), on each device. `p` is the problem of one device."""
+  """Returns for each device the index of the device's first batch and of the first head in the whole tensors, for tensors sharded along batch or
+  heads: uint32 (2) on each device. `at` says how the tensors are sharded. `p` is the problem of one device."""
   batch, head = (p.B, 0) if at.shared == "batch" else (0, p.H)
   firsts = [n for i in range(at.count) for n in (i*batch, i*head)]
   return Tensor(firsts, dtype=dtypes.uint, device=at.device[0]).shard(tuple(at.device), 0)

@@ -28,8 +28,8 @@ OF_A_CACHE = "attention over part of a cache has no gradient: train with attn.at
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial")
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """Returns the checked call with the tensors that dropout needs. These are a seed (a new one if the caller gives none) and, if devices share batches
-  or heads, the index of the first batch and of the first head that each device has."""
+  """Returns the checked call with tensors that the kernel needs for dropout and for a caller's own functions. Adds a dropout seed, if the caller
+  gives none. If batches or heads are sharded over devices, also adds the index of each device's first batch and first head."""
   if not c.problem.dropout_p and not c.problem.first_batch_and_head: return c
   t = dict(c.tensors)
   if c.problem.dropout_p and "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)
@@ -38,9 +38,10 @@ def seeded(c:CheckedCall) -> CheckedCall:
 
 @cache_of_kernels
 def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
-  """Returns the kernel functions that compute the problem `p` by `choice`, in the order of their launches. Equal arguments return identical objects,
-  because tinygrad's schedule cache compares functions by identity. The gradient is attached to the last kernel. So this kernel gets not only its
-  own arguments, but also all inputs that need a gradient (`launched`)."""
+  """Returns the kernel functions that compute the problem `p`, in the order of the launches. `choice` has the kernel, the tile description and the
+  number of key ranges. Equal arguments return identical objects, because tinygrad's schedule cache compares functions by identity. The last kernel
+  function carries the gradient of attention. tinygrad computes gradients only for the arguments of this kernel, so the arguments include all inputs
+  that need a gradient."""
   assert choice.arch is not None and choice.work.tile is not None
   forget_oldest_kernels("attn_", MOST_KERNELS)
   p, arch = replace(p, num_splits=choice.work.splits), choice.arch
@@ -57,8 +58,8 @@ def kernels(p:Problem, choice:Choice) -> list[KernelFunction]:
   return [checked(program, takes, given) for (program, takes), given in zip(programs, launched(p))]
 
 def launched(p:Problem) -> list[tuple[str, ...]]:
-  """Returns, for each kernel launch, the names of the tensors that it gets: the arguments of its kernel. The kernel `combine`, which merges the
-  results of key ranges (KV splits), also gets the inputs that need a gradient."""
+  """Returns, for each kernel launch, the names of the tensors that the launch gets. The kernel `combine`, which merges the results of key ranges (KV
+  splits), also gets the inputs that need a gradient."""
   if p.num_splits == 1: return [tuple(arguments(p))]
   merging = tuple(combine_arguments(p))
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
@@ -69,7 +70,7 @@ def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
 def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
-  """Returns a buffer for the output `name` of a kernel for the problem `p`: the buffer that the call gives, or a new one."""
+  """Returns a buffer for the output `name` (such as "lse") of a kernel for the problem `p`: the buffer that the call gives, or a new buffer."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
@@ -83,8 +84,8 @@ def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
 def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches the attention kernel that `choice` names. If the choice divides the keys into ranges, this kernel writes one partial result per range,
-  and the kernel `combine` then merges them."""
+  """Launches the attention kernel that `choice` names. If `choice` divides the keys into ranges, the attention kernel writes one partial result per
+  range, and the kernel `combine` merges these partial results. Returns the list of o, and of lse and lse_rest if the call asks for them."""
   p = replace(c.problem, num_splits=choice.work.splits)
   in_place = () if p.k_view is None else ("k", "v", "k_rotary", *p.scale_views)
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
@@ -101,8 +102,9 @@ def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return [t["o"], *[t[name] for name in c.log_sums]]
 
 def called_by(c:CheckedCall, fxn:KernelFunction) -> KernelFunction:
-  """Returns the kernel function `fxn` in the form for one call: its kernel gets the values of the call's Variables, and the call's inputs are kept
-  for the gradient. They are not kept if the call is one device's part of a larger call, because the gradient then belongs to the larger call."""
+  """Returns a kernel function that does what `fxn` does, and in addition passes the values of this call's Variables to the kernel. If the call is one
+  device's part of a larger call, the returned function also says that the inputs need not be kept: the larger call keeps the inputs for the
+  gradient."""
   if not c.variables and not c.part: return fxn
   def called(*placeholders:UOp) -> CheckedKernel:
     kernel = fxn(*placeholders)
@@ -114,7 +116,8 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call in which several devices share the rows of a sequence."""
+  """Runs a checked call in which the rows of a sequence are divided among several devices. Returns the list of o, and of lse and lse_rest if the call
+  asks for them."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   choose_backward(first_launch(c.problem, c.shared_rows.shards), c.arch, c.choice().kernel)     # raises as in run_three_pass

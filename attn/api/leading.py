@@ -8,9 +8,9 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Leading:
-  """Leading axes of a call, all but the last two, sorted into three kinds: batch axes, head axes, and axes along which only q has several entries.
-  Along these last ones (`shared`) keys and values have size 1. One key/value head then serves all queries, and keys and values are read in place and
-  not repeated."""
+  """Leading axes (all axes before the last two) of the tensors of a call, sorted into three kinds: batch axes, head axes and `shared` axes. Along a
+  `shared` axis, q has several entries, and keys and values have size 1: a single key/value head serves all queries along this axis. Keys and values
+  are read in place and not repeated."""
   sizes: tuple[int, ...]      # size of query and output along each leading axis
   kv_sizes: tuple[int, ...]   # size of key and value along each leading axis
   batch: Axes
@@ -19,9 +19,9 @@ class Leading:
 
   @staticmethod
   def of(q:Tensor, k:Tensor, v:Tensor, sinks:Tensor|None, enable_gqa:bool) -> Leading:
-    """Sorts the leading axes of q, k and v, which have the same rank. `sinks` has this rank, too. The axes along which it has more than one number
-    are heads. Without sinks, the last leading axis is the heads. Raises ValueError if `enable_gqa` is set, and the number of query heads is no
-    multiple of the number of key/value heads."""
+    """Sorts the leading axes of q, k and v, which have equal ranks. `sinks` has this rank, too; the axes along which `sinks` has more than one number
+    are head axes. Without sinks, only the last leading axis is a head axis. Raises ValueError if `enable_gqa` is set, and the number of query heads
+    is no multiple of the number of key/value heads."""
     last = q.ndim - 3
     sizes = [max(map(int, n)) for n in zip(*(t.shape[:-2] for t in (q, k, v)))]
     if enable_gqa:
@@ -44,25 +44,25 @@ class Leading:
     """Returns queries as (B, H, Sq, D)."""
     return self.ordered(q.expand(*self.sizes, *q.shape[-2:])).reshape(self.size(self.batch), self.size(self.heads + self.shared), *q.shape[-2:])
   def of_keys(self, name:str, t:Tensor) -> Tensor:
-    """Returns keys or values as (B, Hkv, Sk, D). Raises ValueError if their leading axes do not broadcast to those of the call. The error message
-    calls the tensor `name`."""
+    """Returns keys or values as (B, Hkv, Sk, D). Raises ValueError if the leading axes of t do not broadcast to the leading axes of the call. The
+    error message calls the tensor `name`."""
     try: whole = self.ordered(t.expand(*self.kv_sizes, *t.shape[-2:]))
     except (ValueError, RuntimeError) as e:
       hint = "; enable_gqa=True lets query heads share a key/value head" if self.sizes == self.kv_sizes else ""
       raise ValueError(f"{name} has batch and head dimensions {t.shape[:-2]}: must broadcast to {self.kv_sizes}{hint}") from e
     return whole.reshape(self.size(self.batch), math.prod(self.kv_sizes[a] for a in self.heads), *t.shape[-2:])
   def of_scores(self, mask:Tensor) -> Tensor:
-    """Returns a mask, which broadcasts to the scores, as (B or 1, H or 1, Sq or 1, Sk or 1)."""
+    """Returns a mask, which broadcasts to the scores of the call, as (B or 1, H or 1, Sq or 1, Sk or 1)."""
     mask = mask.reshape(*[1]*(len(self.sizes) + 2 - mask.ndim), *mask.shape)
     for axes in (self.batch, self.heads + self.shared):
       if any(mask.shape[a] > 1 for a in axes): mask = mask.expand(*(self.sizes[a] if a in axes else n for a, n in enumerate(mask.shape)))
     batch, heads = (math.prod(mask.shape[a] for a in axes) for axes in (self.batch, self.heads + self.shared))
     return self.ordered(mask).reshape(batch, heads, *mask.shape[-2:])
   def of_heads(self, sinks:Tensor) -> Tensor:
-    """Returns sinks (..., 1, 1), which broadcast to the scores, as (H,)."""
+    """Returns sinks (..., 1, 1), which broadcast to the scores of the call, as (H,)."""
     return self.ordered(sinks.expand(*(1 if a in self.batch else n for a, n in enumerate(self.sizes)), 1, 1)).flatten()
   def restored(self, o:Tensor) -> Tensor:
-    """Returns the output o (B, H, Sq, Dv) with the leading axes of the call."""
+    """Returns the output o (B, H, Sq, Dv) with the leading axes of the call in place of B and H."""
     order = self.batch + self.heads + self.shared
     o = o.reshape(*(self.sizes[a] for a in order), *o.shape[-2:])
     return o.permute(*(order.index(a) for a in range(len(order))), o.ndim - 2, o.ndim - 1)

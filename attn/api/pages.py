@@ -1,4 +1,4 @@
-"""Keys and values in pages. A page is a block of rows. A table says for each sequence which pages hold its rows, in order."""
+"""Keys and values in pages. A page is a block of rows. A block table says for each sequence which pages hold the rows of the sequence, in order."""
 from __future__ import annotations
 from dataclasses import replace
 import numpy as np
@@ -48,8 +48,8 @@ def check_pages(q:Tensor, k:Tensor, v:Tensor, options:AttentionOptions, lengths_
 
 def check_only_page(table:Tensor, rows:int|UOp|Tensor, lengths_name:str, pages:Pages) -> None:
   """Raises ValueError if a cache has only one page, and the block table has an entry other than 0 for rows that a sequence has. `rows` is the number
-  of rows of each sequence, which error messages call `lengths_name`. The check runs only where the host can read the table at no cost, as on the
-  emulator. A kernel for a single page does not read the table, so nothing else would catch a wrong entry."""
+  of rows of each sequence, which error messages call `lengths_name`. A kernel for a single page does not read the block table, so only this check
+  finds a wrong entry. The check runs only where the host can read the table at no cost, as on the emulator (the tinygrad device EMU)."""
   entries, counts = numbers_at_hand(table), numbers_at_hand(rows) if isinstance(rows, Tensor) else rows
   if entries is None or counts is None or isinstance(counts, UOp) or (np.ndim(counts) and np.shape(counts) != entries.shape[:1]): return
   used = np.arange(pages.most) < -(-np.reshape(counts, (-1, 1))//pages.size)
@@ -72,8 +72,9 @@ def placement_in_pages(q:Tensor, k:Tensor, v:Tensor, layout:str, names:tuple[str
                             "sharded, because it joins the heads of all sequences")
 
 def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
-  """Returns rows that kernels can read, and where they lie in a buffer. Rows that are a view of a larger buffer are read in place if each row is
-  contiguous and rows lie a constant stride apart. Other views are copied. A tensor without the last axis of `layout` has one number in each row."""
+  """Returns the rows t as a tensor that kernels can read, and where the rows lie in a buffer. Rows that are a view of a larger buffer are read in
+  place if each row is contiguous and the rows lie a constant stride apart. Any other view is copied. A tensor without the last axis of `layout`, such
+  as scales, has one number in each row."""
   rows = t if t.ndim == len(AXES[layout]) else t.unsqueeze(-1)
   if isinstance(t.device, str) and (found := in_buffer(bhsd(rows, layout))) is not None: return t, found.places
   whole = whole_places(local_shape(rows), layout)
