@@ -90,7 +90,7 @@ FILE_OPTIONS = [
   click.option("--lds", type=int, help="LDS bytes given at launch, for a file."),
   click.option("--threads", type=int, help="Threads of a workgroup, for a file."),
   click.option("--products", default="1,1", show_default=True, callback=lambda _, __, text: _products(text),
-               help="Matrix products in the hot loop of a file: how many sum over D, how many over Dv. Forward has 1,1, backward up to 3,2."),
+               help="Matrix products in the hot loop of a file: how many have a side D, how many a side Dv. Forward has 1,1, backward up to 3,2."),
 ]
 def with_options(command:Any, options:list[Any]) -> Any:
   for option in reversed(options): command = option(command)
