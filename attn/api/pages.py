@@ -81,8 +81,9 @@ def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
   return t if not isinstance(t.device, str) or buffer_under(t.uop) is None else t.contiguous(), whole
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes attention of keys and values in pages by tinygrad's own operations, without one of attn's kernels. Returns (o, lse, lse_rest): lse_rest
-  is the part of lse that rounding to fp32 lost. An entry of the block table that is not the index of a page stands for rows of zeros."""
+  """Computes attention of keys and values in pages by tinygrad's own operations, without one of attn's kernels. `t` has the tensors of the problem p
+  by name. Returns (o, lse, lse_rest): lse_rest is the part of lse that rounding to fp32 lost. An entry of the block table that is not the index of a
+  page stands for rows of zeros."""
   assert p.pages is not None
   if p.varlen:
     raise NotImplementedError("block_table with layout='thd': no kernel with matrix instructions supports this problem (attn.explain says why); "

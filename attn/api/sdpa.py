@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` with the arguments of tinygrad and PyTorch, and `install`, which makes the method of Tensor with that name use
+"""`scaled_dot_product_attention` with the arguments of tinygrad and PyTorch, and `install`, which makes `Tensor.scaled_dot_product_attention` use
 attn's kernels."""
 from __future__ import annotations
 import contextlib, math, warnings
@@ -16,8 +16,8 @@ from attn.tinygrad_compat import TRAINING, Rerouted, Tensor, UOp, dtypes, levels
 from attn.values import static_shape
 
 def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Tensor:
-  """Checks that a mask lies on the device of q and broadcasts to the scores, and returns it with four dimensions. Error messages call the mask
-  `name`."""
+  """Returns a mask with four dimensions: (B or 1, H or 1, Sq or 1, Sk or 1). `leading` says which leading axes of the call are batches and heads.
+  Raises ValueError if the mask is not on the device of q, or cannot be broadcast to the scores; the message calls the mask `name`."""
   if mask.device not in (None, q.device) and (isinstance(q.device, str) or not isinstance(mask.device, str)):
     raise ValueError(f"{name} is on {mask.device} but query on {q.device}: must be on the same device, or the same devices")
   shape, whole = static_shape(name, mask.shape), (*leading.sizes, int(q.shape[-2]), int(k.shape[-2]))
@@ -26,8 +26,8 @@ def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Te
   return leading.of_scores(mask)
 
 def _shown_by(seen:Tensor, offset:int) -> dict[str, Any]:
-  """Returns options of `attention` that apply a bool mask (B or 1, H or 1, Sq or 1, Sk or 1), True where the query sees the key. The options are a
-  mask_mod that reads the mask, and the mask as its tensor. `offset` is Sk - Sq."""
+  """Translates a bool mask `seen` (B or 1, H or 1, Sq or 1, Sk or 1), True where the query sees the key, into options of `attention`. Returns
+  mask_mod, a function that reads the mask, and mod_tensors, which has the mask. `offset` is Sk - Sq."""
   wide = tuple(int(n) > 1 for n in seen.shape)
   def mask_mod(b:UOp, h:UOp, i:UOp, j:UOp, mask:UOp) -> UOp:
     return mask[tuple(place if full else 0 for place, full in zip((b, h, i - offset, j), wide))]
@@ -75,15 +75,14 @@ def scaled_dot_product_attention(query:Tensor, key:Tensor, value:Tensor, attn_ma
     key         (..., Hkv, Sk, D)
     value       (..., Hkv, Sk, Dv)
     attn_mask   bool (True: the query sees the key), or numbers added to the scores; broadcastable to (..., H, Sq, Sk)
-    is_causal   query i sees keys j <= i, counted from the first query (`attention(causal=True)` counts from the last)
+    is_causal   query i sees keys j <= i (`attention(causal=True)`: keys j <= i + Sk - Sq)
     enable_gqa  H may be a multiple of Hkv: query heads share key/value heads
     scale       factor of the scores, 1/sqrt(D) by default
     dropout_p   probability that an attention weight becomes 0, at least 0 and less than 1; active only where tinygrad's TRAINING is set
 
-  If float32 meets one 16-bit dtype, query, key and value are rounded to 16 bits, and the result is float32.
-  A query that sees no key gives 0; tinygrad's own function gives NaN.
-  key and value may be slices of a cache whose length is a tinygrad Variable: see `install`.
-  Raises RuntimeError for attn_mask with is_causal, ValueError or NotImplementedError for other arguments that don't fit together."""
+  If some of query, key and value are float32 and the rest float16 (or bfloat16), all three are rounded to 16 bits, and the result is float32. A query
+  that sees no key gives 0; tinygrad's own function gives NaN. key and value may be slices of a cache whose length is a tinygrad Variable: see
+  `install`. Raises RuntimeError for attn_mask with is_causal, ValueError or NotImplementedError for other arguments that don't fit together."""
   return attended(SdpaCall(**locals()))
 
 def attended(x:SdpaCall) -> Tensor:
@@ -96,8 +95,8 @@ def attended(x:SdpaCall) -> Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-  """What `install` decided for one call of `Tensor.scaled_dot_product_attention`. `kernel` is the name of the kernel, or None if the function that
-  was there before `install` computed the call. `reason` says why."""
+  """Says what computed one call of `Tensor.scaled_dot_product_attention` after `install`. `kernel` is the name of attn's kernel. `kernel` is None if
+  the function that was there before `install` computed the call. `reason` says why."""
   kernel: str|None
   reason: str
 
@@ -126,7 +125,7 @@ def _decide(x:SdpaCall) -> Decision:
 
 def _attended_if_possible(call:SdpaCall) -> Tensor|None:
   """Computes a call of scaled_dot_product_attention if a kernel can, and returns the result. Otherwise warns (once for each reason) and returns None.
-  Records the decision in either case."""
+  Appends the Decision to `decisions` with or without a kernel."""
   try: decision = _decide(call)
   except (ValueError, NotImplementedError, RuntimeError) as e: decision = Decision(None, str(e))
   decisions.append(decision)
@@ -150,22 +149,25 @@ def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, seen:Ten
   return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale, sinks, seen))
 
 def install() -> deque[Decision]:
-  """Makes `Tensor.scaled_dot_product_attention` run attn's kernels. A call that no kernel can compute goes to the function that was there before, and
-  warns with the reason, once for each reason.
+  """Makes `Tensor.scaled_dot_product_attention` run attn's kernels. A call that no kernel can compute goes to the function that was there before
+  `install`, with a warning that says why (once for each reason). A second `install` changes nothing.
 
-  Returns the list of decisions, which says for each call what computed it and why. The list grows with every call (under TinyJit: with every capture)
-  and keeps the latest 1024.
+  Returns a list of decisions: one `Decision` for each call, with the name of the kernel and the reason. The list grows with every call (under
+  TinyJit: with every capture) and keeps the latest 1024 decisions.
 
-  Keys and values may be slices of a cache whose length depends on tinygrad Variables, as in tinygrad's models. They are read in place, one kernel
-  serves all lengths, and the mask triu(start_pos + 1) of -inf counts as causal. If the length of such a slice is an int, the first call makes a
-  kernel for this length alone. The first call with another length makes one kernel for all lengths, except where TRAINING is set.
+  Caches: key and value may be slices of a cache whose length depends on tinygrad Variables, as in tinygrad's models. Slices are read in place, one
+  kernel serves all lengths, and the mask triu(start_pos + 1) of -inf counts as causal. Slices with a length that is an int are also read in place.
+  The first length of a cache gets a kernel for this length alone. A second length gets a kernel for all lengths. Where TRAINING is set, and while
+  TinyJit captures, each length gets a kernel.
 
-  Modules that bound tinygrad's method to a name of their own before `install`, as extra/models/unet.py does, reach attn's kernels as well. Attention
-  that a model writes out, (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions, counts as a call, also with sinks as
-  tinygrad's examples/mlperf/models/gpt_oss.py computes them, and with seen.where(scores, -inf) or masked_fill. Such a mask replaces a NaN score of a
-  hidden key; a mask that is added leaves it NaN. The latent attention (MLA) blocks of tinygrad.llm get a cache in float16 instead of float32.
+  Other names: a module may have given tinygrad's method another name before `install`, as extra/models/unet.py does. Calls by this name also run
+  attn's kernels.
 
-  A second `install` changes nothing."""
+  Written-out attention: (q @ k.transpose(-1, -2)*scale + mask).softmax(-1) @ v in four or more dimensions counts as a call. Sinks may be written as
+  in tinygrad's examples/mlperf/models/gpt_oss.py. A mask may also be seen.where(scores, -inf) or masked_fill: both replace a NaN score of a hidden
+  key by -inf. A mask that is added to the scores leaves NaN.
+
+  tinygrad.llm: latent attention (MLA) blocks get a cache in float16 instead of float32."""
   if not installation.active and Tensor.scaled_dot_product_attention is not _installed:
     if (own := method_of_tinygrad(NAME)) is not None:
       installation.rerouted = Rerouted(own, _installed)
@@ -178,8 +180,9 @@ def install() -> deque[Decision]:
   return decisions
 
 def uninstall() -> None:
-  """Puts back the function that `Tensor.scaled_dot_product_attention` was before `install`. Does nothing without an `install` before. If another
-  library has meanwhile installed a function of its own, that function stays, and reaches the earlier function instead of attn's kernels."""
+  """Puts back the function that `Tensor.scaled_dot_product_attention` was before `install`. Does nothing if `install` was not called. If another
+  library has replaced attn's function after `install`, the replacement stays. Where the replacement calls attn's function, this call then goes to the
+  function from before `install`."""
   installation.active = False
   if installation.rerouted is not None: installation.rerouted.end()
   elif Tensor.scaled_dot_product_attention is _installed: setattr(Tensor, NAME, installation.before)
@@ -189,11 +192,12 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[deque[Decision]]:
-  """Context manager that calls `install` at its beginning and `uninstall` at its end. Gives the list of decisions.
+  """Context manager that calls `install` at the beginning and `uninstall` at the end. `decisions` gets one `Decision` for each call of
+  `Tensor.scaled_dot_product_attention`, which says what computed the call and why.
 
     with attn.installed() as decisions: ...
 
-  If such statements are nested, only the outermost one calls `uninstall`."""
+  If such statements are nested, only the outermost statement calls `uninstall`."""
   outermost = not installation.active
   try: yield install()
   finally:

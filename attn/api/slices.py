@@ -1,5 +1,6 @@
 """Runs `scaled_dot_product_attention` on keys and values whose length depends on Variables, or grows from call to call. One kernel serves all
-lengths. The kernel reads slices of a cache in place. Other keys and values are first copied into buffers of the largest size."""
+lengths. The kernel reads slices of a cache in place. Keys and values that are no slice of a cache are first copied into buffers of the largest
+size."""
 from __future__ import annotations
 import math
 from collections import OrderedDict
@@ -32,7 +33,7 @@ class SdpaCall:
   seen: Tensor|None = None       # bool: a score is -inf where this is False, whatever the key is. attn_mask is added to the scores before
   @property
   def dropped(self) -> float:
-    """Probability that dropout makes an attention weight 0. It is 0 unless tinygrad's TRAINING is set."""
+    """Probability that dropout makes an attention weight 0: dropout_p where tinygrad's TRAINING is set, else 0."""
     return self.dropout_p if TRAINING else 0.0
   @property
   def sliced(self) -> bool:
@@ -41,14 +42,15 @@ class SdpaCall:
 
 @dataclass(frozen=True)
 class SlicedCall:
-  """A checked call of attention whose number of keys may change from call to call. `call` has room for the largest number of queries; the first
-  `rows` of them are real. `column` is a mask with one column, which treats all keys alike."""
+  """Call of `scaled_dot_product_attention` for which one kernel serves all numbers of keys. `call` is the checked call of attention, with q padded to
+  the largest number of queries. Only the first `rows` queries are those of the caller. `column` is the caller's mask if the mask has a single column,
+  which applies to all keys alike."""
   call: CheckedCall
   rows: Size
   column: Tensor|None = None
   def choice(self) -> Choice: return self.call.choice()
   def run(self) -> Tensor:
-    """Computes the attention. Returns the output o (B, H, rows, Dv)."""
+    """Computes the attention. Returns the output o (B, H, rows, Dv), without the padding."""
     o, = run(self.call)
     o = (o if isinstance(self.rows, int) else o.shrink((None, (0, self.rows), None, None))).transpose(1, 2)
     return o if self.column is None else hidden_by(o, self.column)
@@ -58,16 +60,17 @@ def is_symbolic(t:Any) -> bool:
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
-  """Returns the dtype in which attention is computed, and the dtype of its result. If float32 meets a 16-bit dtype, the inputs are rounded to 16
-  bits, and the result is float32, like the result of tinygrad's own function. Raises ValueError for two different 16-bit dtypes."""
+  """Returns the dtype in which attention is computed, and the dtype of the result. If some inputs are float32 and others float16 (or bfloat16), the
+  inputs are rounded to 16 bits, and the result is float32, like the result of tinygrad's own function. Raises ValueError for float16 with
+  bfloat16."""
   types = [values.dtype_name(name, values.tensor(name, t).dtype, FLOATS) for name, t in (("query", query), ("key", key), ("value", value))]
   if len(narrow := set(types) - {"float32"}) > 1:
     raise ValueError(f"query, key and value have dtypes {', '.join(types)}: must be the same, or float32 and one 16-bit dtype")
   return (narrow.pop() if narrow else "float32"), "float32" if "float32" in types else types[0]
 
 def hidden_by(o:Tensor, column:Tensor) -> Tensor:
-  """Applies a mask (..., rows, 1), which treats all keys alike, to the output o. A finite number does not change the weights. -inf or False hides the
-  row: its output is 0. NaN and +inf give NaN."""
+  """Applies a mask `column` (..., rows, 1) to the output o. A column treats all keys alike, so a finite number leaves the weights of a row as they
+  are. -inf or False hides all keys of a row, and the row of o becomes 0. NaN and +inf give NaN."""
   if column.dtype == dtypes.bool: return column.where(o, 0)
   return (column == -math.inf).where(0, (column.abs() < math.inf).where(o, math.nan))
 
@@ -85,7 +88,7 @@ def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
   return mask
 
 def _sinks(sinks:Tensor, heads:int) -> Tensor:
-  """Returns sinks (..., 1, 1) as float32 (H). Raises NotImplementedError if a batch has sinks of its own."""
+  """Returns sinks (..., 1, 1) as float32 (H), where H is `heads`. Raises NotImplementedError if two batches have different sinks."""
   if sinks.ndim > 3 and any(n != 1 for n in sinks.shape[:-3]):
     raise NotImplementedError(f"attention sinks of shape {sinks.shape} with a symbolic length: must be one number for each head, (H, 1, 1)")
   return sinks.reshape(-1).expand(heads).cast(dtypes.float)
@@ -162,10 +165,10 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
   return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
 
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
-  """Returns a checked call whose kernel serves all numbers of keys, or None if a kernel shall be made for this number of keys only. Compiling a
-  kernel for each length takes long. So one kernel serves all lengths if the length depends on Variables, or if the keys are a slice of a cache that
-  had another length in an earlier call. Where TRAINING is set, a slice with an int length gets a kernel of its own, because only this kernel has a
-  gradient."""
+  """Returns a checked call whose kernel serves all numbers of keys, or None if attn should make a kernel for this number of keys alone. A kernel
+  serves all numbers in two cases: the number depends on Variables, or the keys are a slice of a cache that had another number of rows in an earlier
+  call. So a growing cache needs only two compilations. Where TRAINING is set, keys with an int length always give None, because a kernel for all
+  numbers has no gradient. While TinyJit captures, these keys give None, too."""
   if x.sliced: return sliced_call(x)
   if TRAINING or capturing or not all(isinstance(t, Tensor) and is_part_of_a_buffer(t) for t in (x.key, x.value)): return None
   try: call = sliced_call(x)

@@ -1,5 +1,5 @@
-"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v, also with a mask by `where`. tinygrad's
-models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py do so."""
+"""Recognises attention that a model writes out in operations of Tensor, softmax(q k^T * scale + mask) v, also with a mask by `where`. Such models are
+tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py."""
 from __future__ import annotations
 import contextlib, functools, math
 from collections.abc import Callable, Iterator
@@ -10,8 +10,9 @@ from attn.calls.views import filled_with, just_stored
 from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, maker_of_latent_cache, method_of_tinygrad, on_top
 
 def stored_in_its_dtype(t:Tensor) -> Tensor:
-  """If `t` is a view of a cache into which rows of another dtype are stored, casts these rows to the dtype of the cache; otherwise returns t. Without
-  a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse."""
+  """Returns a view of a cache with one change: rows that are stored into the cache from another dtype are first cast to the dtype of the cache.
+  Returns any other tensor unchanged. Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers
+  of CUDA and HIP refuse."""
   after = t.uop
   while after.op in GroupOp.Movement: after = after.src[0]
   def uneven(u:UOp) -> bool: return u.op is Ops.STORE and u.src[0].dtype != u.src[1].dtype
@@ -21,8 +22,8 @@ def stored_in_its_dtype(t:Tensor) -> Tensor:
   return t if view is None else Tensor(view)
 
 class WrittenScores(NamedTuple):
-  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`, and -inf where one of
-  `seen` is False."""
+  """Scores that a model computes with operations of Tensor: `q` times the transposed `keys`, times `scale`, plus `masks`, and -inf where one of the
+  conditions `seen` is False."""
   q: UOp
   keys: UOp
   scale: float = 1.0
@@ -42,22 +43,23 @@ def joined(operation:Callable[[Tensor, Tensor], Tensor], parts:tuple[UOp, ...]) 
   return functools.reduce(operation, map(Tensor, parts)) if parts else None
 
 def uncast(u:UOp) -> UOp:
-  """Removes casts between floating-point dtypes and assignments such as scores += bias from a UOp. Returns the UOp below them."""
+  """Returns the UOp that `u` casts from one floating-point dtype to another. If `u` is a tensor that was assigned to, as in scores += bias, returns
+  the assigned value (the sum scores + bias). Repeats both steps as long as possible."""
   while True:
     if u.op is Ops.CAST and dtypes.is_float(u.src[0].dtype): u = u.src[0]
     elif (value := just_stored(u)) is not None: u = value
     else: return u
 
 def exponents(u:UOp) -> tuple[UOp, ...]:
-  """Returns the two terms of (x + y).exp(), which tinygrad writes as exp2((x + y)*log2(e)), in float32 if x and y have 16 bits. Returns () if `u` is
-  something else."""
+  """Returns the two terms x and y if `u` is (x + y).exp(), and () for any other `u`. tinygrad writes (x + y).exp() as exp2((x + y)*log2(e)), in
+  float32 if x and y have 16 bits."""
   if (power := uncast(u)).op is not Ops.EXP2 or power.src[0].op is not Ops.MUL: return ()
   return total.src if (total := uncast(power.src[0].src[0])).op is Ops.ADD else ()
 
 def weights_with_sink(u:UOp) -> WrittenWeights|None:
   """Returns the scores and the sink (..., 1, 1) of weights e/(e.sum(-1, keepdim=True) + (sink - m).exp()), with e = (scores - m).exp(). Any tensor m
-  will do, because it cancels. Returns None for another `u`. The weights are recognised by the exact expression that tinygrad builds, so that nothing
-  else is mistaken for them."""
+  is accepted, because m cancels. Returns None for another `u`. The weights are recognised by the exact expression that tinygrad builds, so no other
+  expression is mistaken for weights."""
   if u.op is not Ops.MUL or u.src[1].op is not Ops.RECIPROCAL or u.src[1].src[0].op is not Ops.ADD: return None
   e, terms = Tensor(u.src[0]), u.src[1].src[0].src
   if not (of_e := exponents(u.src[0])): return None
@@ -69,9 +71,9 @@ def weights_with_sink(u:UOp) -> WrittenWeights|None:
   return None
 
 class WrittenOut:
-  """Watches a model's matrix products and softmaxes. When the model multiplies softmax(scores) by values, the function `attend` computes the
-  attention by a kernel. If `attend` returns None, the model's own product is computed. A product or softmax is remembered only as long as other code
-  refers to its result."""
+  """Replaces written-out attention by attn's kernels: takes the place of tinygrad's methods for matrix products and softmaxes. When a model
+  multiplies softmax(scores) by values, the function `attend` computes the attention. If `attend` returns None, the model's own product is computed. A
+  product or softmax is remembered only as long as the model's code refers to the result."""
   def __init__(self, attend:AttendWritten) -> None:
     self.attend, self.watching = attend, True
     self.products: WeakKeyDictionary[UOp, WrittenScores] = WeakKeyDictionary()
@@ -90,15 +92,15 @@ class WrittenOut:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Context manager that stops the recognition of written-out attention. It is needed while tinygrad's own attention runs, because that function is
-    written out in the same way."""
+    """Context manager that stops the recognition of written-out attention. The context is needed while tinygrad's own attention runs, because
+    tinygrad's function is also written out."""
     self.watching = False
     try: yield
     finally: self.watching = True
 
   def scores(self, u:UOp) -> WrittenScores|None:
-    """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` does not come from a matrix product that was
-    watched, or if something else happens to the scores after a `where`."""
+    """Returns the q, keys, scale and masks from which the scores `u` were computed. Returns None if `u` is not made from a matrix product by the
+    supported operations. These are: multiplication by a number, then addition of masks, then `where` with -inf."""
     if (u := uncast(u)) in self.products: return self.products[u]
     if u.op is Ops.WHERE: return self.selected(*map(Tensor, u.src))
     if u.op not in (Ops.ADD, Ops.MUL): return None
@@ -110,7 +112,7 @@ class WrittenOut:
     return None
 
   def selected(self, condition:Tensor, x:Tensor, y:Tensor) -> WrittenScores|None:
-    """Returns the scores condition.where(x, y) if one of x and y is scores and the other is -inf."""
+    """Returns the scores condition.where(x, y) if one of x and y is scores and the other is -inf. Returns None for any other x and y."""
     for seen, of, other in ((condition, x, y), (condition.logical_not(), y, x)):
       if filled_with(other.uop) == -math.inf and (found := self.scores(of.uop)) is not None: return found._replace(seen=(*found.seen, seen.uop))
     return None
@@ -139,10 +141,10 @@ class WrittenOut:
     return product
 
   @staticmethod
-  def init_state(own:Callable[..., None], block:Any, x:Tensor) -> None:
-    """Creates the cache of a latent attention (MLA) block of tinygrad.llm in float16, the dtype of the caches of tinygrad's other blocks. tinygrad
-    itself creates it in float32, but no kernel reads float32 rows of 576 numbers. This function replaces tinygrad's method `own` of the class of
-    `block`, and calls it with the input x of the block."""
+  def init_state(before:Callable[..., None], block:Any, x:Tensor) -> None:
+    """Replaces the method by which a latent attention (MLA) block of tinygrad.llm makes its cache. `before` is tinygrad's method, which this function
+    calls with the block and the block's input x. tinygrad makes the cache in float32, but no kernel reads float32 rows of 576 numbers. So this
+    function makes the cache anew in float16, the dtype of the caches of tinygrad's other blocks."""
     new = not hasattr(block, "cache_k")
-    own(block, x)
+    before(block, x)
     if new: block.cache_k = Tensor.empty(*block.cache_k.shape, dtype=dtypes.half, device=block.cache_k.device)

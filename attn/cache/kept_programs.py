@@ -1,10 +1,11 @@
-"""Keeps the sources of kernels between processes: the first process lowers and renders a kernel, and later processes read its source.
+"""Keeps the sources of kernels between processes: the first process lowers and renders a kernel (makes CUDA or HIP source from UOps), and later
+processes read the source.
 
 The user's cache directory holds the source and the launch parameters of each kernel. The compilers keep the machine code themselves.
 
 The key of an entry covers everything that a source depends on: the kernel's AST and tinygrad's settings, as in tinygrad's own cache within a process;
-the text of attn's operations; and the files of tinygrad that lower and render kernels. Only attn's kernels for CUDA and AMD are kept, and no kernel
-with a Variable."""
+the source files by which attn renders operations; and the files of tinygrad that lower and render kernels. Only attn's kernels for CUDA and AMD are
+kept, and no kernel with a Variable."""
 from __future__ import annotations
 import functools, hashlib, json
 from pathlib import Path
@@ -18,7 +19,7 @@ PRINTING = ("chips", "compilers", "ops", "tinygrad_compat", "cache/kept_programs
 LOWERING = ("codegen", "dtype.py", "renderer", "uop")                                    # files and folders of tinygrad
 
 def files(folder:Path, names:tuple[str, ...]) -> list[Path]:
-  """Returns the paths of Python modules. Each name in `names` is a file in `folder`, or a folder in it, which stands for all modules below it."""
+  """Returns the paths of Python modules. Each name in `names` is a file in `folder`, or a folder in `folder`, which stands for all modules below."""
   return [path for name in names for path in sorted((folder/name).rglob("*.py") if (folder/name).is_dir() else [folder/name])]
 
 @functools.cache
@@ -31,28 +32,28 @@ def printed_by() -> str:
   return digest.hexdigest()
 
 def key_of(ast:UOp, renderer:Renderer) -> tuple[str, ...]|None:
-  """Returns the key under which a kernel's source is kept, or None if it is not kept. With tinygrad's settings VIZ, or DEBUG of at least 3, no kernel
-  is kept, because these settings show how a kernel is lowered. CCACHE=0 switches caches off."""
+  """Returns the key under which a kernel's source is kept, or None if the source is not kept. With tinygrad's settings VIZ, or DEBUG of at least 3,
+  no kernel is kept, because these settings show how a kernel is lowered. CCACHE=0 switches caches off."""
   ours = ast.op is Ops.SINK and ast.arg.name.startswith("attn_") and isinstance(renderer, OperationsPrinter) and renderer.target.device in KEPT_ON
   return (printed_by(), *program_key(ast, renderer)) if ours and CCACHE and not VIZ and DEBUG < 3 and not ast.variables() else None
 
-def kept_program(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
-  """Returns the compiled PROGRAM of a kernel. `lowered` is tinygrad's function that lowers, renders and compiles a kernel. If an earlier process has
-  lowered this kernel, `lowered` only compiles the kept source."""
-  if (key := key_of(ast, renderer)) is None: return lowered(ast, renderer)
+def kept_program(make_program:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
+  """Returns a compiled kernel (a UOp with the operation PROGRAM). `make_program` is tinygrad's function that turns an AST into source and compiles
+  the source. If an earlier process has kept the kernel's source, only the compilation is left to do."""
+  if (key := key_of(ast, renderer)) is None: return make_program(ast, renderer)
   made = list[UOp]()
   def make() -> bytes:
-    made.append(lowered(ast, renderer))
+    made.append(make_program(ast, renderer))
     return json.dumps(launch_of(made[0])).encode()
   launch = json.loads(kept("program", key, make))
   if made: return made[0]
-  return lowered(ast if launch is None else program_of_launch(launch, ast, renderer), renderer)
+  return make_program(ast if launch is None else program_of_launch(launch, ast, renderer), renderer)
 
 def has_program(ast:UOp, renderer:Renderer) -> bool:
-  """Tells whether an earlier process has lowered this kernel."""
+  """Tells whether an earlier process has kept this kernel's source."""
   return (key := key_of(ast, renderer)) is not None and is_kept("program", key)
 
 @functools.cache
 def keep_programs() -> None:
-  """Makes tinygrad read lowered kernels from the cache and keep new ones there, for the rest of the process."""
+  """Makes tinygrad read the sources of kernels from the user's cache directory and keep new sources there, for the rest of the process."""
   programs_through(kept_program)

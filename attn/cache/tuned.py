@@ -1,9 +1,11 @@
-"""Fastest tiles, timed by bench.py with TUNE=1 and kept in the user's cache directory. They are used on real devices only.
+"""File of the fastest tile descriptions in the user's cache directory. bench.py with TUNE=1 measures and writes the file. A tile description has the
+sizes by which a kernel divides a problem, such as block_n, and is called a tile here. The emulator (the tinygrad device EMU) doesn't use the file.
 
-The file has this form: {chip: {class: {"tile": ..., "seconds": ..., "stamp": ...}}}. `class` is a problem class; for a tile of a backward kernel, the
-kernel's name follows. "tile" has the fields of the tile's sizes (such as waves and block_n) and the index of its matrix instruction among those of
-the chip, or is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions with which it was
-measured. The file is untrusted input: an entry that is invalid, or made with other versions, is ignored with one warning that names the file."""
+The file has this form: {chip: {entry: {"tile": ..., "seconds": ..., "stamp": ...}}}. The name of an entry is the name of a problem class, in backward
+followed by a space and the kernel's name. "tile" has the sizes, by name, and "matrix": the index of the tile's matrix instruction among those of the
+chip. "tile" is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions of attn, tinygrad and
+the compiler in this measurement. The file is untrusted input: an entry that is invalid, or measured with other versions, is ignored with one warning
+that names the file."""
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
 from collections.abc import Callable
@@ -22,16 +24,16 @@ from attn.tinygrad_compat import TINYGRAD_VERSION, Device, device_of
 CLASSES = (64, 128, 192, 256)   # the largest head dimension of each class
 
 def head_class(p:Problem) -> int:
-  """Size class of a problem's head dimensions: the smallest of CLASSES that is at least D and at least Dv. If there is none, the larger of D and
-  Dv."""
+  """Head dimension to which a problem's head dimensions are rounded up: the smallest of CLASSES that is at least D and at least Dv. If CLASSES has no
+  such number, the larger of D and Dv."""
   return next((x for x in CLASSES if max(p.D, p.Dv) <= x), max(p.D, p.Dv))
 
 OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these options share a class
 
 def problem_class(p:Problem) -> str|None:
-  """Returns the name of the class to which a problem belongs. All problems of a class use the same tile. They have one dtype and one kind of mask.
-  Lengths and the number of heads are rounded up to a power of two, and head dimensions up to one of CLASSES. Returns None for a problem with an
-  option for which the kernel needs more registers: such problems are not timed."""
+  """Returns the name of the class to which a problem belongs. All problems of a class use the same tile. Problems of a class have the same dtype and
+  the same kind of mask. Their lengths and numbers of heads are equal after rounding up to a power of two, and their head dimensions after rounding up
+  to one of CLASSES. Returns None for a problem with options such as a bias or dropout, because TUNE=1 does not measure tiles for such problems."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
   mask = "window" if hidden.before else "causal" if hidden.after else "full"
@@ -40,7 +42,7 @@ def problem_class(p:Problem) -> str|None:
   return f"{p.dtype} {width} {mask} {heads} heads of {p.H//p.Hkv} to one of K, {queries}x{keys}"
 
 def path() -> Path:
-  """Path of the file that holds the fastest tiles."""
+  """Path of the file that holds the fastest tile descriptions."""
   return user_cache.directory()/"tune.json"
 
 # ***** valid content of the file *****
@@ -70,14 +72,15 @@ LIMITS: dict[type, Limits] = {
   MlaMmaShape: {"matrix": (0,), "row_tiles": (4, 2, 1), "block_n": (64, 32), "key_parts": (2, 1, 4, 8)},
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
-def said_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Converts a row of attn's tables of tiles to the form that the file of fastest tiles has: a dictionary of the fields of its tile, by name."""
+def fields_of(row:UpTo[Any]) -> dict[str, Any]:
+  """Returns the fields of a tile by name, as the file of fastest tiles has them. `row` is a row of attn's tables of tiles: the sizes of a tile
+  (`row.shape`), the index of the tile's matrix instruction, and the largest head dimension for which the tile is used."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 
-def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
-  """Reads a tile from an entry of the file of fastest tiles, and returns it as a table row. `found` is the entry as parsed JSON, `kind` the class of
-  the tile's shape, and `up_to` the largest head dimension of the row. Returns None if the entry's tile is null: attn's own choice is then fastest.
-  Raises ValueError if the entry has no valid tile."""
+def row_in_entry(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
+  """Reads a tile from an entry of the file of fastest tiles, and returns a row for attn's tables of tiles. `found` is the entry as parsed JSON.
+  `kind` is the Python class of the tile's sizes, such as ForwardShape. `up_to` is the largest head dimension for which the row is used. Returns None
+  if the entry's tile is null: attn's own choice is then fastest. Raises ValueError if the entry has no valid tile."""
   if not isinstance(found, dict) or "tile" not in found: raise ValueError("an entry without a tile: needs the field 'tile'")
   if (tile := found["tile"]) is None: return None
   limits, needed = LIMITS[kind], {f.name for f in fields(kind) if f.default is MISSING}         # type: ignore[arg-type]
@@ -94,7 +97,7 @@ def row_said(found:Any, kind:type[AnyShape], up_to:int) -> UpTo[AnyShape]|None:
 RowCheck = Callable[[UpTo[Any], Chip, Problem], object]     # raises ValueError if a row has no valid tile for a problem on a chip
 
 def check_matrix(row:UpTo[Any], arch:Chip, p:Problem) -> None:
-  """Raises ValueError unless the tile of a table row is valid for a kernel on a matrix unit."""
+  """Raises ValueError unless the tile of a table row is valid for a kernel that uses a matrix unit."""
   if row.matrix >= len(matrices := arch.matrix.get(p.dtype, ())):
     raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} matrix instructions for {p.dtype}")
   mat, block_n = matrices[row.matrix], row.shape.block_n
@@ -109,14 +112,15 @@ def check_threads(row:UpTo[Any], arch:Chip, p:Problem) -> None:
   if not whole: raise ValueError(f"tile {tile}: its parts don't go together")
 
 def check_stamp(found:Any) -> None:
-  """Raises ValueError unless an entry was measured with the present versions of attn, tinygrad and the compiler."""
+  """Raises ValueError unless the measurement of an entry was made with the present versions of attn, tinygrad and the compiler. `found` is the
+  entry's "stamp" as parsed JSON."""
   for name, now in stamp().items():
     then = found.get(name) if isinstance(found, dict) else None
     if then != now: raise ValueError(f"was made with {name} {values.shown(then)}, this is {now!r}")
 
 @functools.cache
 def warn(file:str, reason:str) -> None:
-  """Warns that the file of fastest tiles, or an entry of it, is ignored, and says why. Equal warnings are given once per process."""
+  """Warns that the file of fastest tiles, or an entry of the file, is ignored, and says why. Equal warnings are given once per process."""
   warnings.warn(f"{file}: {reason}. It is ignored; TUNE=1 of bench.py writes it anew", stacklevel=2)
 
 def load() -> dict[str, Any]:
@@ -137,13 +141,14 @@ def load() -> dict[str, Any]:
   return found
 
 def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCheck) -> list[UpTo[AnyShape]]:
-  """Returns the fastest measured tile of the kernel `kernel` for the class of `p` on this chip, as a list with one table row. `kind` is the class of
-  the row's shape. `check` is a function that raises ValueError for a row that the kernel cannot use. Dispatch tries this row before the rows of its
-  tables. Returns an empty list if no valid tile is known, or if `arch` is not the chip of a real device."""
+  """Returns the fastest measured tile of a kernel, as a list with one row for attn's tables of tiles. The tile is the one that was measured for the
+  problem class of `p` on this chip. `kernel` is the kernel's name ("" for forward). `kind` is the Python class of the tile's sizes, such as
+  ForwardShape. `check` is a function that raises ValueError for a row that the kernel cannot use. Dispatch tries the returned row before the rows of
+  attn's tables. Returns an empty list if no valid tile is known, or if `arch` stands for the emulator (the tinygrad device EMU)."""
   if not arch.tuned or (name := entry_of(p, kernel)) is None: return []
   if (entry := load().get(arch.name, {}).get(name)) is None: return []
   try:
-    if (row := row_said(entry, kind, head_class(p))) is not None: check(row, arch, p)
+    if (row := row_in_entry(entry, kind, head_class(p))) is not None: check(row, arch, p)
     check_stamp(entry.get("stamp"))
   except ValueError as e:
     warn(str(path()), f"{arch.name}, {name}: {e}")
@@ -151,22 +156,23 @@ def kept_rows(p:Problem, arch:Chip, kernel:str, kind:type[AnyShape], check:RowCh
   return [row] if row is not None else []
 
 def winner(p:Problem, arch:Chip) -> list[UpTo[ForwardShape]]:
-  """Returns the fastest measured tile of the forward kernel on AMD's matrix units, as a list with one table row. The list is empty if no valid tile
-  is known."""
+  """Returns the fastest measured tile of the forward kernel on AMD's matrix units, as a list with one row for attn's tables of tiles. The list is
+  empty if no valid tile is known."""
   return kept_rows(p, arch, "", ForwardShape, check_matrix)
 
 def entry_of(p:Problem, kernel:str) -> str|None:
-  """Returns the name under which the file of fastest tiles has the tile of a problem: the problem's class, followed by the kernel's name ("" for
-  forward). Returns None if the problem belongs to no class."""
+  """Returns the name of a problem's entry in the file of fastest tiles: the problem's class, followed by the kernel's name ("" for forward). Returns
+  None if the problem belongs to no class."""
   return None if (kind := problem_class(p)) is None else f"{kind} {kernel}".rstrip()
 
 def store(p:Problem, arch:Chip, row:UpTo[Any]|None, seconds:float, kernel:str="") -> Path:
-  """Writes the fastest tile for the class of `p` to the file of fastest tiles in the user's cache directory. The tile is the table row `row`, and
-  took `seconds`; None says that attn's own choice is fastest. Raises ValueError if `p` belongs to no class, OSError if the file can't be written."""
+  """Writes the fastest tile for the problem class of `p` to the file of fastest tiles, and returns the path of the file. `row` has the tile, which
+  took `seconds`. `row` is None if attn's own choice is fastest. Raises ValueError if `p` belongs to no class, OSError if the file can't be
+  written."""
   file, kind = path(), entry_of(p, kernel)
   if kind is None:
     raise ValueError(f"{', '.join(p.options)}: TUNE=1 times tiles only for problems without these options")
-  entry = {"tile": said_of(row) if row is not None else None, "seconds": seconds, "stamp": stamp()}
+  entry = {"tile": fields_of(row) if row is not None else None, "seconds": seconds, "stamp": stamp()}
   with user_cache.only_one(file):         # so that processes that tune at the same time don't overwrite each other's tiles
     found = load()
     found[arch.name] = {**found.get(arch.name, {}), kind: entry}

@@ -1,4 +1,4 @@
-"""Makes kernels that check the tensors they are called on, and finds the chip of a device."""
+"""Makes kernels that check the tensors given to them, and finds the chip of a device."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -25,13 +25,14 @@ MATRIX_DEVICES = ("AMD", "HIP", "EMU", "CUDA")   # devices whose chip may have a
 PLAIN_DEVICES = (*MATRIX_DEVICES, "CPU", "CL", "METAL", "NV")   # devices that run kernels of plain UOps, without a matrix unit
 
 class KernelFunction(Protocol):
-  """Type of a function that `Tensor.custom_kernel(..., fxn=...)` takes: it gets a placeholder for each tensor and returns the kernel."""
+  """Type of a function that `Tensor.custom_kernel(..., fxn=...)` takes. The function gets a placeholder (a UOp that stands for a buffer) for each
+  tensor, and returns the kernel."""
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """Returns the memory that a kernel writes if `u` is its output, as (buffer, first element, number of elements). Returns None if `u` has no memory
-  of its own. A slice of a buffer without gaps, once it is `contiguous()`, is a region of the buffer: tinygrad gives this part of the buffer to the
-  kernel."""
+  """Returns the memory to which a kernel writes an output `u`, as (buffer, first element, number of elements). Returns None if `u` is a computed
+  value or a view. One kind of view has memory: `contiguous()` of a slice that has no gaps in the buffer. tinygrad makes no copy for this
+  `contiguous()`, but gives the kernel this part of the buffer."""
   count, sliced = u.max_numel(), False
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
     if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # one device's buffer of a tensor on several
@@ -43,24 +44,24 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   return None if base is None else (base[0], base[1] + view[1], count)
 
 def whole_buffer(name:str, u:UOp) -> None:
-  """Checks that `u`, an output of a kernel, is a buffer or a contiguous part of one. Raises ValueError for a view or a computed value, because what a
-  kernel writes there would be lost."""
+  """Checks that `u`, an output of a kernel, is a buffer or a contiguous part of a buffer. Raises ValueError for any other view and for a computed
+  value, because the kernel's results would be lost. The message calls the output `name`."""
   if region(u) is not None: return
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
 def check_output(name:str, u:UOp) -> None:
-  """Raises ValueError if `u`, an output of attention, is not a buffer or a contiguous part of one. Also raises ValueError if `u` begins at an address
-  to which kernels cannot write rows, one that is not a multiple of UNIT_BYTES."""
+  """Raises ValueError if `u`, an output of attention, is not a buffer or a contiguous part of a buffer. Also raises ValueError if `u` begins at an
+  address that is not a multiple of UNIT_BYTES, because kernels write rows in units of this size. The message calls the output `name`."""
   whole_buffer(name, u)
   if (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
 
 def at_a_whole_unit(u:UOp) -> UOp:
-  """Returns an input `u` that begins at a multiple of 16 bytes (UNIT_BYTES) in its buffer, because kernels read rows in units of this size. Any other
-  `u` is copied. If `u` is `contiguous()` of a slice, the slice is copied instead of `u`: tinygrad would launch a kernel for `contiguous()` that reads
-  whole vectors, even where the slice begins between two of them."""
+  """Returns an input `u` that begins at a multiple of 16 bytes (UNIT_BYTES) in the buffer, because kernels read rows in units of this size. Returns a
+  copy of any other `u`. If `u` is the `contiguous()` of a slice, the copy is made from the slice directly: tinygrad's kernel for `contiguous()` would
+  read the slice by whole vectors, at addresses that are not multiples of a vector's size."""
   if not begins_at(u) % UNIT_BYTES: return u
   while u.op is Ops.CONTIGUOUS: u = u.src[0]
   return copied(u)
@@ -68,8 +69,8 @@ def at_a_whole_unit(u:UOp) -> UOp:
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, most workgroups: equal on AMD's and NVIDIA's chips
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 
-def check_means(sink:UOp, arch:Chip) -> None:
-  """Raises NotImplementedError if a kernel needs more threads, LDS or workgroups than the chip `arch` has."""
+def check_resources(sink:UOp, arch:Chip) -> None:
+  """Raises NotImplementedError if a kernel needs more threads, LDS or workgroups than the chip `arch` has. `sink` is the kernel's AST."""
   ranges, lds = {u for u in sink.toposort() if u.op is Ops.RANGE}, {}
   for u in sink.toposort():
     if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL: lds[u.arg] = u.max_numel()*u.dtype.itemsize
@@ -79,12 +80,13 @@ def check_means(sink:UOp, arch:Chip) -> None:
     if need > most: raise NotImplementedError(f"{sink.arg.name} needs {need} {what}: {arch.name} has {most}")
 
 def checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
-  """Returns the AST of the kernel that the function `program` builds. Raises NotImplementedError if the kernel needs more than the chip has
-  (`check_means`). The AST is kept for each `program`, so a caller should pass the identical function object for the same kernel."""
+  """Returns the AST of the kernel that the function `program` builds from the placeholders (UOps that stand for buffers). Raises NotImplementedError
+  if the kernel needs more threads, LDS or workgroups than the chip has. The AST is kept for each `program`, so a caller should pass the identical
+  function object for the same kernel."""
   return ast_of(_checked_ast, program, arch, *placeholders)
 
 def _checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
-  check_means(sink := program(*placeholders), arch)
+  check_resources(sink := program(*placeholders), arch)
   return sink
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ def default_arch() -> str:
   return target.arch
 
 def chip_of(name:str, device:str) -> Chip:
-  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that `device` uses. If `device` is a real device, the record
-  also allows dispatch to use the tiles that a search with TUNE=1 found."""
+  """Returns the `Chip` record of the chip `name`, with the LLVM release of the compiler that `device` uses. Unless `device` is the emulator (the
+  tinygrad device EMU), the record also allows dispatch to use the tile descriptions that a search with TUNE=1 found."""
   return replace(compiled_on(get_chip(name), device), tuned=device.split(":")[0] != "EMU")
 
 def named_chip(name:str) -> Chip:
@@ -136,14 +138,14 @@ def named_chip(name:str) -> Chip:
   return compiled_on(get_chip(name), device)
 
 def device_arch() -> Chip:
-  """Returns the chip of tinygrad's default device. Raises ValueError if no kernel runs on it."""
+  """Returns the chip of tinygrad's default device. Raises ValueError if no kernel of attn runs on this device."""
   if (found := arch_of(device := Device.DEFAULT)) is not None: return found
   raise ValueError(f"device {device} runs none of these kernels: use DEV=AMD on an AMD GPU, DEV=CUDA on an NVIDIA GPU, DEV=CL, DEV=CPU with a clang, "
                    "or DEV=EMU::gfx942 without a GPU")
 
 def arch_of(device:str) -> Chip|None:
-  """Returns the chip of a device, from attn's table of chips or made from what the device's renderer says. Returns None if no kernel runs on the
-  device."""
+  """Returns the chip of a device, from attn's table of chips or made from what the device's renderer says. Returns None if no kernel of attn runs on
+  the device."""
   kind = device.split(":")[0]
   if kind in MATRIX_DEVICES:
     try: return chip_of(device_of(device).renderer.target.arch, device)
@@ -160,8 +162,8 @@ def check_device(arch:str, device:str) -> None:
   if found.name != arch.split(":")[0]: raise ValueError(f"arch={arch!r}: must be {found.name!r}, the chip of device {device}")
 
 def numbers_at_hand(t:Tensor) -> np.ndarray|None:
-  """Returns the numbers in a tensor if the host can read them at no cost: the tensor is realized and on the emulator. Returns None for other tensors.
-  Also returns None under TinyJit, because later calls have other numbers."""
+  """Returns the numbers in a tensor if the host can read them at no cost: the tensor is realized and lies on the emulator (the tinygrad device EMU).
+  Returns None for any other tensor. Also returns None under TinyJit, because the captured code will run on other numbers."""
   there = isinstance(t.device, str) and t.device.split(":")[0] == "EMU" and t.uop.is_realized and not capturing
   return t.numpy() if there and all(isinstance(n, int) for n in t.shape) else None
 
@@ -171,6 +173,6 @@ TENSOR_DTYPES = {"lse": ("float32",), "sinks": ("float32",), "kv_lengths": ("int
                  **dict.fromkeys(MOD_TENSORS, tuple(FUNCTION_TENSOR_DTYPES))}   # tensors with a dtype of their own
 
 def dtype_of(name:str, t:Any) -> str:
-  """Returns the name of a tensor's dtype. `name` is the tensor's name, such as "bias". Raises NotImplementedError or ValueError for a dtype that this
-  tensor can't have."""
+  """Returns the name of a tensor's dtype. `name` is the tensor's name, such as "bias". Raises NotImplementedError or ValueError for a dtype that a
+  tensor of this name can't have."""
   return values.dtype_name(name, t.dtype, TENSOR_DTYPES.get(name, FLOATS))

@@ -1,13 +1,13 @@
 """Gradient of attention, in the form of a grad_fxn: the function by which tinygrad differentiates a custom kernel.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). Two kernels compute this: `backward_dq`, which also writes delta, and then `backward_dkdv`. Or one
-kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`. `backward_dbias` computes the gradient of a
-bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also computes their gradients if the function
-reads them by the indices of batch, head, query i and key j, or by i - j.
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). There are two ways. Either two kernels compute the gradients: `backward_dq`, which also writes
+delta, and then `backward_dkdv`. Or one kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`.
+`backward_dbias` computes the gradient of a bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also
+computes the gradients of mod_tensors if the function reads the tensors by the indices of batch, head, query i and key j, or by i - j.
 
 tinygrad computes all other gradients: the gradients of ALiBi slopes and of other mod_tensors, and all gradients of a problem that the kernels don't
-support (attn/choose/backward.py says why). For this it differentiates `three_pass`, which is attention in plain tensor operations of tinygrad. The
+support (attn/choose/backward.py says why). tinygrad then differentiates `three_pass`, which is attention in plain tensor operations of tinygrad. The
 kernels and tinygrad both give each gradient as a separate expression, so a gradient that is not used is never computed."""
 from __future__ import annotations
 import functools
@@ -47,8 +47,8 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the given gradients by the name of the output that they belong to, "o" or "lse". tinygrad passes only the gradients that exist, in the
-  order of the outputs. o and lse differ in their shapes, so the shape says which output a gradient belongs to."""
+  """Returns the gradients of the outputs by name ("o" or "lse"). tinygrad passes only the gradients that exist, in the order of the outputs. o and
+  lse differ in their shapes, so the shape of a gradient says which output the gradient belongs to."""
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
   if len(found) < len(gradients) or "" in found:
@@ -59,7 +59,7 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 # ***** gradients that tinygrad computes *****
 
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Lets tinygrad compute the gradients: it differentiates `three_pass` (attention in plain tensor operations of tinygrad). `given` has the gradients
+  """Lets tinygrad compute the gradients by differentiating `three_pass` (attention in plain tensor operations of tinygrad). `given` has the gradients
   of o and lse. Returns the gradients of all float inputs on which o or lse depends, by name."""
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
@@ -75,7 +75,7 @@ def gradients_by_tinygrad(p:Problem, arch:Chip) -> list[str]:
 
 @dataclass(frozen=True)
 class BackwardLaunch:
-  """Launch of a backward kernel: the kernel function, the (shape, dtype) of each of its arguments by name, and the names of its outputs."""
+  """Launch of a backward kernel: the kernel function, the (shape, dtype) of each of the kernel's arguments by name, and the names of the outputs."""
   kernel: Callable[..., Any]
   shapes: Shapes
   outputs: tuple[str, ...]
@@ -83,29 +83,31 @@ class BackwardLaunch:
 Lists = tuple[ListedBlocks|None, ListedBlocks|None]     # lists of tiles that the kernels "dq" and "dkdv" get, or None and the lists of "all"
 
 def lists_of(p:Problem, arch:Chip, device:str|tuple[str, ...]|None) -> Lists:
-  """Returns which lists of tiles have to be made for the kernels "dq" and "dkdv", in this order, or None and which lists for the kernel "all". Such a
-  list names the tiles that the mask leaves visible. An entry is None if its kernel needs no list, because it loops over all tiles between a first and
-  a last one. Both entries are None if the tensors lie on several devices."""
+  """Returns descriptions of the lists of tiles that the kernels "dq" and "dkdv" need, as a pair. A list of tiles names the tiles that the mask leaves
+  visible. The description for a kernel is None if the kernel needs no list: the kernel then loops over all tiles between a first and a last tile.
+  Both descriptions are None if the tensors lie on several devices."""
   if not isinstance(device, str): return None, None
   if isinstance(one := at_once(p, arch), AtOnceTile): return None, listing(p, arch, one, "queries", p.deterministic)
   dq, dkdv = tiles_of(p, arch)
   return listing(p, arch, dq), listing(p, arch, dkdv, "queries")
 
 def backward_kernels(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists=(None, None)) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name. "forward" writes lse. "dq" and "dkdv" compute the gradients of q, k and v. If one kernel
-  computes these gradients at once, "delta", "all" and "finish" stand in place of "dq" and "dkdv". "dbias0", "dbias1", ... add up dS to the gradients
-  of a bias and of mod_tensors (`kernel_sums`). Equal arguments return identical objects, because tinygrad's schedule cache compares by identity.
+  """Returns the kernel launches of backward by name. "dq" and "dkdv" compute the gradients of q, k and v. If one kernel computes these gradients at
+  once, "delta", "all" and "finish" stand in place of "dq" and "dkdv". "dbias0", "dbias1", ... compute the gradients of a bias and of mod_tensors, as
+  sums of dS. "forward" computes o and lse again, for a call whose forward kernel wrote no lse. Equal arguments return identical objects, because
+  tinygrad's schedule cache compares by identity.
 
     dlse: whether lse has a gradient, too
-    parts: how many fp32 partial results of its gradients each kernel stores
+    parts: how many fp32 partial results a kernel stores of each gradient; tinygrad adds the partial results
     lists: lists of the tiles that the mask leaves visible, for "dq" and for "dkdv"; None for a kernel that needs no list"""
   return kernels_with_tiles(p, arch, dlse, parts, lists, *tiles_of(p, arch), at_once(p, arch))
 
 @cache_of_kernels
 def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists, dq:AnyBackwardTile,
                        dkdv:AnyBackwardTile, one:AtOnceTile|str|None) -> dict[str, BackwardLaunch]:
-  """Returns the kernel launches of backward by name, as `backward_kernels` does, with the tiles `dq` and `dkdv`. `one` is the tile of the kernel that
-  computes all gradients at once, or the reason why two kernels compute the gradients."""
+  """Returns the kernel launches of backward by name, as `backward_kernels` does. `dq` and `dkdv` are the tile descriptions (the sizes by which
+  kernels divide the problem) of these two kernels. `one` is the tile description of the kernel that computes all gradients at once, or the reason why
+  two kernels compute the gradients."""
   def launch(shapes:Shapes, program:Callable[..., UOp], *outputs:str) -> BackwardLaunch:
     def kernel(*placeholders:UOp) -> CheckedKernel:
       return CheckedKernel(checked_ast(program, arch, *placeholders), outputs, gradient=no_second_derivative)
@@ -123,9 +125,9 @@ def kernels_with_tiles(p:Problem, arch:Chip, dlse:bool, parts:Parts, lists:Lists
   return found
 
 def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str, UOp]:
-  """Runs a launch on the tensors `t`, and returns `t` with the outputs of the launch added. If an output is missing in `t`, it gets a new buffer. If
-  an output is in `t`, the launch adds to this tensor. A launch that adds may run only once, because a second run would add a second time. So each of
-  its outputs is made to depend on the others: if one output is realized, all are."""
+  """Runs a launch on the tensors `t`, and returns `t` with the outputs of the launch added. `layout` is the layout of q. An output that is missing in
+  `t` gets a new buffer. If an output is in `t`, the launch adds to this tensor, so the launch must run only once. Therefore each returned output
+  depends on all outputs of the launch: tinygrad then realizes all outputs together."""
   def buffer(name:str) -> UOp:
     shape, dtype = launch.shapes[name]
     lies = t[SHARDED_LIKE.get(name, "q")]
@@ -143,14 +145,15 @@ def written_by(launch:BackwardLaunch, t:dict[str, UOp], layout:str) -> dict[str,
 def lse_axes(layout:str) -> tuple[str, ...]: return ("heads", "rows") if layout in ("nsd", "thd") else ("batch", "heads", "rows")
 
 def like(g:UOp, out:UOp) -> UOp:
-  """Returns the gradient `g` of an output in a buffer of its own, cast to the dtype of the output and sharded like it. `out` is the output."""
+  """Returns the gradient `g` of the output `out` in a new buffer, with the dtype and the sharding of `out`."""
   g = g.cast(out.dtype)
   return (g if g.axis == out.axis or out.axis is None else g.shard(out.device, out.axis)).contiguous()
 
 def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and those for which dS is added up, such as the gradient of
-  a bias. `inputs` has the tensors that forward read, and `given` the gradients of o and lse. `outputs` has o, and lse and lse_rest (the part of lse
-  that rounding to fp32 lost) if forward wrote them. If an output is missing, forward runs again."""
+  """Computes gradients with the backward kernels: the gradients of q, k, v and the sinks, and the gradients that are sums of dS, such as the gradient
+  of a bias. Returns the gradients by the names of the inputs. `inputs` has the tensors that forward read, and `given` the gradients of o and lse.
+  `outputs` has o, and lse and lse_rest (the part of lse that rounding to fp32 lost) if forward wrote lse and lse_rest. If an output is missing,
+  forward runs again."""
   p = replace(of_backward(p), num_splits=1)
   lists = lists_of(p, arch, inputs["q"].device)
   kernels = backward_kernels(p, arch, "lse" in given, over_devices(choose_parts(p, arch), kernel_sums(p, arch), inputs), lists)
@@ -170,9 +173,10 @@ def kernel_gradients(p:Problem, arch:Chip, inputs:dict[str, UOp], outputs:dict[s
   return found
 
 def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch], inputs:dict[str, UOp], t:dict[str, UOp]) -> dict[str, UOp]:
-  """Computes the gradients that are sums over scores, and returns them by the names of their tensors: a bias, or mod_tensors. If score_mod reads a
-  mod_tensor at several places, one sum is computed for each place, and these sums are added. `kernels` has the launches of backward by name, and `t`
-  the tensors that the launches read."""
+  """Computes the gradients of a bias and of mod_tensors (tensors that the caller's score_mod reads). Returns the gradients by the name of the tensor.
+  Each gradient is a sum of dS over the scores that one element of the tensor changes. If score_mod indexes a mod_tensor in several expressions, as in
+  table[i - j] + table[h], a kernel computes the sums for each expression, and these results are added. `kernels` has the launches of backward by
+  name, and `t` the tensors that the launches read."""
   found = dict[str, UOp]()
   for n, x in enumerate(kernel_sums(p, arch)):
     name, sums = x.tensor, written_by(kernels[f"dbias{n}"], t, p.layout)[f"d{x.tensor}"]
@@ -184,17 +188,17 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns for each gradient how many fp32 partial results each device stores, or 0 if a device stores the gradient itself. `parts` says this for
-  one device alone. `inputs` are the tensors of the call. `sums` are the sums of dS that `backward_dbias` computes; `parts.sums` has a number for each
-  of them. If several devices have the same keys, or the same tensor of a score term (such as a bias), the number is at least 1, because the partial
-  results of all devices are then added."""
+  """Returns how many fp32 partial results each of several devices stores for each gradient; 0 means the gradient itself. `parts` has these numbers
+  for one device alone, and `parts.sums[n]` is the number for the gradient sums[n]. `inputs` are the tensors of the call. Only one rule differs: if
+  every device has all of k and v, or all of a bias or mod_tensor, each device stores at least 1 fp32 partial result, because the partial results of
+  all devices are added."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
 
 def added(gradient:UOp, of:UOp) -> UOp:
-  """Returns the complete gradient of the tensor `of`. If kernels wrote the gradient in parts, adds up these parts and casts the sum to the tensor's
-  dtype."""
+  """Returns the complete gradient of the tensor `of`. If kernels wrote the gradient in parts, adds up these parts and casts the sum to the dtype of
+  `of`."""
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
@@ -207,8 +211,8 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns an output `u` of attention as it is after `call` has written it. If `call` has already run, attn/calls/history.py has replaced it by an
-  empty call, which writes nothing; then `u` is returned unchanged."""
+  """Returns the UOp for an output buffer `u` of attention after `call` has written the buffer. `call` is empty (attn/calls/history.py replaces a call
+  that has run by an empty call): then the buffer holds the result already, and `u` is returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
@@ -220,19 +224,18 @@ def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class AttentionGradient:
-  """Gradient function (grad_fxn) of the kernel that computes `problem`, or of the last kernel if several compute it. `names` are the names of the
-  tensors that the kernel was called on."""
+  """Gradient function (grad_fxn) of the kernel that computes `problem`. If several kernels compute the problem, the last kernel has this gradient
+  function. `names` are the names of the tensors that the kernel was called on."""
   problem: Problem
   arch: Chip|None
   names: tuple[str, ...]
   def without(self, missing:Sequence[int]) -> AttentionGradient:
-    """Returns the gradient function of the same kernel, called without some of the tensors. `missing` has the positions of these tensors in the list
-    of arguments."""
+    """Returns the gradient function for a call of the kernel without some of the tensors. `missing` has the positions of these tensors in the list of
+    arguments."""
     return gradient_of(self.problem, self.arch, tuple(name for i, name in enumerate(self.names) if i not in missing))
   def __call__(self, *args:UOp, call:UOp|None=None) -> tuple[UOp|None, ...]:
     """Returns a gradient for each argument of the kernel call: None for an output and for an argument that is no float tensor. `args` are the
-    gradients of the outputs, without those outputs that have no gradient. The last element of `args` is the call, unless the call is given by
-    name."""
+    gradients of the outputs; outputs without a gradient are left out. The last element of `args` is the call, unless the argument `call` is given."""
     check_differentiable(self.problem)
     gradients, call = (args[:-1], args[-1]) if call is None else (args, call)
     tensors = dict(zip(self.names, call.src[1:]))
@@ -252,6 +255,6 @@ class AttentionGradient:
 
 @cache_of_kernels
 def gradient_of(p:Problem, arch:Chip|None, names:Iterable[str]) -> AttentionGradient:
-  """Returns the grad_fxn of a kernel that computes `p` and is called on tensors with these `names`. Equal arguments return the identical object,
-  because tinygrad's caches compare by identity."""
+  """Returns the grad_fxn of a kernel that computes the problem `p` and is called on tensors with these `names`. Equal arguments return the identical
+  object, because tinygrad's caches compare by identity."""
   return AttentionGradient(p, arch, tuple(names))

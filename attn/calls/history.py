@@ -1,8 +1,8 @@
 """Keeps the inputs of attention, so that gradients can be taken after the outputs were computed.
 
-As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by its buffer in
-all expressions. A gradient would stop at such a buffer and be 0, without an error message. Therefore this module keeps the inputs of each call as
-long as the outputs of the call exist. While gradients are taken, the outputs become expressions of these inputs again."""
+As soon as something that depends on a custom kernel is computed, for example by `loss.item()`, tinygrad 0.14.0 replaces each output by the output's
+buffer in all expressions. A gradient would stop at such a buffer and be 0, without an error message. Therefore this module keeps the inputs of each
+call as long as the outputs of the call exist. While gradients are taken, the outputs become expressions of these inputs again."""
 from __future__ import annotations
 import contextlib, itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +13,7 @@ from attn.tinygrad_compat import Ops, Tensor, UOp, around_gradients, capturing, 
 
 @dataclass(frozen=True, eq=False)
 class Input:
-  """Input of a call of attention. `copied` says that the kernel got a copy of the tensor. `tensor` is then the original, because the copy is not
-  kept."""
+  """Input of a call of attention. If `copied` is True, the kernel got a copy of `tensor`; the copy itself is not kept."""
   tensor: Tensor
   copied: bool
   @staticmethod
@@ -27,10 +26,9 @@ class Input:
 class Origin:
   """Call of attention whose gradient may be taken later.
 
-    outputs: for each output, a weak reference to its buffer, and its shape
-    inputs: the call's inputs; an input that is itself an output of the call is given by the output's number
-    gradient: the call's gradient function
-    captured: whether TinyJit captured the call; the inputs are then not kept"""
+  outputs: for each output, a weak reference to the output's buffer, and the output's shape inputs: the call's inputs; an input that is itself an
+  output of the call is given by the output's number gradient: the call's gradient function captured: whether TinyJit captured the call; the inputs
+  are then not kept"""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
   inputs: tuple[Input|int, ...]
   gradient: Callable[..., Any]
@@ -50,9 +48,9 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Record of an output: the call `of` that made it, and `needs`, other outputs of the call. The record keeps those outputs alive as long as this
-  output exists, because the gradient of this output needs them."""
-  of: Origin
+  """Record of an output. `origin` is the call of attention that computed the output. `needs` are further outputs of this call, which the gradient of
+  the output needs: the record keeps these further outputs alive."""
+  origin: Origin
   needs: tuple[UOp, ...]
 
 made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
@@ -64,8 +62,8 @@ def lies_in(u:UOp) -> UOp:
   return u
 
 def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[..., Any]) -> None:
-  """Keeps the inputs of a call as long as the first of its outputs exists. Under TinyJit no inputs are kept, because each replay of the captured call
-  has other inputs."""
+  """Keeps the inputs of a call as long as the first output of the call exists. Under TinyJit no inputs are kept, because each replay of the captured
+  call has other inputs."""
   buffers = [lies_in(u) for u in outputs]
   def kept(u:UOp) -> Input|int: return buffers.index(lies_in(u)) if lies_in(u) in buffers else Input.of(u)
   origin = Origin(tuple((ref(buffer), u.shape) for buffer, u in zip(buffers, outputs)), () if capturing else tuple(map(kept, inputs)),
@@ -78,21 +76,21 @@ def depends_on(u:UOp) -> Iterable[UOp]:
   if is_after_a_call(u): return u.src[1:]
   if u.op not in (Ops.CALL, Ops.FUNCTION): return u.src
   here = made.get(lies_in(u.src[1])) if u.op is Ops.CALL and len(u.src) > 1 else None
-  return u.src[1:] if here is None else u.src[1 + len(here.of.outputs):]
+  return u.src[1:] if here is None else u.src[1 + len(here.origin.outputs):]
 
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
   """Finds the calls of attention whose expressions are lost: `root` depends on an output of such a call, but only the output's buffer is left.
-  Returns two lists. The first list has these calls, the oldest first. The second list has the AFTER UOps under `root`, which say that a buffer is
-  read after a call has written it."""
+  Returns two lists. The first list has these calls, the oldest first. The second list has the AFTER UOps under `root`: such a UOp stands for a buffer
+  after a call has written the buffer."""
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()
     while todo:
       if (u := todo.pop()) in seen: continue
       seen.add(u)
-      if (here := made.get(u)) is not None: there[u] = here.of
+      if (here := made.get(u)) is not None: there[u] = here.origin
       todo += depends_on(u)
     pending = {lies_in(u) for u in seen if is_after_a_call(u)}
     new = dict.fromkeys(origin for buffer, origin in there.items() if buffer not in pending and origin not in origins)
@@ -102,8 +100,9 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context in which the outputs that `root` depends on are expressions of their inputs again, in all tensors. Raises RuntimeError if the inputs were
-  not kept because TinyJit captured the call, or if an output that the gradient needs no longer exists."""
+  """Context for taking gradients of `root`. When an output of attention is computed, tinygrad forgets how, and keeps only the buffer. In this
+  context, the outputs on which `root` depends are calls of attention again, with their inputs and gradient functions. Raises RuntimeError if the
+  inputs were not kept because TinyJit captured the call, or if an output that the gradient needs no longer exists."""
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:
     yield

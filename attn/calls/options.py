@@ -1,5 +1,5 @@
-"""Options of attention, each declared once: default, check and meaning. test/calls/test_options.py compares these records with the signatures of
-`attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the tables of README.md and docs/options.md."""
+"""Options of attention. A record declares each option once, with default, check and meaning. test/calls/test_options.py compares these records with
+the signatures of `attention`, `flash_attention_fn` and `attention_with_kv_cache`, and with the tables of README.md and docs/options.md."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -31,7 +31,8 @@ def check_out_dtype(name:str, x:Any) -> DType:
   return dtype
 
 def check_lengths(name:str, x:Any) -> int|UOp|Tensor:
-  """Checks an option that is a number of rows: an int, a bound Variable or a Tensor. Its limits are checked later, when q, k and v are known."""
+  """Checks an option that is a number of rows, and returns the option: an int, a Variable with a value (`bind`), or a Tensor. Whether the number lies
+  within the limits is checked later, when q, k and v are known."""
   if isinstance(x, UOp) and x.is_variable: raise values.wrong(name, x, "bound to a number: variable.bind(n)")
   if isinstance(x, (UOp, Tensor)): return x
   if not values.is_whole(x): raise values.wrong(name, x, "an int, a Variable or an int32 Tensor")
@@ -54,7 +55,7 @@ def check_tensors(name:str, x:Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class KernelOptions:
-  """Checked options of `flash_attention_fn`: everything besides shapes and dtypes that a kernel is specialised on."""
+  """Checked options of `flash_attention_fn`: everything besides shapes and dtypes for which a kernel has code of its own."""
   causal: bool|str = option(False, check_causal, 'False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i')
   softmax_scale: float|None = option(None, unless_none(check_softmax_scale), "factor of the scores, any positive number; 1/sqrt(D) by default")
   layout: str = option("bhsd", check_layout, '"bhsd" (B, H, S, D), "bshd" (B, S, H, D), "nsd" (B*H, S, D), "thd" (total, H, D): sequences in a row')
@@ -75,7 +76,7 @@ class KernelOptions:
 
   @property
   def posed(self) -> dict[str, Any]:
-    """The options that describe the problem, by name: the keyword arguments of `problem_of`."""
+    """Options that describe the problem, by name: keyword arguments of `problem_of`."""
     return {f.name: getattr(self, f.name) for f in fields(KernelOptions) if f.name not in ("return_lse", "arch", "score_mod", "mask_mod")}
 
 @dataclass(frozen=True, eq=False)

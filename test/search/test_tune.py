@@ -371,7 +371,7 @@ def test_an_unsupported_tile_of_tiled_is_ignored(fields:dict[str, Any], said:str
   chip, p = replace(get_chip("gfx1030"), tuned=True), problem(D=64, Dv=64, dtype="float32")
   tile: dict[str, Any] = {"down": 8, "across": 16, "walked": 4, "own": 4, "depth": 16, "values": 16}
   kind, kernel = (TiledBackwardTile, "backward_dq_tiled") if "keys" in fields else (TiledTile, "tiled")
-  row = tuned.row_said({"tile": tile}, kind, 64)
+  row = tuned.row_in_entry({"tile": tile}, kind, 64)
   assert row == UpTo(64, kind(**tile))
   tuned.check_threads(row, chip, p)
   cache.parent.mkdir()
