@@ -1,7 +1,7 @@
-"""Functions of FlashAttention (github.com/Dao-AILab/flash-attention), with its names and conventions: tensors are (B, S, H, D), `causal` is
-bottom-right, and `window_size` counts neighbours on each side, where a number below 0 means no bound. With `causal`, no key on the right is seen,
-whatever `window_size` says. softcap <= 0 is off. There is one difference: the softmax_lse of a row that sees no key is -inf, not +inf. There is one
-more argument: `dropout_seed`, a keyword, decides which elements drop. docs/flash_attention.md lists every argument."""
+"""Functions of FlashAttention (github.com/Dao-AILab/flash-attention), with FlashAttention's names and conventions: tensors are (B, S, H, D), `causal`
+is bottom-right, and `window_size` counts neighbours on each side, where a number below 0 means no bound. With `causal`, no key on the right is seen,
+whatever `window_size` says. softcap <= 0 means no cap. There is one difference: the softmax_lse of a row that sees no key is -inf, not +inf. There is
+one more argument: `dropout_seed`, a keyword, decides which elements of P become 0. docs/flash_attention.md lists every argument."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def _softcap(x:Any) -> Any:
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(arguments:dict[str, Any]) -> dict[str, Any]:
-  """Picks the options of `attention` from the arguments of a function of this module, and gives them the names of `attention`. Errors call an option
-  by its name in FlashAttention."""
+  """Returns the options of `attention` that a function of this module was given: picks them from `arguments`, and renames them from FlashAttention's
+  names. Error messages call an option by FlashAttention's name."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
   options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()
@@ -42,8 +42,8 @@ def _options(arguments:dict[str, Any]) -> dict[str, Any]:
   return options
 
 def _check_starts(name:str, starts:Any) -> Tensor:
-  """Checks the tensor `name`, which holds the first row of each packed sequence, and then the total. Returns the tensor, or raises an error for a
-  wrong dtype or shape."""
+  """Checks the tensor `starts`, which holds the first row of each packed sequence, and then the total. Returns the tensor. Raises ValueError or
+  NotImplementedError for a wrong dtype or shape; the message calls the tensor `name`."""
   values.dtype_name(name, values.tensor(name, starts).dtype, ("int32",))
   if starts.ndim != 1 or starts.shape[0] < 2:
     raise ValueError(f"{name} has shape {values.shown_shape(starts.shape)}: must be (sequences + 1,)")
@@ -55,9 +55,9 @@ def _lengths(cu_seqlens:Tensor|None) -> Tensor:
   return (starts[1:] - starts[:-1]).contiguous()
 
 def _attend(options:dict[str, Any], q:Tensor, k:Tensor, v:Tensor, layout:str, longest:tuple[int, int]|None=None) -> Any:
-  """Calls `attention`, and arranges its results as FlashAttention does. Returns out, or (out, softmax_lse, S_dmask) if the options ask for lse.
-  S_dmask is None without dropout. With dropout it is (B, H, Sq, Sk) in the dtype of q: 1 where dropout keeps an element of P, and -1 where dropout
-  drops it. For packed sequences, `longest` are Sq and Sk."""
+  """Calls `attention`, and arranges the results as FlashAttention does. Returns out, or (out, softmax_lse, S_dmask) if the options ask for lse.
+  S_dmask is None without dropout. With dropout S_dmask is (B, H, Sq, Sk) in the dtype of q: 1 where dropout keeps an element of P, and -1 where the
+  element becomes 0. `longest` gives Sq and Sk for packed sequences."""
   if not options["return_lse"] or not options["dropout_p"]:
     found = attention(q, k, v, layout=layout, **options)
     return (*found, None) if options["return_lse"] else found
@@ -74,15 +74,16 @@ def flash_attn_func(q:Tensor, k:Tensor, v:Tensor, dropout_p:float=0.0, softmax_s
                     softcap:float=0.0, alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, *,
                     dropout_seed:Tensor|None=None) -> Any:
   """Computes attention of q (B, Sq, H, D) and k, v (B, Sk, Hkv, D). Returns out (B, Sq, H, D), or with return_attn_probs (out, softmax_lse (B, H,
-  Sq), S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P and -1 where dropout drops it; it is None without dropout.
+  Sq), S_dmask). S_dmask (B, H, Sq, Sk) is 1 where dropout keeps an element of P, and -1 where the element becomes 0. S_dmask is None without dropout.
 
-  out has the same bits in every run. With `deterministic` the gradients also have the same bits in every run, but may take longer. Dropout is active
-  whenever dropout_p is not 0. Its seed is dropout_seed, uint32 (2), or, if that is None, a new seed from tinygrad's generator."""
+  out has equal bits in every run. With `deterministic` the gradients also have equal bits in every run, but may take longer. Dropout is active
+  whenever dropout_p is not 0. The seed of dropout is dropout_seed, uint32 (2), or, if dropout_seed is None, a new seed from tinygrad's generator."""
   options = _options(locals())
   return _attend(options, q, k, v, "bshd")
 
 def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
-  """Splits a packed tensor into its parts, along the third-last axis. `parts` is their number, and `shape` the required shape as a text."""
+  """Splits a packed tensor into its parts, along the third-last axis. `parts` is the number of parts, and `shape` the required shape as a text. Error
+  messages call the tensor `name`."""
   dtype_of(name, values.tensor(name, t))
   sizes = static_shape(name, t.shape)
   if len(sizes) != shape.count(",") + 1 or sizes[-3] != parts or 0 in sizes:
@@ -90,7 +91,7 @@ def _packed(name:str, t:Tensor, parts:int, shape:str) -> list[Tensor]:
   return [t[..., i, :, :] for i in range(parts)]
 
 def _others(arguments:dict[str, Any], *packed:str) -> dict[str, Any]:
-  """Leaves out the arguments named `packed`, and returns the others."""
+  """Returns `arguments` without the arguments named `packed`."""
   return {name: x for name, x in arguments.items() if name not in packed}
 
 @values.names_itself
@@ -147,8 +148,9 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
 # ***** a cache *****
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
-  """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2); the first rotary_dim
-  columns are rotated. Row i of batch b has position at[b] + i if `moving`. Otherwise all rows of batch b have position at[b]."""
+  """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2), and the first rotary_dim
+  columns are rotated. With `moving`, row i of batch b has the position at[b] + i. Without `moving`, all rows of batch b have the position at[b].
+  `interleaved` says which columns make a pair: 0 and 1, 2 and 3, ...; or else column n and column n + rotary_dim/2."""
   half, rows = int(cos.shape[1]), int(x.shape[1])
   if 2*half > x.shape[3]:
     raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns of {name}")
@@ -184,14 +186,15 @@ def _check_positions(cos:Tensor, cache:Tensor, table:Tensor|None) -> None:
     raise ValueError(f"rotary_cos has {there} positions: must have at least {rows}, the rows that a sequence of the cache may have")
 
 def _batches(name:str, cache:GivenRows, batch:int) -> GivenRows:
-  """Returns the first `batch` batches of a cache. A cache may have more batches than q; then only the first ones are used."""
+  """Returns the first `batch` batches of a cache, which may have more batches than q."""
   if not isinstance((count := stored_rows(name, cache).shape[0]), int) or count <= batch: return cache
   if isinstance(cache, Tensor): return cache[:batch]
   x = check_quantized(name, cache)
   return QuantizedRows(x.stored[:batch], x.scales[:batch])
 
 def check_batches(numbers:Tensor, count:int) -> None:
-  """Raises ValueError if a number in a tensor is not the index of a batch of the cache. Checks only if the host can read the numbers at no cost."""
+  """Raises ValueError if a number in a tensor is not the index of one of the `count` batches of the cache. Checks only if the host can read the
+  numbers at no cost."""
   if (found := numbers_at_hand(numbers)) is not None and ((found < 0) | (found >= count)).any():
     raise ValueError(f"cache_batch_idx={values.shown(found.tolist())}: must lie in 0..{count - 1}, the batches of k_cache")
 

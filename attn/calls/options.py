@@ -114,8 +114,8 @@ class AttentionOptions(KernelOptions):
 DEFAULTS = {f.name: f.default for f in fields(AttentionOptions)}
 
 def options_of(function:str, given:dict[str, Any]) -> AttentionOptions:
-  """Checks options and returns them as a record. `given` has them by name, as a caller gave them to `function`. Raises ValueError for an unknown
-  option."""
+  """Checks options and returns them as a record. `given` has the options by name, as a caller gave them to the function called `function`. Raises
+  ValueError for an unknown option."""
   if unknown := sorted(given.keys() - DEFAULTS.keys()):
     raise ValueError(f"{unknown[0]}={values.shown(given[unknown[0]])}: {function} has no such option; it has {', '.join(DEFAULTS)}")
   return AttentionOptions(**given)

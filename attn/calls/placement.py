@@ -1,7 +1,8 @@
-"""Placement of tensors on devices: which axes may be sharded, and where an optional tensor then has to lie.
+"""Placement of tensors on devices: which axes of q, k and v may be sharded, and on which devices the optional tensors (such as a bias) then have to
+lie.
 
-If tensors are sharded along batch or heads, every device holds the inputs of its part of the output, and the devices exchange nothing.
-attn/parallel/context.py says what devices do if they share rows."""
+If tensors are sharded along batch or heads, every device holds the inputs of a part of the output, and the devices exchange nothing.
+attn/parallel/context.py says what devices do if the rows of a sequence are divided among them."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,9 @@ AXES = {"bhsd": ("batch", "heads", "rows", "width"), "bshd": ("batch", "rows", "
 
 @dataclass(frozen=True)
 class Placement:
-  """Devices of a call's tensors, and how the tensors are divided among them. `device` is the device of all tensors, or a tuple of several devices.
-  `shared` says what several devices divide among them: "batch", "heads", "keys" (rows of k and v), or "rows" (rows of q, k and v). It is None if each
-  device computes everything."""
+  """Devices of a call's tensors, and how the tensors are divided among the devices. `device` is the device of all tensors, or a tuple of several
+  devices. `shared` says what the devices divide among them: "batch", "heads", "keys" (rows of k and v), or "rows" (rows of q, k and v). `shared` is
+  None if each device computes everything."""
   device: str|tuple[str, ...]
   shared: str|None = None
   @property
@@ -27,15 +28,16 @@ class Placement:
     """Returns the sharded axis of a tensor whose axes have these names, or None if the tensor is not sharded."""
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
-def opened(name:str, x:str) -> str:
-  """Opens a device and returns tinygrad's name of the device. Raises ValueError if the device doesn't open."""
-  try: device_of(x)
-  except Exception as e: raise ValueError(f"{name}={x!r}: this device does not open: {e}") from None   # each backend raises another exception
-  return Device.canonicalize(x)
+def opened(name:str, device:str) -> str:
+  """Opens the device `device` and returns tinygrad's full name of the device (such as "CUDA" for "cuda:0"). Raises ValueError if the device doesn't
+  open; the message calls the argument `name`."""
+  try: device_of(device)
+  except Exception as e: raise ValueError(f"{name}={device!r}: this device does not open: {e}") from None   # each backend raises another exception
+  return Device.canonicalize(device)
 
 def device_names(name:str, x:Any) -> tuple[str, ...]:
-  """Returns tinygrad's names of the devices that `x` names: one device, or several different ones. Raises ValueError if `x` is neither, or if a
-  device doesn't open."""
+  """Returns tinygrad's names of the devices that `x` names: one device, or several different devices. Raises ValueError if `x` names no device or one
+  device twice, or if a device doesn't open; the message calls the argument `name`."""
   if isinstance(x, str) and x: return (opened(name, x),)
   if not isinstance(x, (tuple, list)) or not x or not all(isinstance(part, str) and part for part in x):
     raise values.wrong(name, x, "the name of a device, or the names of several in a tuple, such as ('EMU:0', 'EMU:1')")
@@ -46,7 +48,7 @@ def device_names(name:str, x:Any) -> tuple[str, ...]:
 def local_shape(t:Tensor) -> tuple[int, ...]: return tuple(t.uop.max_shard_shape)
 
 def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
-  """Returns on which devices q, k and v lie, and along which axis they are sharded. Raises ValueError for a sharding that attn's kernels do
+  """Returns on which devices q, k and v lie, and along which axis the tensors are sharded. Raises ValueError for a sharding that attn's kernels do
   not support."""
   for name, t in (("k", k), ("v", v)):
     if t.device != q.device:
@@ -64,32 +66,33 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """Returns the name of each axis of an optional tensor along which the tensor may be sharded, such as "batch". None stands for an axis along which
-  it may not be sharded."""
+  """Returns the names of the axes along which an optional tensor may be sharded: for each axis of the tensor "batch", "heads", or None for an axis
+  that must not be sharded. `name` is the tensor's name, such as "bias"."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   if name in INPUT_SCALES: return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads"), shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Returns which dimension of the tensor `name` has one element for each query, as a number. Returns None if `name` is not a tensor of a term (such
-  as a bias), or if it has no such dimension."""
+  """Returns the index of the axis of queries in a score term's tensor, such as a bias (B, H, Sq, Sk). Returns None if the tensor has no such axis, or
+  if `name` is not the name of a score term's tensor."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:
-  """Gradient function (grad_fxn) of a tensor that was sharded over devices by `sharded_with_gradient`: gathers the sharded gradient on the device of
-  the whole tensor."""
+  """Gradient function (grad_fxn) of a tensor that `sharded_with_gradient` has sharded over devices: gathers the sharded gradient on the device of the
+  whole tensor."""
   return (Tensor(g).to(call.src[1].device).uop,)
 
 def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> Tensor:
-  """Shards the tensor `t` over `devices`, as t.shard(devices, axis) does, but so that gradients flow back to `t`. (tinygrad 0.14.0 raises an error
-  for the gradient of a shard along an axis.) `t` is on one device."""
+  """Shards a tensor `t` on one device over `devices`, as t.shard(devices, axis) does, but so that gradients flow back to `t`. (tinygrad 0.14.0 raises
+  an error for the gradient of a shard along an axis.)"""
   if axis is None or not dtypes.is_float(t.dtype): return t.shard(devices, axis)
   sharded = Tensor(t.uop.param_like(0)).shard(devices, axis).uop
   return Tensor(UOp.maketuple(sharded).call(t.uop, grad_fxn=gradient_of_shards).gettuple(0))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
-  """Moves or shards an optional tensor so that it lies as q, k and v need it. `at` says where these lie. Raises ValueError for a tensor on other
-  devices."""
+  """Returns an optional tensor on the devices of q, k and v, which `at` describes. If q is sharded, a tensor on one device is sharded or copied over
+  the devices of q. Raises ValueError if q lies on one device and the tensor lies elsewhere, or if the tensor lies on several devices that are not the
+  devices of q. The message calls the tensor `name`."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")
@@ -103,10 +106,10 @@ def place(name:str, t:Tensor, at:Placement) -> Tensor:
   return sharded_with_gradient(t, at.device, axis)
 
 def of_each_device(t:Tensor, axis:int|None) -> Tensor:
-  """Joins tensors, one on each of several devices, into one tensor that is sharded along `axis`."""
+  """Returns a tensor that is sharded along `axis`. Each device's part of `t` becomes a shard. With `axis` None, returns `t` unchanged."""
   return t if axis is None else Tensor(t.uop.unshard(axis))
 
 def empty(shape:tuple[int, ...], dtype:DType, device:str|tuple[str, ...], axis:int|None) -> Tensor:
-  """Makes a new buffer of `shape`. With several devices, makes one buffer of `shape` on each. These buffers are the shards of a tensor that is
+  """Makes a new buffer of `shape`. With several devices, makes one buffer of `shape` on each device: the buffers are the shards of a tensor that is
   sharded along `axis`."""
   return of_each_device(Tensor(new_buffer(shape, dtype, device)), axis)

@@ -1,4 +1,4 @@
-"""Keys and values that are stored in 8 bits: their type, checks of them, and their conversion in tensor operations."""
+"""Keys and values that are stored in 8 bits: the types, checks, and the conversion in tensor operations."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,23 +11,24 @@ from attn.tinygrad_compat import DType, Tensor, dtypes
 from attn.values import FLOATS, static_shape
 
 class QuantizedRows(NamedTuple):
-  """Keys or values that are stored in 8 bits: a row is `values` times its scale. A cache of such rows holds almost twice as many tokens as one of 16
-  bits. It takes the place of k_cache and v_cache, and of k and v of `attention` where they are a cache (with kv_lengths or a block_table).
+  """Keys or values of which each element is stored in 8 bits. Each row has a scale: an element is the stored number times the scale of the row. Such
+  a cache holds almost twice as many tokens as a cache of 16 bits. A pair of QuantizedRows, one for K and one for V, is given as k_cache and v_cache;
+  or as k and v of `attention` with kv_lengths or a block_table.
 
-    values   int8, or the bytes of fp8 (uint8): the format e4m3 of the chip. The shape is that of a cache, or of pages, of 16 bits.
-    scales   float32 or float16, one for each row: the shape of values without the last axis. Scales that rows share, one for each head or for the
-             whole tensor, are given in a shape that broadcasts to this one.
+    values   int8, or the bytes of fp8 (uint8), in the chip's format e4m3. The shape is the shape of a cache, or of the pages of a cache.
+    scales   float32 or float16, one number for each row: the shape of `values` without the last axis. If several rows have a scale in common, such as
+             all rows of a head, any shape that broadcasts to this shape.
 
   A row with a scale of NaN is a row of NaN. Both tensors may be views of larger buffers. TinyJit takes QuantizedRows as it takes a Tensor."""
   values: Tensor
   scales: Tensor
 
 class QuantizedLatent(NamedTuple):
-  """Keys of latent attention (MLA) whose first columns, the values, are stored in 8 bits. The other columns, the rotary ones, keep 16 bits. They take
-  the place of k_cache, and of k; v_cache and v are None, and v_dim is the number of columns of `values`.
+  """Keys of latent attention (MLA) whose first columns are stored in 8 bits. These columns are also V. The last columns, which get the rotary
+  embedding, keep 16 bits. A QuantizedLatent is given as k_cache (v_cache is None), or as k (v is None); v_dim is the number of columns of `values`.
 
     values, scales   as in QuantizedRows: (B, 1, capacity, 512) and (B, 1, capacity) in DeepSeek's models, or pages
-    rotary           the rotary columns, in the dtype of q: (B, 1, capacity, 64). It has the shape of values, but for the last axis"""
+    rotary           the last columns, in the dtype of q: (B, 1, capacity, 64). Except for the last axis, rotary has the shape of `values`"""
   values: Tensor
   scales: Tensor
   rotary: Tensor
@@ -37,7 +38,8 @@ GivenRows = Tensor|QuantizedRows|QuantizedLatent     # what may be a cache
 # ***** formats *****
 
 def own_fp8(name:str, device:str|tuple[str, ...]) -> Format:
-  """Returns the format of 8-bit floats that the chip of a device converts by instructions. Raises NotImplementedError if the chip converts none."""
+  """Returns the format of 8-bit floats that the chip of a device converts by instructions. Raises NotImplementedError if the chip converts none; the
+  message begins with `name`."""
   chip = arch_of(device if isinstance(device, str) else device[0])
   if chip is not None and chip.fp8: return FORMATS[chip.fp8]
   able = ", ".join(x for x, known in CHIPS.items() if known.fp8)
@@ -45,8 +47,8 @@ def own_fp8(name:str, device:str|tuple[str, ...]) -> Format:
                             f"cache of them is slower than one of 16 bits; int8 is supported everywhere, fp8 on {able}")
 
 def eight_bits(name:str, x:Any, device:str|tuple[str, ...]) -> Format|None:
-  """Returns the format of 8 bits that the dtype `x` names, or None if it names none. "fp8e4m3" stands for the format e4m3 of the chip: OCP's, or
-  fp8e4m3fnuz on gfx942. Raises NotImplementedError for a format that the chip does not have."""
+  """Returns the format of 8 bits that the dtype `x` names, or None if `x` names no such format. "fp8e4m3" stands for the chip's format e4m3: OCP's
+  e4m3, or fp8e4m3fnuz on gfx942. Raises NotImplementedError for a format that the chip does not have; the message calls the argument `name`."""
   called = values.dtype_text(x) if isinstance(x, DType) else x
   if not isinstance(called, str) or called not in FORMATS: return None
   if not FORMATS[called].bias: return FORMATS[called]
@@ -66,24 +68,27 @@ def check_scale_dtype(name:str, x:Any) -> DType:
 
 @dataclass(frozen=True)
 class Quantized:
-  """Checked rows of 8 bits. `scales` has the shape of `stored` without its last axis; scales that rows share are expanded."""
+  """Keys or values of which each element is stored in 8 bits, after checks: k or v of a cache (QuantizedRows or QuantizedLatent). `stored` has the
+  8-bit numbers, and `scales` one scale for each row of `stored`."""
   stored: Tensor
   scales: Tensor
   format: Format
   rotary: Tensor|None = None     # columns of 16 bits
   @property
   def width(self) -> int:
-    """Number of elements of a row."""
+    """Number of elements of a row, with the rotary columns."""
     return int(self.stored.shape[-1]) + (0 if self.rotary is None else int(self.rotary.shape[-1]))
   @property
   def dtypes_of_new(self) -> tuple[str, ...]:
-    """Names of the dtypes that new rows may have. The rotary columns are copied, not converted."""
+    """Names of the dtypes that rows may have when they are appended to this cache: any float dtype. For latent attention (MLA) only the dtype of the
+    rotary columns, which are copied to the cache without a conversion."""
     return tuple(FLOATS) if self.rotary is None else (values.dtype_text(self.rotary.dtype),)
   @property
   def kind(self) -> str: return f"{self.format.name} with {values.dtype_text(self.scales.dtype)} scales"
 
 def check_quantized(name:str, x:QuantizedRows|QuantizedLatent) -> Quantized:
-  """Checks the shapes, dtypes and devices of rows of 8 bits. Raises ValueError or NotImplementedError, which call the rows `name`."""
+  """Checks the shapes, dtypes and devices of keys or values stored in 8 bits, and returns the checked record. Raises ValueError or
+  NotImplementedError, whose messages call the keys or values `name`."""
   stored, scales = values.tensor(f"{name}.values", x.values), values.tensor(f"{name}.scales", x.scales)
   of_bytes = {format.dtype for format in FORMATS.values()}
   if stored.dtype not in of_bytes:
@@ -106,8 +111,8 @@ def check_quantized(name:str, x:QuantizedRows|QuantizedLatent) -> Quantized:
   return Quantized(stored, expanded, format, check_rotary(name, x, stored))
 
 def check_rotary(name:str, x:QuantizedRows|QuantizedLatent, stored:Tensor) -> Tensor|None:
-  """Checks the rotary columns of a latent cache and returns them, or None if the rows are not those of a latent cache. `stored` has its stored
-  numbers."""
+  """Checks and returns the rotary columns of a cache for latent attention (MLA): the last columns of K, which are not stored in 8 bits. `stored` has
+  the columns that are stored in 8 bits. Returns None for a cache without rotary columns (QuantizedRows). Error messages call the cache `name`."""
   if isinstance(x, QuantizedRows): return None
   t, want = values.tensor(f"{name}.rotary", x.rotary), static_shape(f"{name}.values", stored.shape)
   values.dtype_name(f"{name}.rotary", t.dtype, FLOATS)
@@ -120,11 +125,13 @@ def check_rotary(name:str, x:QuantizedRows|QuantizedLatent, stored:Tensor) -> Te
   return t
 
 def stored_rows(name:str, x:GivenRows) -> Tensor:
-  """Returns the tensor with the rows of a cache. If the cache has 8 bits, these are the stored numbers."""
+  """Returns the tensor in which a cache stores its rows: the cache itself, or the tensor of 8-bit numbers of QuantizedRows or QuantizedLatent. Error
+  messages call the cache `name`."""
   return values.tensor(f"{name}.values", x.values) if isinstance(x, (QuantizedRows, QuantizedLatent)) else values.tensor(name, x)
 
 def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
-  """Raises ValueError if only one of two caches has rows of 8 bits, or if they have different formats. Error messages call the caches by `names`."""
+  """Raises ValueError if only one of the two caches k and v stores 8-bit numbers, or if k and v have different formats. Error messages call k and v
+  by `names`."""
   if v is None:
     if isinstance(k, QuantizedRows):
       raise ValueError(f"{names[0]} is QuantizedRows and {names[1]} None: latent attention (MLA) takes QuantizedLatent, whose rotary columns keep "
@@ -141,7 +148,8 @@ def check_pair(names:tuple[str, str], k:GivenRows, v:GivenRows|None) -> None:
 # ***** whole tensors *****
 
 def device_of_rows(name:str, x:Tensor) -> str|tuple[str, ...]:
-  """Returns the device or devices of a tensor. Raises ValueError if the tensor has no rows of float16, bfloat16 or float32 on a device."""
+  """Returns the device or devices of a tensor. Raises ValueError if the tensor has no rows, lies on no device, or is not float16, bfloat16 or
+  float32. The message calls the tensor `name`."""
   values.dtype_name(name, values.tensor(name, x).dtype, FLOATS)
   if not x.ndim or 0 in x.shape:
     raise ValueError(f"{name} has shape {values.shown_shape(x.shape)}: must have at least one axis, the elements of a row, and no axis of size 0")
@@ -150,17 +158,18 @@ def device_of_rows(name:str, x:Tensor) -> str|tuple[str, ...]:
 
 @values.names_itself
 def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtypes.float) -> QuantizedRows:
-  """Converts keys or values to 8 bits, by tensor operations. Each row (the elements along the last axis) gets a scale of its own.
+  """Converts keys or values to 8 bits, by tensor operations. Each row (the elements along the last axis) gets a scale.
 
-    k = attn.quantize_kv(k)                    # x is k.values*k.scales.unsqueeze(-1), but for the rounding
+    rows = attn.quantize_kv(k)                 # rows.values*rows.scales.unsqueeze(-1) is k, except for rounding errors
 
     x            a tensor of float16, bfloat16 or float32, of any shape (..., D)
     dtype        "int8", or "fp8e4m3": the 8-bit floats of the device's chip, OCP's e4m3, or e4m3fnuz on gfx942
     scale_dtype  dtype of the scales: float32, or float16, which takes half the memory
 
-  The scale of a row is its largest absolute value divided by that of the format (127, 448, or 240 for e4m3fnuz). A stored number is the element
-  divided by the scale, rounded to the nearest number of the format, ties to even. A row of zeros has the scale 0. A row with NaN or infinity has the
-  scale NaN, and so has a row whose scale float16 cannot hold. float16 holds scales below 6.1e-5 inexactly."""
+  The scale of a row is the largest absolute value in the row, divided by the largest number of the format (127 for int8, 448 for e4m3, 240 for
+  e4m3fnuz). A stored number is the element divided by the scale, rounded to the nearest number of the format, ties to even. A row of zeros has the
+  scale 0. A row with NaN or infinity has the scale NaN, and so has a row whose scale is too large for float16. float16 rounds scales below 6.1e-5
+  more coarsely."""
   format, x = check_format("dtype", dtype, device_of_rows("x", x)), x.cast(dtypes.float)
   scales = format.scale_of(sizes_of(x).max(-1, keepdim=True), of_scales := check_scale_dtype("scale_dtype", scale_dtype))
   return QuantizedRows(format.stored(x, scales), scales.squeeze(-1).cast(of_scales))
@@ -168,7 +177,7 @@ def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtype
 @values.names_itself
 def dequantize_kv(rows:QuantizedRows|QuantizedLatent, dtype:DType|str=dtypes.half) -> Tensor:
   """Converts rows of 8 bits back to a tensor of `dtype` (float16, bfloat16 or float32), by tensor operations: each stored number times the scale of
-  its row. For tests and for moving a cache: kernels read such rows without this conversion."""
+  the row. This function is for tests and for moving a cache: kernels read rows of 8 bits without this conversion."""
   if not isinstance(rows, (QuantizedRows, QuantizedLatent)): raise values.wrong("rows", rows, "QuantizedRows or QuantizedLatent")
   x, dtype = check_quantized("rows", rows), check_out_dtype("dtype", dtype)
   found = (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)
@@ -176,8 +185,9 @@ def dequantize_kv(rows:QuantizedRows|QuantizedLatent, dtype:DType|str=dtypes.hal
 
 @values.names_itself
 def rotate(x:Tensor) -> Tensor:
-  """Rotates rows (the last axis) of q and k by a Hadamard matrix, by tensor operations. Scores of rotated queries and keys are those of the given
-  ones, but for rounding. The rotation spreads a large element over its row, so keys with a few large columns lose less in int8.
+  """Rotates each row (the elements along the last axis) of q or k by a Hadamard matrix, by tensor operations. Scores of rotated queries and rotated
+  keys equal the scores before the rotation, except for rounding errors. The rotation spreads a large element over the whole row, so keys with a few
+  large columns lose less in int8.
 
     q, k_new = attn.rotate(q), attn.rotate(k_new)      # before each call of attention_with_kv_cache with a cache of int8
 

@@ -1,4 +1,4 @@
-"""Turns what `backward_dbias` computes, sums of dS (the gradients of scores), into gradients of the tensors that a score_mod reads."""
+"""Turns sums of dS (the gradients of scores), which `backward_dbias` computes, into gradients of the tensors that a score_mod reads."""
 from __future__ import annotations
 import functools, operator
 from attn.functions.indices import simple_index
@@ -11,9 +11,10 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Computes one part of the gradient of a mod_tensor, from sums of dS (the gradients of scores). score_mod may read the tensor at several places,
-  called elements; the part belongs to the element with the index `p.by_element`. `sums` is the result of the kernel `backward_dbias` with a tile of
-  block_m x block_n. Returns the part in fp32 and in the tensor's shape."""
+  """Computes a part of the gradient of a mod_tensor (a tensor that the caller's score_mod reads), from sums of dS (the gradients of scores).
+  score_mod may index the tensor in several expressions, as in table[i - j] + table[h]. The part belongs to the expression with the number
+  `p.by_element`; a caller adds the parts of all expressions. `sums` is the result of the kernel `backward_dbias`, whose workgroup owns a block of
+  block_m queries and block_n keys. Returns the part in fp32, in the shape of the mod_tensor."""
   assert p.by_element is not None
   element = float_elements(p)[p.by_element]
   index, shape = simple_index(element), [int(n) for n in tensor_of(element).shape]
@@ -31,16 +32,16 @@ def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Ten
   return within_tensor(sums, places)
 
 def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
-  """Pads a tensor with zeros or cuts elements off. `places` has (before, after) for each axis: the numbers of zeros to add on both sides. A negative
-  number is a number of elements to cut off."""
+  """Pads a tensor with zeros or cuts elements off. `places` has a pair (before, after) for each axis: how many zeros to add at the beginning and at
+  the end. A negative number says how many elements to cut off."""
   sizes = [int(n) for n in x.shape]
   kept = tuple((min(max(-before, 0), n), max(n - max(-after, 0), min(max(-before, 0), n))) for n, (before, after) in zip(sizes, places))
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
 
 def sums_of_distances(sums:Tensor, of:Diagonals) -> Tensor:
-  """Adds up gradients of scores with equal distance i - j, where i is the index of the query and j that of the key. `sums` (B, H, diagonals*block_m,
-  block_n) holds a tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. Returns (B, H, Sq + Sk - 1): one sum
-  for each distance from 1 - Sk to Sq - 1."""
+  """Adds up gradients of scores with equal distance i - j, where i is the index of the query and j the index of the key. `sums` (B, H,
+  diagonals*block_m, block_n) holds a tile for each diagonal of tiles: the sum of all tiles on this diagonal, element by element. `of` describes the
+  diagonals. Returns (B, H, Sq + Sk - 1): one sum for each distance from 1 - Sk to Sq - 1."""
   batches, heads = (int(n) for n in sums.shape[:2])
   m, n = of.block_m, of.block_n
   width = m + n - 1                               # number of distances in one tile: row x and column y have the distance x - y + n - 1

@@ -1,5 +1,5 @@
 """Makes, on the device, the lists of tiles that kernels loop over. attn/kernels/tile_lists.py describes the lists and has the kernels that make
-them."""
+lists."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping

@@ -1,5 +1,5 @@
-"""Counts the tiles that kernels skip, mask, or compute without a mask. The host computes these numbers, from the same intervals and lists of tiles
-that the kernels use. Only the lists are made by kernels."""
+"""Counts the tiles that kernels skip, mask, or compute without a mask. The host computes these numbers from the same intervals and lists of tiles
+that the kernels use. The lists themselves are made by kernels."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,9 +29,9 @@ SKIPPED, WITH_MASK, NO_MASK = range(3)     # what a kernel does in a tile: nothi
 
 @dataclass(frozen=True)
 class Neighbours:
-  """Tiles over which workgroups loop, if each workgroup loops over one interval of tiles. The arrays have one element for each sequence and each
-  block of rows. A workgroup computes the tiles from `begin` up to `end`, and computes no mask in the tiles from `full_begin` up to `full_end`.
-  `tiles` is the number of all tiles, visited or not."""
+  """Tiles that workgroups visit, if each workgroup loops over one interval of tiles. The arrays have one element for each sequence and each block of
+  rows. A workgroup computes the tiles from `begin` up to `end`, and computes no mask in the tiles from `full_begin` up to `full_end`. `tiles` is the
+  number of all tiles, visited or not."""
   tiles: int
   begin: Array
   full_begin: Array
@@ -42,19 +42,19 @@ class Neighbours:
   @property
   def plain(self) -> Array: return self.full_end - self.full_begin
   def all_masked(self) -> Neighbours:
-    """Returns a copy for a kernel that computes masks in every tile: there, every tile that is computed counts as masked."""
+    """Returns a copy for a kernel that computes masks in every visited tile: every visited tile counts as masked."""
     return replace(self, full_end=self.full_begin)
   def kinds(self) -> Array:
-    """Returns for each tile whether it is skipped, computed with a mask or computed without (SKIPPED, WITH_MASK, NO_MASK). Shape of the array:
-    (sequences, 1, blocks, tiles)."""
+    """Returns for each tile SKIPPED, WITH_MASK (computed with a mask) or NO_MASK (computed without a mask). Shape of the array: (sequences, 1,
+    blocks, tiles)."""
     def inside(first:Array, end:Array) -> Array: return (first[..., None] <= (n := np.arange(self.tiles))) & (n < end[..., None])
     return (inside(self.begin, self.end).astype(np.int8) + inside(self.full_begin, self.full_end))[:, None]
 
 @dataclass(frozen=True)
 class Listed:
-  """Tiles over which workgroups loop, if each workgroup loops over a list of tiles (attn/kernels/tile_lists.py). `lists` has the shape (batches,
-  heads, blocks, length). A list has the number of tiles that need a mask, the number of all tiles in the list, and then the tiles, those that need a
-  mask first. `tiles` is the number of all tiles, visited or not."""
+  """Tiles that workgroups visit, if each workgroup loops over a list of tiles (attn/kernels/tile_lists.py). `lists` has the shape (batches, heads,
+  blocks, length). A list begins with the number of tiles that need a mask, and the number of all tiles in the list. Then come the tiles: first all
+  tiles that need a mask, then the tiles that need no mask. `tiles` is the number of all tiles, visited or not."""
   tiles: int
   lists: Array
   @property
@@ -62,11 +62,11 @@ class Listed:
   @property
   def plain(self) -> Array: return self.lists[..., 1] - self.lists[..., 0]
   def all_masked(self) -> Listed:
-    """Returns a copy for a kernel that computes masks in every tile: there, every tile that is computed counts as masked."""
+    """Returns a copy for a kernel that computes masks in every visited tile: every visited tile counts as masked."""
     return replace(self, lists=np.concatenate([self.lists[..., 1:2], self.lists[..., 1:]], -1))
   def kinds(self) -> Array:
-    """Returns for each tile whether it is skipped, computed with a mask or computed without (SKIPPED, WITH_MASK, NO_MASK). Shape of the array:
-    (batches, heads, blocks, tiles)."""
+    """Returns for each tile SKIPPED, WITH_MASK (computed with a mask) or NO_MASK (computed without a mask). Shape of the array: (batches, heads,
+    blocks, tiles)."""
     found = np.full((*self.lists.shape[:-1], self.tiles), SKIPPED, np.int8)
     for place in np.ndindex(*found.shape[:-1]):
       partly, count, *order = self.lists[place]
@@ -77,8 +77,8 @@ TILES_OF = {"keys": "key", "queries": "query"}
 
 @dataclass(frozen=True)
 class Shares:
-  """How many tiles a kernel skips, masks, and computes without a mask, added up over all its workgroups. `over` says what a tile's columns are,
-  "keys" or "queries"."""
+  """Numbers of tiles that a kernel skips, masks, and computes without a mask (`plain`), added up over all workgroups of the kernel. `over` is "keys"
+  for tiles of keys, or "queries" for tiles of queries."""
   over: str
   skipped: int
   masked: int
@@ -110,8 +110,9 @@ def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
   return found[value]
 
 def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:Mapping[str, Array]) -> Neighbours:
-  """Returns the tiles over which each workgroup loops, with an interval of tiles for each. A tile is `width` keys or queries, as `over` says.
-  `lengths` has the contents of the tensors that say which queries and keys exist (LENGTH_TENSORS), such as kv_lengths."""
+  """Returns the tiles that each workgroup visits, if each workgroup loops over one interval of tiles. A tile is `width` keys (`over` is "keys") or
+  `width` queries (`over` is "queries"). `lengths` has the contents of the tensors that say which queries and keys exist (LENGTH_TENSORS), such as
+  kv_lengths."""
   shapes: Shapes = {name: p.extras[name] for name in lengths}
   tensors = {name: UOp.placeholder(shape, INTS[dtype], slot) for slot, (name, (shape, dtype)) in enumerate(shapes.items())}
   x = extent(p, SEQUENCE, tensors)
@@ -130,8 +131,8 @@ def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:M
 MOST_PAIRS = 2**26     # most pairs of a query and a key, over all lists, for which the emulator makes lists: this takes some seconds
 
 class NotCounted(Exception):
-  """Exception that says why tiles can't be counted. `least` has counts that are valid in any case: a workgroup skips at least the tiles outside the
-  interval from the first to the last key that its queries may see. `least` is None if nothing is known."""
+  """Exception that says why tiles can't be counted. `least` has counts that hold in any case, or is None. A workgroup skips at least all tiles before
+  the first key and after the last key that the workgroup's queries may see."""
   def __init__(self, reason:str, least:Shares|None=None) -> None:
     super().__init__(reason)
     self.least = least
@@ -142,8 +143,9 @@ def check_realized(name:str, t:Tensor) -> Tensor:
   return t
 
 def lists_of_tiles(x:ListedBlocks, arch:Chip, device:str, given:Mapping[str, Tensor]) -> Array:
-  """Returns the lists of tiles over which workgroups loop, as a numpy array. If the device of the call has the chip `arch`, the lists are made there,
-  and later calls use them. For another chip, the emulator makes them. `given` has the tensors that the mask reads."""
+  """Returns the lists of tiles over which workgroups loop, as a numpy array. `given` has the tensors that the mask reads. If `device` has the chip
+  `arch`, kernels make the lists on `device`, and calls of `attention` use these lists, too. For any other chip, the emulator (the tinygrad device
+  EMU) makes the lists. Raises NotCounted if a tensor is not computed yet, or if the lists are too long for the emulator."""
   here, mask = arch_of(device), x.p.mask_mod
   assert mask is not None
   read = {name: check_realized(name, given[name]) for name in (f"mod_tensor{number_of_tensor(u)}" for u in elements_of(mask.value))}
@@ -157,9 +159,9 @@ def columns_of_trip(kernel:str, tile:BlockTile) -> int:
 
 def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, device:str|tuple[str, ...],
                   given:Mapping[str, Tensor]) -> Neighbours|Listed:
-  """Returns the tiles over which a kernel's workgroups loop. They are tiles of keys or of queries, as `over` says. `device` and `given` are the
-  device and the optional tensors of a call. Raises NotCounted if the tiles depend on tensors or Variables whose values are not known yet, or if
-  devices share a sequence."""
+  """Returns the tiles over which a kernel's workgroups loop: tiles of keys (`over` is "keys") or of queries (`over` is "queries"). `device` and
+  `given` are the device and the optional tensors of a call. Raises NotCounted if the tiles depend on tensors or Variables whose values are not known
+  yet, or if the rows of a sequence are divided among several devices."""
   if p.dealt is not None: raise NotCounted("devices share the rows of a sequence")
   if p.sk_variable is not None: raise NotCounted("Variables say how many keys there are")
   lengths = {name: check_realized(name, given[name]).numpy() for name in LENGTH_TENSORS if name in p.extras}
@@ -171,7 +173,7 @@ def visited_tiles(kernel:str, p:Problem, arch:Chip, tile:BlockTile, over:str, de
 
 def shares_told(kernel:str, p:Problem, arch:Chip|None, tile:BlockTile|None, over:str, device:str|tuple[str, ...],
                 given:Mapping[str, Tensor]) -> str:
-  """Describes, as a text for `explain`, what shares of tiles a kernel skips, masks, and computes without a mask. `over` says whether the kernel loops
+  """Returns a text for `explain`: which percentages of tiles a kernel skips, masks, and computes without a mask. `over` says whether the kernel loops
   over tiles of "keys" or of "queries". `device` and `given` are the device and the optional tensors of the call. Returns "" for a problem without a
   mask, and for tensor operations, which have no tiles."""
   if arch is None or tile is None or not (any(hiding(p)) or scattered(p)): return ""

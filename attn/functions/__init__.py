@@ -1,2 +1,3 @@
-"""Functions for scores and masks that a caller writes. attn calls such a function once on UOps (traces it). The resulting expression of UOps is then
-evaluated, differentiated, and bounded by intervals of visible keys."""
+"""Functions for scores and masks that a caller writes. attn calls such a function once with UOps as arguments, and so gets an expression of UOps
+(traces the function). attn then evaluates the expression in kernels, differentiates the expression, and finds the intervals of keys that a mask
+leaves visible."""

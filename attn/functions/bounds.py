@@ -14,13 +14,13 @@ Edges = tuple[Edge, ...]     # a clause made of edges of one direction: it shows
 
 @dataclass(frozen=True)
 class Bounds:
-  """Mask written as intervals and a further condition `rest`. A query sees a key if every clause and `rest` allow it. A clause is a list of edges. An
-  edge is a limit such as j <= i (see `Edge`). A clause allows a pair if at least one of its edges does. From one row to the next, neither the
-  first nor the last visible column decreases.
+  """Mask written as clauses. A clause is a list of edges, where an edge is a limit such as j <= i (see `Edge`). Query i sees key j if every clause
+  has an edge that holds, and if the condition `rest` holds. The keys that query i sees under all clauses are an interval. From query i to query i +
+  1, neither end of this interval decreases.
 
-    before: clauses that hide the keys before an edge
-    after: clauses that hide the keys after an edge
-    rest: the part of the mask that intervals cannot express, as a condition on batch, head, query and key; None if there is no such part"""
+    before: clauses whose edges hide the keys before a limit, such as j >= i - 5
+    after: clauses whose edges hide the keys after a limit, such as j <= i
+    rest: the part of the mask that clauses cannot express, as a condition on batch, head, query and key; None if there is no such part"""
   before: tuple[Edges, ...]
   after: tuple[Edges, ...]
   rest: UOp|None
@@ -37,9 +37,10 @@ NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns the first (or the last) column that all clauses leave visible to a row. `at` returns the first (or last) column that one edge leaves
-  visible. `one_of` joins the edges of a clause: one of them must allow a column. `all_of` joins the clauses: all of them must allow it. Returns None
-  if there are no clauses."""
+  """Returns the limit of an interval of keys (or of queries): the first number, or the last number, that all clauses allow. Returns None without
+  clauses. A clause is a list of edges (limits such as j <= i) and allows a number if one of the edges does. `at` returns the limit that one edge
+  sets. `one_of` is the minimum or maximum that combines the limits of the edges of a clause, and `all_of` the minimum or maximum that combines the
+  limits of clauses."""
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:
@@ -52,15 +53,16 @@ def _condition(clauses:list[Clause]) -> UOp:
   return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
 
 def _direction(clause:Clause) -> bool|None:
-  """Tells which keys a clause hides. A clause is a list of conditions, of which one must hold. Returns True if each of its conditions is an edge (a
-  limit such as j <= i) that hides the keys after it, False if each is an edge that hides the keys before it, and None for any other clause."""
+  """Tells which keys a clause hides. A clause is a list of conditions, of which one must hold. Returns True if all conditions are edges that hide the
+  keys after a limit, such as j <= i. Returns False if all conditions are edges that hide the keys before a limit, such as j >= i. Returns None for
+  any other clause."""
   found = {x.upper if isinstance(x, Edge) else None for x in clause}
   return found.pop() if len(found) == 1 else None
 
 NO_PAIR = Edge(True, (FloorStep(0, -1, 1),))     # no query sees a key
 
 def mask_bounds(mask:UOp) -> Bounds:
-  """Finds the intervals that a traced mask leaves visible, and the condition that decides inside these intervals."""
+  """Finds the intervals that a traced mask leaves visible, and the further condition that hides keys inside these intervals."""
   reader, conjuncts = Reader(), _conjuncts(mask)
   read = [reader.clauses(u) for u in conjuncts]
   clauses = without_contradicted(tuple(x for found in read for x in found))

@@ -1,4 +1,4 @@
-"""Writes a traced mask as clauses. The mask shows a pair if all clauses hold. A clause is a list of literals, and holds if at least one of them
+"""Writes a traced mask as clauses. A query sees a key if all clauses hold. A clause is a list of literals, and holds if at least one of the literals
 holds. A literal is an edge (a limit such as j <= i), or any other condition as a UOp."""
 from __future__ import annotations
 import functools
@@ -23,8 +23,8 @@ def not_(literal:Literal) -> Literal:
   return literal.src[0] if literal.op is Ops.CMPNE and literal.src[1].op is Ops.CONST and literal.src[1].arg is True else literal.logical_not()
 
 def implies(x:Literal, y:Literal) -> bool:
-  """Returns whether it is certain that the condition y holds wherever the condition x holds. Each is an edge (a limit such as j <= i) or another
-  condition."""
+  """Returns whether it is certain that the condition y holds wherever the condition x holds. A condition is an edge (a limit such as j <= i) or a
+  UOp."""
   return x.implies(y) if isinstance(x, Edge) and isinstance(y, Edge) else x is y
 
 def covers(x:Clause, y:Clause) -> bool:
@@ -32,14 +32,14 @@ def covers(x:Clause, y:Clause) -> bool:
   return all(any(implies(a, b) for b in y) for a in x)
 
 def _joined(x:Clause, y:Clause) -> Clause|None:
-  """Returns the clause that holds if x or y holds. A clause is a list of conditions, of which one must hold. Leaves out conditions that imply another
-  condition of the result. Returns None if the new clause always holds."""
+  """Returns the clause that holds if x or y holds. A clause is a list of conditions, of which one must hold. A condition that implies another
+  condition of the new clause is left out. Returns None if the new clause always holds."""
   found = dict.fromkeys(x + y)
   if any(implies(not_(a), b) for a in found for b in found): return None
   return tuple(a for k, a in enumerate(found) if not any(implies(a, b) and not (k < n and implies(b, a)) for n, b in enumerate(found) if n != k))
 
 def without_covered(clauses:Iterable[Clause]) -> Clauses:
-  """Removes each clause that holds wherever another of the clauses holds. A clause is a list of conditions, of which one must hold."""
+  """Returns the clauses without each clause that holds wherever another clause holds. A clause is a list of conditions, of which one must hold."""
   kept: list[Clause] = []
   for x in clauses:
     if not any(covers(y, x) for y in kept): kept = [y for y in kept if not covers(x, y)] + [x]
@@ -48,8 +48,8 @@ def without_covered(clauses:Iterable[Clause]) -> Clauses:
 def conjoined(x:Clauses, y:Clauses) -> Clauses: return without_covered(x + y)
 
 def without_contradicted(clauses:Clauses) -> Clauses:
-  """Removes conditions that can never hold from clauses. A clause is a list of conditions, of which one must hold. If a clause has a single
-  condition, this condition must hold, so conditions of other clauses that contradict it are removed."""
+  """Shortens clauses: leaves out each condition that can never hold if all clauses hold. A clause is a list of conditions, of which one must hold.
+  The condition of a clause with a single condition must hold. So a condition that contradicts this one is left out of every longer clause."""
   while True:
     single = [x[0] for x in clauses if len(x) == 1]
     fewer = tuple(x if len(x) == 1 else tuple(a for a in x if not any(implies(b, not_(a)) for b in single)) for x in clauses)
@@ -72,13 +72,14 @@ def _terms(x:TermSum) -> list[tuple[UOp, int]]: return [(u, n) for u, n in x.ite
 def _constant(u:UOp) -> int|None: return int(u.arg) if u.op is Ops.CONST else None
 
 def _division(u:UOp) -> tuple[UOp, int]|None:
-  """Reads an integer that is divided by a positive constant and rounded down. Returns the dividend and the divisor, or None for any other integer."""
+  """Returns the dividend and the divisor if `u` is the quotient of an integer and a positive constant, rounded down. Returns None for any other
+  `u`."""
   if u.op is not Ops.FLOORDIV and not (u.op is Ops.CDIV and u.src[0].vmin >= 0): return None
   return (u.src[0], over) if (over := _constant(u.src[1]) or 0) > 0 else None
 
 def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
-  """Reads an integer that a condition chooses from two. Returns the condition, the integer if it holds, and the integer if it does not hold. Returns
-  None for any other integer."""
+  """Returns (condition, x, y) if `u` is an integer expression that equals x where the condition is true, and y where the condition is false. Returns
+  None for any other `u`."""
   if u.op is Ops.WHERE: return u.src[0], u.src[1], u.src[2]
   if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool: return u.src[0], ONE, ONE*0
   if u.op is Ops.MUL:
@@ -87,12 +88,13 @@ def _choice(u:UOp) -> tuple[UOp, UOp, UOp]|None:
   return None
 
 def _all(*found:Clauses|None) -> Clauses|None:
-  """Joins lists of clauses into the list of those that must hold if all given clauses hold. A clause is a list of conditions, of which one must hold.
-  None stands for a condition with too many clauses: if one of the arguments is None, the result is None."""
+  """Joins several lists of clauses into one list. All clauses of the result hold exactly where all given clauses hold. Clauses that follow from other
+  clauses are left out. A clause is a list of conditions, of which one must hold. Returns None if an argument is None, which stands for a list that
+  would be too long."""
   return functools.reduce(lambda x, y: None if x is None or y is None else conjoined(x, y), found)
 
 class Reader:
-  """Writes conditions of a traced mask as clauses. A clause is a list of conditions, of which one must hold. Keeps the results, because a function
+  """Writes conditions of a traced mask as clauses. A clause is a list of conditions, of which one must hold. The Reader keeps results, because a mask
   may use a UOp several times."""
   def __init__(self) -> None:
     self.sums: dict[UOp, TermSum] = {}
@@ -101,8 +103,8 @@ class Reader:
   # *** conditions ***
 
   def clauses(self, u:UOp, holds:bool=True) -> Clauses:
-    """Returns clauses that all hold exactly where the condition `u` is true, or, with `holds` False, exactly where it is false. A clause is a list of
-    conditions, of which one must hold."""
+    """Returns clauses that all hold exactly where the condition `u` is true. With `holds` False, the clauses all hold exactly where `u` is false. A
+    clause is a list of conditions, of which one must hold."""
     if (u, holds) not in self.found: self.found[u, holds] = self._clauses(u, holds)
     return self.found[u, holds]
   def _clauses(self, u:UOp, holds:bool) -> Clauses:
@@ -116,12 +118,14 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns the clauses of a WHERE, which is the condition `yes` where `c` holds, and `no` where it does not: (not c or yes) and (c or no) and (yes
-    or no). The last of the three follows from the others. It is there because it shows what holds in both cases."""
+    """Returns clauses for a condition that is chosen by `c`: `yes` if c is true, `no` if c is false. `yes` and `no` are given as lists of clauses.
+    The clauses are those of (not c or yes) and (c or no) and (yes or no). The last part follows from the rest, but may give an edge (a limit such as
+    j <= i) where c is no edge. Returns None if `yes` or `no` is None, or if there would be too many clauses."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a condition that combines other conditions, by AND or OR, for example; with `holds` False, the clauses of its negation.
-    A clause is a list of conditions, of which one must hold. Returns None if there would be too many clauses."""
+    """Returns the clauses of a condition `u` that combines conditions, such as an AND. With `holds` False, returns the clauses of the negation of
+    `u`. A clause is a list of conditions, of which one must hold. Returns None if there would be too many clauses, or if `u` is not such a
+    condition."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None
@@ -133,9 +137,9 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a comparison of integers; with `holds` False, the clauses of its negation. A clause is a list of conditions, of which
-    one must hold. Returns None if the clauses would not help: each of them has a condition that is no edge (a limit such as j <= i), or there would
-    be too many."""
+    """Returns the clauses of a comparison `u` of integers. With `holds` False, returns the clauses of the negation of `u`. A clause is a list of
+    conditions, of which one must hold. Returns None if no clause consists of edges (limits such as j <= i) alone, because the clauses are then of no
+    use. Also returns None if there would be too many clauses."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)
@@ -149,7 +153,8 @@ class Reader:
   # *** integers ***
 
   def sum(self, u:UOp) -> TermSum:
-    """Writes an integer as a sum of terms. Returns how many times each term is added."""
+    """Writes an integer expression as a sum of terms. Returns each term with the integer factor of the term: 3*i - j + 5 gives {i: 3, j: -1, ONE: 5}.
+    ONE stands for the constant 1."""
     if u not in self.sums: self.sums[u] = self._sum(u)
     return self.sums[u]
   def _sum(self, u:UOp) -> TermSum:
@@ -169,8 +174,8 @@ class Reader:
       case Ops.FLOORMOD if n is not None and n > 0: return _plus(self.sum(x), {x//n: 1}, -n)
     return {u: 1}
   def not_positive(self, x:TermSum) -> Clauses|None:
-    """Writes the condition that the sum `x` is at most 0 as clauses, all of which must hold. A clause is a list of conditions, of which one must
-    hold. Returns None if there would be more than MOST_CLAUSES clauses. All comparisons of integers are read in this form: a <= b is a - b <= 0."""
+    """Returns clauses that all hold exactly where the sum `x` is at most 0. A clause is a list of conditions, of which one must hold. Returns None if
+    there would be more than MOST_CLAUSES clauses. All comparisons of integers are written in this form: a <= b is a - b <= 0."""
     terms, plus = _terms(x), x.get(ONE, 0)
     if not terms: return ALWAYS if plus <= 0 else NEVER
     for u, n in terms:
@@ -187,9 +192,9 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Finds the edge (a limit such as j <= i) that is equivalent to the condition "the sum of `terms`, plus `plus`, is at most 0". Returns None if
-    there is no such edge: the terms are not one function of the query's position and one of the key's position, or the limit would decrease from one
-    query to the next, or its numbers are too large for int32."""
+    """Returns the edge (a limit such as j <= i) that holds exactly where a sum is at most 0. The sum has the `terms`, each with an integer factor,
+    and the constant `plus`. The sum must have the form f(i) + g(j) with the positions i of the query and j of the key. Returns None for a sum of
+    another form, for a limit that decreases from one query to the next, and for an edge with numbers that are too large for int32."""
     found: dict[UOp, tuple[int, Steps]] = {}
     for u, n in terms:
       if (chain := self._chain(u)) is None or chain[0] in found: return None

@@ -1,18 +1,20 @@
-"""Differentiates a traced function by the score or by an element of a tensor.
+"""Differentiates a traced function (an expression of UOps) by one of its inputs: the score, or an element of a tensor. This input is called the
+variable.
 
-The pass goes forward, from the variable to the value. It gives each operation on the way its slope, the derivative of the operation by the variable.
-The rules are tinygrad's: at a tie of MAX both sides count half, and integers, comparisons and truncation have the derivative 0. Three things differ
-from tinygrad's pass, which multiplies from the value back to the variable:
+Differentiation goes forward, from the variable to the function's value. Each operation gets a slope: the derivative of the operation's result by the
+variable. The rules are tinygrad's: at a tie of MAX both sides count half, and integers, comparisons and truncation have the derivative 0. Three
+things differ from tinygrad's differentiation, which multiplies slopes from the function's value back to the variable:
 
-- A WHERE selects a slope. tinygrad multiplies the slope of the branch that is not taken by 0, which gives NaN if this slope is infinite.
-- A product with a factor of exactly 0 is 0, even if the other factor is infinite. So 1/(1 + x^4) has the slope 0 where x^4 overflows, and sqrt(x^2)
-has the slope 0 at 0. For this a WHERE selects 0 or the product, which costs two instructions. Where no factor can be infinite, there is no WHERE.
+- The slope of a WHERE is selected from the slopes of both branches. tinygrad multiplies the slope of the branch that is not taken by 0, which gives
+NaN if this slope is infinite.
+- A factor of exactly 0 times a slope is 0, even if the slope is infinite. So 1/(1 + x^4) has the slope 0 where x^4 overflows, and sqrt(x^2) has the
+slope 0 at 0. An added WHERE selects 0 or the product, which costs two instructions. Where the slope cannot be infinite, no WHERE is added.
 - The slope of r = 1/(1 + 2^y), which is inside tanh and sigmoid, is computed as (r - r^2)*-ln(2)*dy. This form is finite even where 2^y overflows.
 
 A slope that float32 cannot hold, such as the slope of 1/x at 1e-30, is infinite, and the difference of two such slopes is NaN.
 
-Where a WHERE makes the function -inf, the score has no weight and every gradient is 0, whatever the derivative is. There the pass takes the
-derivative of the other branch. So a mask written as `visible.where(score, -inf)` has the derivative 1."""
+Where a WHERE makes the score -inf, the weight of the key is 0 and so is every gradient, whatever the derivative is. So the slope of the branch that
+is not -inf is taken there. A mask written as `visible.where(score, -inf)` therefore has the derivative 1."""
 from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
