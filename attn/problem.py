@@ -318,6 +318,10 @@ class Problem:
   @property
   def key_itemsize(self) -> int: return BYTES[self.key_dtype]    # bytes of an element of k and v
   @property
+  def key_bytes(self) -> int:
+    """Bytes that one key takes in memory: its rows of k and v, and their scales if they have any."""
+    return (self.D + self.Dv)*self.key_itemsize + (2*BYTES[self.scale_dtype] if self.stored else 0)
+  @property
   def k_width(self) -> int:
     """Number of elements in a row of the tensor k. It is D, but for a latent cache of 8 bits, whose other columns lie in k_rotary."""
     return self.Dv if self.stored and self.v_in_k else self.D

@@ -180,6 +180,7 @@ def staggered_slower(p:Problem, arch:Chip) -> str|None:
   rows = tile.block_m
   if (blocks := p.B*p.H*ceildiv(p.Sq, rows)) < arch.cus:
     return f"{blocks} blocks of {rows} queries leave some of the {arch.cus} compute units idle"
+  if 2*p.Sq <= rows: return f"Sq={p.Sq}: half of the {rows} rows of a block would be padding; forward has smaller blocks"
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
 def mma_slower(p:Problem, arch:Chip) -> str|None:

@@ -51,6 +51,7 @@ EVERY_SCORE = "every score"    # an option that computes something for every sco
 OWN_MASK = "own mask"          # a mask_mod that is computed for every score
 DROPOUT = "dropout"            # bits of a random number for every score
 STORED_ROWS = "stored rows"         # the scales of a tile's keys, and another sum of P
+REPEATED = "repeated operands"    # one wave loads all stored rows, on a chip whose lanes 16-31 hold the operands of lanes 0-15 once more
 TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the registers
 
 @dataclass(frozen=True)
@@ -83,12 +84,13 @@ WHERE_A_WAVE_HAS_A_PART = (
   Shortage(LONG, (PIECES,), Economy.NO_PREFETCH),
   Shortage(WIDE, (PIECES,), IN_PIECES),
   Shortage(LONG, (PIECES, DROPOUT), Economy.SPARING),
-  Shortage(SHORT, (STORED_ROWS,), Economy.SHORT_TRIPS))
+  Shortage(SHORT, (STORED_ROWS,), Economy.SHORT_TRIPS),
+  Shortage(SHORT, (REPEATED,), Economy.NO_PREFETCH | Economy.SPARING))
 
 def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
   found = {FEW_ROWS: few_queries, WINDOW: bool(hiding(p).before), PIECES: not in_units(p, mat.unit), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, OWN_MASK: bool(scattered(p)), DROPOUT: bool(p.dropout_p),
-           STORED_ROWS: bool(p.stored),
+           STORED_ROWS: bool(p.stored), REPEATED: bool(p.stored) and waves == 1 and mat.duplicated,
            TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 
@@ -105,6 +107,8 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   pack = p.Hkv < p.H and p.Sq < mat.N                     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
+  alone = bool(p.stored) and rows <= mat.N     # few queries over stored rows: one wave, with the least padding, is predicted to be fastest
+  if alone: mat = min((x for x in arch.matrix[p.dtype] if rows <= x.N), key=lambda x: x.N)
   q_tiles = c.q_tiles if rows > mat.N and not crowded(p) else 1
   needed = waves = ceildiv(rows, mat.N*q_tiles)
   block_n = min(c.block_n, 32) if crowded(p) else c.block_n
@@ -114,14 +118,14 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
   staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane to load K and V in one wave
   of_q = 0 if c.q_in_lds else row_registers(mat, p.D)
   full = q_tiles*(round_up(p.Dv, mat.M)//mat.groups + of_q) > arch.vgprs//2            # O and Q fill half
-  waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without queries only help to load
+  if not alone: waves = min(c.waves, max(waves, ceildiv(staged, arch.vgprs//(16 if full else 8))))   # waves without queries only help to load
   few = needed < c.waves
-  means = economy_of(p, arch, mat, waves, few)
+  means = economy_of(p, arch, mat, waves, few and not alone)
   if Economy.SHORT_TRIPS in means: block_n = max(least, block_n//2)
   # few queries wait for memory anyway: so rescale_above=0, which makes the largest weight of each row exactly 1 as in the textbook, costs no time
   shape = replace(c, waves=min(waves, 4) if Economy.FOUR_WAVES in means else waves, q_tiles=q_tiles, block_n=block_n,
-                  fenced=c.fenced or Economy.FENCED in means, prefetch=0 if Economy.NO_PREFETCH in means else c.prefetch)
-  return Tile(**vars(shape), matrix=mat, pack_gqa=pack, sparing=Economy.SPARING in means, rescale_above=0.0 if few else 8.0,
+                  fenced=(c.fenced and not alone) or Economy.FENCED in means, prefetch=0 if Economy.NO_PREFETCH in means else c.prefetch)
+  return Tile(**vars(shape), matrix=mat, pack_gqa=pack, sparing=Economy.SPARING in means, rescale_above=0.0 if few and not p.stored else 8.0,
               anew=Economy.ANEW in means)
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:

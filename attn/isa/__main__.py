@@ -16,7 +16,7 @@ with needs("isa", "python -m attn.isa", __name__):
   import click
   from click.core import ParameterSource
   from rich.console import Console
-  from attn.isa import check, costs, table
+  from attn.isa import check, costs, decoding, table
   from attn.isa.timing import costs_file, drawing, kernels, tables
 
 class ReportByDefault(click.Group):
@@ -203,6 +203,14 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
            *([tables.machine_table(found.timing.chip)] if machine else [])]
   Console(width=None if Console().is_terminal else 200).print(*shown)
   for line in found.timing.unknown: click.echo(line, err=True)
+
+@main.command("decoding")
+@click.option("--write", type=NewFile(), help="Write the table to this file.")
+def decoding_command(write:Path|None) -> None:
+  """Print predicted times of decoding over caches of 16 and of 8 bits on AMD's chips."""
+  text = decoding.table()
+  if write is None: click.echo(text, nl=False)
+  else: write.write_text(text)
 
 @main.command("costs")
 @click.option("--compilers", is_flag=True, help=f"Under clang {', '.join(map(str, OLDER))}, which pip gets once, instead of the one in use.")

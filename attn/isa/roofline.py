@@ -74,7 +74,7 @@ def roofline(p:Problem, tile:Tile, chip:Chip, card:Card, overlap:float=1.0) -> R
   total, busiest = sum(blocks)*p.B*p.H, makespan(blocks, p.B*p.H, machines)
   compute = busiest*per_trip/(chip.peak(card)*1e12/machines*overlap)
   size, out_size = p.itemsize, p.out_itemsize
-  moved = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out_size) + p.Hkv*p.Sk*(p.D + p.Dv)*size)
+  moved = p.B*(p.H*p.Sq*(p.D*size + p.Dv*out_size) + p.Hkv*p.Sk*p.key_bytes)
   memory = moved/(card.gbs*1e9)
   return Roofline(chip, card, overlap, total/(busiest*machines) if busiest else 1.0, p.flops/(total*per_trip) if total else 0.0, compute, memory,
                   p.flops/max(compute, memory)/1e12)

@@ -1,11 +1,12 @@
 """Names attn's kernels and renders their source. A word such as gfx942/128/float16/causal names a forward kernel. gfx942/128/float16/causal/dq names
-a backward kernel. gfx942/128/float16/full/decode names the kernel of one query against a long cache. Only this module of attn.isa knows the
-kernels."""
+a backward kernel. gfx942/128/float16/full/decode names the kernel of one query against a long cache; decode_int8 and decode_fp8 in place of decode
+name those that read a cache of 8 bits. Only this module of attn.isa knows the kernels."""
 from __future__ import annotations
 import functools, hashlib, json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from attn.cache.user_cache import kept
 from attn.chips import CHIPS, MODELLED, Chip, get_chip
 from attn.chips.matrix import contraction
@@ -25,13 +26,15 @@ from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
 from attn.kernels.tiles.common import heads_of
 from attn.ops.renderers import printer_of, render
-from attn.problem import Problem, Shapes
+from attn.problem import Problem, Shapes, Strided
 from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
-from attn.values import FLOATS
+from attn.values import FLOATS, INTS
 
 MASKS = ("full", "causal")
 # kernels of a problem; decode: one query per sequence; all: gradients of q, k and v at once; mla: latent attention, where V is part of K
 FORWARD, DECODE, BACKWARD, ALL, LATENT = "forward", "decode", ("dq", "dkdv"), "all", "mla"
+OF_8_BITS = {"decode_int8": "int8", "decode_fp8": "fp8"}      # decode against a cache of 8 bits: the format, or fp8 for the chip's own floats
+DECODING = (DECODE, *OF_8_BITS)
 KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   # NVIDIA's chips have a source, but no report
 
 @dataclass(frozen=True, order=True)
@@ -45,8 +48,9 @@ class Spec:
 
   def __post_init__(self) -> None:
     for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS),
-                               ("kernel", self.kernel, (FORWARD, DECODE, *BACKWARD, ALL, LATENT))):
+                               ("kernel", self.kernel, (FORWARD, *DECODING, *BACKWARD, ALL, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
+    if self.kernel == "decode_fp8" and not get_chip(self.arch).fp8: raise ValueError(f"{self}: {self.arch} does not convert 8-bit floats")
     if self.kernel != LATENT and not 1 <= self.d <= MAX_D:
       raise ValueError(f"D={self.d}: must be within D=1 to {MAX_D}, or for kernel {LATENT} within D={MAX_D + 1} to {UP_TO['D']}")
     if self.kernel == LATENT and not MAX_D < self.d <= UP_TO["D"]: raise ValueError(f"{self}: {LATENT} is for D={MAX_D + 1} to {UP_TO['D']}")
@@ -98,13 +102,13 @@ SHAPE_OF_LATENT = Shape(32, 128, 1, 4096)
 UNEVEN = Shape(1, 32, 8, 4133, 4000)
 ROTARY, DECODED = 64, 2     # latent attention: number of columns of K that are not V; number of queries (a token and a draft of the next)
 
-def usual_shape(spec:Spec) -> Shape: return {DECODE: SHAPE_OF_DECODE, LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
+def usual_shape(spec:Spec) -> Shape: return {**dict.fromkeys(DECODING, SHAPE_OF_DECODE), LATENT: SHAPE_OF_LATENT}.get(spec.kernel, SHAPE)
 def uneven_shape(spec:Spec) -> Shape:
   """Returns a problem size for the kernel in which the numbers of queries and keys are not powers of two. If the kernel fixes the number of queries,
   only the number of keys is changed. The kernel that computes dq, dk and dv together gets a larger batch, because dispatch would not choose it
   otherwise."""
   if spec.kernel == ALL: return replace(UNEVEN, b=2)
-  return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (DECODE, LATENT) else UNEVEN
+  return replace(usual_shape(spec), n=UNEVEN.n) if spec.kernel in (*DECODING, LATENT) else UNEVEN
 
 def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
   x = shape or usual_shape(spec)
@@ -112,12 +116,21 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
   if spec.kernel == LATENT:
     return Problem(x.b, x.h, x.hkv, DECODED, x.n, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
                    offset=x.n - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
-  queries, splits = (1, 0) if spec.kernel == DECODE else (x.queries or x.n, 1)
+  queries, splits = (1, 0) if spec.kernel in DECODING else (x.queries or x.n, 1)
   return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
-                 offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits, deterministic=spec.kernel != ALL)
+                 offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits, deterministic=spec.kernel != ALL,
+                 **stored_fields(spec, x))
+
+def stored_fields(spec:Spec, x:Shape) -> dict[str, Any]:
+  """Returns the fields of a Problem that describe a cache of 8 bits, or an empty dict if the kernel reads one of 16 bits."""
+  if spec.kernel not in OF_8_BITS: return {}
+  def view(width:int) -> Strided: return Strided(x.b*x.hkv*x.n*width, 0, x.hkv*x.n*width, x.n*width, width)
+  format = OF_8_BITS[spec.kernel]
+  return {"stored": get_chip(spec.arch).fp8 if format == "fp8" else format, "k_view": view(spec.d), "v_view": view(spec.d),
+          "k_scale_view": view(1), "v_scale_view": view(1)}
 
 def _placeholders(shapes:Shapes) -> list[UOp]:
-  return [UOp.placeholder(shape, FLOATS[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
+  return [UOp.placeholder(shape, (FLOATS | INTS)[dtype], slot) for slot, (shape, dtype) in enumerate(shapes.values())]
 
 def _chip(spec:Spec, llvm:int|None=None) -> Chip:
   """Returns the `Chip` record of a kernel's chip, with `llvm` as the release of LLVM that decides which rows of the tile tables are used. By default

@@ -37,14 +37,14 @@ def zero_or_nan(x:UOp) -> UOp:
 
 # ***** numbers of 8 bits *****
 
-def _widen_all(lanes:Any, words:Array, kind:str, dtype:str) -> Array: return pack_pairs(numbers(bytes_of(words), kind), dtype)
+def _widen_all(lanes:Any, words:Array, kind:str, dtype:str, in_order:bool) -> Array: return pack_pairs(numbers(bytes_of(words), kind), dtype)
 
 def _widen_pair(lanes:Any, word:Array, places:tuple[int, int], kind:str, dtype:str) -> Array:
   return pack_pairs(numbers(bytes_of(word)[list(places)], kind), dtype)[0]
 
 # int8 to fp16: the byte x + 128 becomes the low half of the fp16 number 1024 + 128 + x, from which 1152 is subtracted.
 
-def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str) -> Body:
+def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str, in_order:bool) -> Body:
   if kind != "int8":     # v_cvt_pk_f32_fp8, which converts the chip's own format; 16 bits hold each of its numbers
     lines = [f"auto x{i} = __builtin_amdgcn_cvt_pk_f32_fp8((int)words[{i//2}], {'true' if i%2 else 'false'});" for i in range(4)]
     pairs = [f"__builtin_bit_cast(unsigned, __builtin_amdgcn_cvt_pkrtz(x{i}[0], x{i}[1]))" if dtype == "float16" else
@@ -56,12 +56,11 @@ def _widen_all_hip(printer:Any, out:str, kind:str, dtype:str) -> Body:
     halves = [f"__builtin_amdgcn_perm(0x64646464u, x{i//2}, 0x{(0x04010400, 0x04030402)[i%2]:08x}u)" for i in range(4)]
     pairs = [f"__builtin_bit_cast(unsigned, __builtin_bit_cast(half2, {x}) - (half2)((_Float16)1152.0f))" for x in halves]
   else:
-    # An empty asm at each end keeps the order of conversions: otherwise clang makes the floats of many vectors at once, in too many registers.
-    lines = ['asm volatile("" : "+v"(words));']
-    lines += [f"unsigned x{i} = __builtin_bit_cast(unsigned, (float)(signed char)(words[{i//4}] >> {i%4*8}));" for i in range(8)]
+    lines = [f"unsigned x{i} = __builtin_bit_cast(unsigned, (float)(signed char)(words[{i//4}] >> {i%4*8}));" for i in range(8)]
     pairs = [f"__builtin_amdgcn_perm(x{i + 1}, x{i}, 0x07060302u)" for i in range(0, 8, 2)]
-  lines += [f"uint4 wide = (uint4){{{', '.join(pairs)}}};"] + ['asm volatile("" :: "v"(wide));']*(kind == "int8" and dtype != "float16")
-  return Body("\n".join([*lines, "return wide;"]), "words", name=f"widen_{kind}_{dtype}")
+  lines.append(f"uint4 wide = (uint4){{{', '.join(pairs)}}};")
+  if in_order: lines = ['asm volatile("" : "+v"(words));', *lines, 'asm volatile("" :: "v"(wide));']
+  return Body("\n".join([*lines, "return wide;"]), "words", name=f"widen_{kind}_{dtype}" + "_in_order"*in_order)
 
 def _widen_pair_cuda(printer:Any, out:str, places:tuple[int, int], kind:str, dtype:str) -> Body:
   selector = f"0x4{places[1]}4{places[0]}u"
@@ -82,10 +81,10 @@ def _widen_pair_cuda(printer:Any, out:str, places:tuple[int, int], kind:str, dty
 instruction("widen_all", _widen_all, _widen_all_hip)
 instruction("widen_pair", _widen_pair, cuda=_widen_pair_cuda)
 
-def widen_all(words:UOp, kind:str, dtype:str) -> UOp:
+def widen_all(words:UOp, kind:str, dtype:str, in_order:bool=False) -> UOp:
   """Converts eight stored numbers in two dwords to the 16-bit dtype `dtype`, in which they fill four dwords. `kind` is their format
-  (`Problem.stored`)."""
-  return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype)
+  (`Problem.stored`). With `in_order` the compiler makes one such conversion after another: fewer registers hold numbers that are half converted."""
+  return emit("widen_all", u32(2*length(words)), words, kind=kind, dtype=dtype, in_order=in_order)
 def widen_pair(word:UOp, places:tuple[int, int], kind:str, dtype:str) -> UOp:
   """Converts two of the four stored numbers in a dword to a dword of two numbers of `dtype`. `places` has the indices of their bytes in the dword.
   `kind` is their format (`Problem.stored`)."""

@@ -44,6 +44,7 @@ def test_dispatch() -> None:
   assert choose(p, chip).kernel == "staggered" == choose(problem(**plain | {"lse": True}), get_chip("gfx950")).kernel
   assert choose(p, get_chip("gfx950")).kernel == "dual_wave" and choose(p, get_chip("gfx1100")).kernel == "forward"
   for change, why in (({"D": 64}, "predicted to be faster"), ({"D": 192}, "supports at most 128"), ({"Sq": 100}, "compute units idle"),
+                      ({"Sq": 1, "Sk": 4096, "B": 64}, "Sq=1: half of the 256 rows of a block would be padding"),
                       ({"D": 100, "Dv": 128}, "only one of them is a multiple of 8"),
                       ({"softcap": 20.0}, "softcap: this kernel does not support it")):
     assert why in (choose(problem(**plain | change), chip).why_not("staggered") or "")

@@ -97,9 +97,9 @@ def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:
 def bytes_of_levels(p:Problem, x:Division, work:list[GroupWork], chip:Chip, slots:int) -> dict[str, float]:
   """Returns the number of bytes that each level of memory delivers or takes, for workgroups of which `slots` run at a time. A level is missing if its
   size is not known."""
-  caches, row = chip.caches, (p.D + p.Dv)*p.itemsize
-  trip = x.walked*row*len(x.products)
-  own = p.B*(p.Hkv*p.Sk if x.keys else p.H*p.Sq*x.splits)*row
+  caches, of_queries, of_keys = chip.caches, (p.D + p.Dv)*p.itemsize, p.key_bytes
+  trip = x.walked*(of_queries if x.keys else of_keys)*len(x.products)
+  own = p.B*(p.Hkv*p.Sk*of_keys if x.keys else p.H*p.Sq*x.splits*of_queries)
   moved = float(sum(math.prod(shape)*BYTES.get(dtype, 4) for shape, dtype in x.tensors(p).values()))   # other tensors are of 32-bit integers
   found = {"L2": sum(w.trips for w in work)*trip + own}
   if not caches.l2: return {**found, "memory": moved}

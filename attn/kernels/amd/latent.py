@@ -40,7 +40,7 @@ def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
   """Returns the rows of a latent cache of 8 bits that a workgroup reads."""
   p = group.p
   rotary = group.rows_of("k_rotary") if p.k_rotary_view is not None else None
-  return LatentRows(group.rows_of("k", unit_bytes=mat.unit), rotary, functools.partial(widen_all, kind=p.stored, dtype=p.dtype))
+  return LatentRows(group.rows_of("k", unit_bytes=mat.unit), rotary, functools.partial(widen_all, kind=p.stored, dtype=p.dtype, in_order=True))
 
 @dataclass(frozen=True)
 class LatentState(TripState):

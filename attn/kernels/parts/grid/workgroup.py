@@ -67,7 +67,7 @@ def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
   a workgroup owns keys. The blocks of all heads alternate if the chip needs no groups, or if its cache has room for the rows of all heads over which
   workgroups loop: K and V, or q and dO if workgroups own keys. Otherwise the blocks of as many heads alternate as have room."""
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
-  row, group = (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
+  row, group = p.key_bytes if heads else (p.D + p.Dv)*p.itemsize, p.H//p.Hkv
   most = room*(group//heads)//(row*p.Sk) if heads else room//(row*p.Sq*group)
   return largest_divisor(n, most) if room else n
 
