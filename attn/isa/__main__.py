@@ -16,8 +16,8 @@ with needs("isa", "python -m attn.isa", __name__):
   import click
   from click.core import ParameterSource
   from rich.console import Console
-  from attn.isa import check, costs, decoding, table
-  from attn.isa.timing import costs_file, drawing, kernels, tables
+  from attn.isa import check, costs, table
+  from attn.isa.timing import costs_file, decoding, drawing, kernels, tables
 
 class ReportByDefault(click.Group):
   """Group of commands in which `python -m attn.isa WHAT` means `python -m attn.isa report WHAT`."""
@@ -208,7 +208,7 @@ def time_command(what:tuple[str, ...], arch:str|None, d:int|None, dtype:str, cau
 @click.option("--write", type=NewFile(), help="Write the table to this file.")
 def decoding_command(write:Path|None) -> None:
   """Print predicted times of decoding over caches of 16 and of 8 bits on AMD's chips."""
-  text = decoding.table()
+  text = decoding.decoding_table()
   if write is None: click.echo(text, nl=False)
   else: write.write_text(text)
 

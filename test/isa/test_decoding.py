@@ -4,8 +4,9 @@ import dataclasses
 from pathlib import Path
 import pytest
 from attn.chips import get_chip
-from attn.isa import decoding, source
+from attn.isa import source
 from attn.isa.roofline import RATED, roofline
+from attn.isa.timing import decoding
 from attn.isa.timing.predict import Division, bytes_of_levels, work_of_grid
 from attn.isa.source import Spec
 from attn.problem import Problem
@@ -17,23 +18,23 @@ def test_the_committed_table(arch:str) -> None:
   """The committed table has the rows that the command computes, and for every chip a row for each cache that it reads."""
   pytest.importorskip("ziglang")
   lines = (DATA/"decode_amd.csv").read_text().splitlines()
-  assert lines[0] == ",".join(decoding.COLUMNS)
-  assert [line.split(",")[0] for line in lines[1:]] == [str(spec) for chip in decoding.ARCHS for spec in decoding.specs_of(chip)]
+  assert lines[0] == ",".join(decoding.OF_DECODING)
+  assert [line.split(",")[0] for line in lines[1:]] == [str(spec) for chip in decoding.DECODING_ON for spec in decoding.decoding_specs(chip)]
   assert [line for line in lines if line.startswith(f"{arch}/128/float16")] == \
-         [decoding.line_of(spec) for spec in decoding.specs_of(arch) if spec.dtype == "float16"]
+         [decoding.decoding_line(spec) for spec in decoding.decoding_specs(arch) if spec.dtype == "float16"]
 
 def test_bytes_of_stored_rows() -> None:
   """Predictions and bounds count one byte for each element of a stored row, and its two scales. So a cache of int8 takes 132 bytes for each row of
   128 elements, and one of 16 bits takes 256."""
   def problem(kernel:str) -> Problem:
-    return dataclasses.replace(source.problem_of_spec(Spec("gfx942", 128, "float16", "full", kernel), decoding.SHAPE), num_splits=1)
+    return dataclasses.replace(source.problem_of_spec(Spec("gfx942", 128, "float16", "full", kernel), decoding.DECODE_STEP), num_splits=1)
   chip, card = RATED["MI300X"]
   rows, queries = 64*8*4096, 64*32*256*2
   for p, of_row in ((problem("decode"), 256), (problem("decode_int8"), 132)):
     x = Division(16, 32.0, heads=4)
     found = bytes_of_levels(p, x, work_of_grid(p, x), get_chip("gfx942"), 608)
     assert found["memory"] == 2*rows*of_row + queries and found["L2"] == 2*rows*of_row + queries
-    tile = decoding.chosen(Spec("gfx942", 128, "float16", "full", "decode_int8"), shape=decoding.SHAPE)[1]
+    tile = source.chosen(Spec("gfx942", 128, "float16", "full", "decode_int8"), shape=decoding.DECODE_STEP)[1]
     assert roofline(p, tile, chip, card).memory_seconds == pytest.approx((2*rows*of_row + queries)/card.gbs/1e9)
 
 def test_words_of_kernels() -> None:

@@ -9,24 +9,24 @@ from attn.isa.costs import report_of
 from attn.isa.source import DECODING, Shape, Spec, chosen
 from attn.isa.timing.kernels import of_spec
 
-ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
-WIDTH, SHAPE = 128, Shape(64, 32, 8, 4096)
-COLUMNS = ("kernel", "card", "GHz", "tile", "key ranges", "VALU per element", "registers", "spills", "us of compute units", "us of memory", "us")
+DECODING_ON = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
+DECODE_WIDTH, DECODE_STEP = 128, Shape(64, 32, 8, 4096)
+OF_DECODING = ("kernel", "card", "GHz", "tile", "key ranges", "VALU per element", "registers", "spills", "us of compute units", "us of memory", "us")
 
-def specs_of(arch:str) -> list[Spec]:
+def decoding_specs(arch:str) -> list[Spec]:
   able = [kernel for kernel in DECODING if kernel != "decode_fp8" or get_chip(arch).fp8]
-  return [Spec(arch, WIDTH, dtype, "full", kernel) for dtype in MMA for kernel in able]
+  return [Spec(arch, DECODE_WIDTH, dtype, "full", kernel) for dtype in MMA for kernel in able]
 
-def line_of(spec:Spec) -> str:
+def decoding_line(spec:Spec) -> str:
   """Returns a row of the table. Compiles the kernel."""
-  found, report, tile = of_spec(spec, SHAPE, lines=False), report_of(spec, 0, False), chosen(spec, shape=SHAPE)[1]
+  found, report, tile = of_spec(spec, DECODE_STEP, lines=False), report_of(spec, 0, False), chosen(spec, shape=DECODE_STEP)[1]
   assert found.division is not None and report.loop is not None
   timing, predicted = found.timing, found.on_cards()[0]
-  valu = report.loop.valu*timing.chip.wave*timing.waves/(found.division.walked*2*WIDTH)
+  valu = report.loop.valu*timing.chip.wave*timing.waves/(found.division.walked*2*DECODE_WIDTH)
   us = {level: 1e6*seconds for level, seconds in predicted.times.items()}
   numbers = (f"{predicted.ghz:g}", str(tile), found.division.splits, f"{valu:.2f}", timing.resources.vgpr, timing.resources.vgpr_spills,
              f"{us['compute']:.0f}", f"{us['memory']:.0f}", f"{1e6*predicted.seconds:.0f}")
   return ",".join(map(str, (spec, predicted.card.name, *numbers)))
 
-def table(archs:tuple[str, ...]=ARCHS) -> str:
-  return "\n".join([",".join(COLUMNS), *(line_of(spec) for arch in archs for spec in specs_of(arch))]) + "\n"
+def decoding_table(archs:tuple[str, ...]=DECODING_ON) -> str:
+  return "\n".join([",".join(OF_DECODING), *(decoding_line(spec) for arch in archs for spec in decoding_specs(arch))]) + "\n"
