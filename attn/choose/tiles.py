@@ -51,7 +51,7 @@ EVERY_SCORE = "every score"    # an option that computes something for every sco
 OWN_MASK = "own mask"          # a mask_mod that is computed for every score
 DROPOUT = "dropout"            # bits of a random number for every score
 STORED_ROWS = "stored rows"         # the scales of a tile's keys, and another sum of P
-REPEATED = "repeated operands"    # one wave loads all stored rows, on a chip whose lanes 16-31 hold the operands of lanes 0-15 once more
+OPERANDS_TWICE = "repeated operands"    # one wave loads all stored rows, on a chip whose lanes 16-31 hold the operands of lanes 0-15 once more
 TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the registers
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ WHERE_A_WAVE_HAS_A_PART = (
   Shortage(WIDE, (PIECES,), IN_PIECES),
   Shortage(LONG, (PIECES, DROPOUT), Economy.SPARING),
   Shortage(SHORT, (STORED_ROWS,), Economy.SHORT_TRIPS),
-  Shortage(SHORT, (REPEATED,), Economy.NO_PREFETCH | Economy.SPARING))
+  Shortage(SHORT, (OPERANDS_TWICE,), Economy.NO_PREFETCH | Economy.SPARING))
 
 def burdens_of(p:Problem, mat:Matrix, waves:int, few_queries:bool) -> set[str]:
   found = {FEW_ROWS: few_queries, WINDOW: bool(hiding(p).before), PIECES: not in_units(p, mat.unit), LSE: p.writes_lse, ANY_OPTION: bool(p.options),
            EVERY_SCORE: bool(score_terms(p)) or p.dropout_p > 0, OWN_MASK: bool(scattered(p)), DROPOUT: bool(p.dropout_p),
-           STORED_ROWS: bool(p.stored), REPEATED: bool(p.stored) and waves == 1 and mat.duplicated,
+           STORED_ROWS: bool(p.stored), OPERANDS_TWICE: bool(p.stored) and waves == 1 and mat.duplicated,
            TWO_ON_A_SIMD: waves > 4}
   return {name for name, there in found.items() if there}
 

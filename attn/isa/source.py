@@ -33,8 +33,8 @@ from attn.values import FLOATS, INTS
 MASKS = ("full", "causal")
 # kernels of a problem; decode: one query per sequence; all: gradients of q, k and v at once; mla: latent attention, where V is part of K
 FORWARD, DECODE, BACKWARD, ALL, LATENT = "forward", "decode", ("dq", "dkdv"), "all", "mla"
-OF_8_BITS = {"decode_int8": "int8", "decode_fp8": "fp8"}      # decode against a cache of 8 bits: the format, or fp8 for the chip's own floats
-DECODING = (DECODE, *OF_8_BITS)
+DECODE_OF_8_BITS = {"decode_int8": "int8", "decode_fp8": "fp8"}      # decode against a cache of 8 bits: the format, or fp8 for the chip's own floats
+DECODING = (DECODE, *DECODE_OF_8_BITS)
 KNOWN = (*MODELLED, *(name for name, chip in CHIPS.items() if chip.unit.mma))   # NVIDIA's chips have a source, but no report
 
 @dataclass(frozen=True, order=True)
@@ -123,9 +123,9 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
 
 def stored_fields(spec:Spec, x:Shape) -> dict[str, Any]:
   """Returns the fields of a Problem that describe a cache of 8 bits, or an empty dict if the kernel reads one of 16 bits."""
-  if spec.kernel not in OF_8_BITS: return {}
+  if spec.kernel not in DECODE_OF_8_BITS: return {}
   def view(width:int) -> Strided: return Strided(x.b*x.hkv*x.n*width, 0, x.hkv*x.n*width, x.n*width, width)
-  format = OF_8_BITS[spec.kernel]
+  format = DECODE_OF_8_BITS[spec.kernel]
   return {"stored": get_chip(spec.arch).fp8 if format == "fp8" else format, "k_view": view(spec.d), "v_view": view(spec.d),
           "k_scale_view": view(1), "v_scale_view": view(1)}
 
