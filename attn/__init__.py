@@ -1,5 +1,5 @@
-"""Flash attention for tinygrad: kernels written as UOps for the matrix units of AMD and NVIDIA GPUs, and an emulator that runs them without a GPU.
-Begin with `attention` and `explain`."""
+"""Flash attention for tinygrad: kernels written as UOps for the matrix units of AMD and NVIDIA GPUs, and an emulator that runs the kernels without a
+GPU. Begin with `attention` and `explain`."""
 from attn import mods
 from attn.api.attention import attention, explain
 from attn.api.cache import append_kv, attention_with_kv_cache, empty_kv_cache, empty_paged_cache

@@ -68,17 +68,17 @@ class Law:
     return Law(*[change(getattr(self, x.name)) for x in fields(self)])
   def __getitem__(self, at:Any) -> Law: return self.of(lambda a: a[at])
   def put(self, at:Any, law:Law) -> None:
-    """Overwrites the exact values and error limits of some elements with those of `law`. `at` is the numpy index of the elements."""
+    """Overwrites the exact values and error limits of some elements with the values and limits of `law`. `at` is the numpy index of the elements."""
     for x in fields(self): getattr(self, x.name)[at] = getattr(law, x.name)
   def add(self, at:Any, law:Law) -> None:
-    """Turns some elements into sums: adds an element of `law` to each. `at` is the numpy index of the elements. The errors of the two summands must
-    be independent. Exact values are added, and so are variances (sigma^2) and slacks."""
+    """Adds the elements of `law` to the elements with the numpy index `at`, which then are sums of two results. The errors of the two results must be
+    independent. The exact values are added, and so are the variances (sigma^2) and the slacks."""
     self.exact[at] += law.exact
     self.sigma[at] = np.hypot(self.sigma[at], law.sigma)
     self.slack[at] += law.slack
     self.left_out[at] |= law.left_out
   def rounded_to(self, dtype:str) -> Law:
-    """Returns the exact values and error limits of the output after it is rounded once more, to `dtype`."""
+    """Returns the exact values and error limits of the output after one more rounding, to `dtype`."""
     exact = _in_dtype(self.exact, dtype)
     return replace(self, exact=exact, sigma=np.hypot(self.sigma, _largest_error(_finite(exact), dtype)/math.sqrt(3)))
   @property
@@ -106,11 +106,14 @@ class Verdict:
   """Result of a comparison of an output with its exact values and error limits. An element's limit is 6 sigma + slack: sigma is the standard
   deviation of the rounding errors that the dtypes force, and slack is the limit of all other errors.
 
-  error, limit, sigma: numbers of the element with the largest error/limit where: index of the element with the largest error/limit resolved: number
-  of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings and
-    equals no other element's error
-  rms: root mean square of error/sigma over the elements that count furthest: largest error/sigma of the elements that count count: number of all
-  elements pattern: "" or a text that says which NaN or inf is out of place"""
+    error, limit, sigma: numbers of the element with the largest error/limit
+    where: index of the element with the largest error/limit
+    resolved: number of elements that count for rms. An element counts if its slack is below sigma/4, and if its error comes from many roundings and
+      equals no other element's error
+    rms: root mean square of error/sigma over the elements that count
+    furthest: largest error/sigma of the elements that count
+    count: number of all elements
+    pattern: "" or a text that says which NaN or inf is out of place"""
   error: float
   limit: float
   sigma: float
@@ -189,9 +192,9 @@ class _Moments:
 
 def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
   """Returns the exact values and error limits of a result that is rounded to `dtype` and stored. x has the exact values, and `errors` the errors
-  before this rounding. Elements below the smallest normal number of `dtype` are marked `left_out`: they don't count in the root mean square of
-  error/sigma (sigma is the standard deviation of rounding errors). The root mean square of many such elements is 1, which is already the limit of the
-  accuracy law. The root mean square of normal numbers is 0.73."""
+  before this rounding. Elements below the smallest normal number of `dtype` are marked `left_out`, so that such elements don't count in the root mean
+  square of error/sigma (sigma is the standard deviation of rounding errors). The root mean square of many such elements is 1, which is already the
+  limit of the accuracy law. The root mean square of normal numbers is 0.73."""
   x = _in_dtype(x, dtype)
   finite = _finite(x)
   sigma = np.sqrt(errors.variance + np.square(_largest_error(finite, dtype))/3)
@@ -204,9 +207,10 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
   of weights. Systematic errors, such as weights that become 0, add up.
 
   A weight below 4 times the smallest denormal number of `dtype` (in float16 below 2^-22) has a systematic error instead of a random error. If the
-  matrix unit replaces denormal numbers by 0 (`flushes`), every weight below the smallest normal number has one. `off` is the error that w had before
-  the rounding: with `flushes`, a weight may also become 0 if it is at most `off` above the smallest normal number. bfloat16 has no systematic errors,
-  because its smallest normal number is that of fp32, in which weights are computed. float32 weights are not rounded."""
+  matrix unit replaces denormal numbers by 0 (`flushes`), every weight below the smallest normal number has a systematic error. `off` is the error
+  that w had before the rounding: with `flushes`, a weight may also become 0 if the weight is at most `off` above the smallest normal number. bfloat16
+  has no systematic errors, because the smallest normal numbers of bfloat16 and of fp32, in which weights are computed, are equal. float32 weights are
+  not rounded."""
   if dtype == "float32": return np.zeros_like(w), None
   size, largest = np.abs(w), _largest_error(w, dtype)
   if dtype == "bfloat16": return np.minimum(size, largest), None
@@ -237,12 +241,12 @@ def _rows_with_equals(values:Array) -> Array:
 
 def _with_equals(total:Array, values:Array, columns:int, terms:Callable[[tuple[Array, ...], Array], Array]) -> tuple[Array, Array]:
   """Corrects sums of squares for the rows of `values` (..., n, m) that have equal values. Row r has m terms, and `total` (..., n, columns) holds the
-  sum of their squares for each row r. The errors of two terms i and j are equal if values[r, i] and values[r, j] are equal. Such terms must be added
-  before the sum is squared.
+  sum of the squares of these terms for each row r. The errors of two terms i and j are equal if values[r, i] and values[r, j] are equal. Such terms
+  must be added before the sum is squared.
 
-  `terms(rows, order)` is a function that returns the terms of some rows as (count, m, columns). `rows` is the numpy index of these rows, and `order`
-  (count, m) lists for each row the numbers of the terms in the order in which to return the terms, by increasing |value|. Returns `total` after the
-  correction, and a bool array (..., n, 1), True for a corrected row."""
+  `terms(rows, order)` is a function that returns the terms of some rows as (count, m, columns). `rows` is the numpy index of these rows. `order`
+  (count, m) lists the numbers of the terms for each row, by increasing |value|: the function returns the terms in this order. Returns `total` after
+  the correction, and a bool array (..., n, 1), True for a corrected row."""
   equals = _rows_with_equals(values)
   at = np.argwhere(equals)
   step = max(1, TOGETHER//max(1, values.shape[-1]*columns))
@@ -426,13 +430,13 @@ def _scales_in_range(scales:Array) -> Array:
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
            out_dtype:str, flushes:bool=False, v_scales:Array|None=None, short:ShortSums|None=None) -> tuple[Law, Law]:
-  """Computes the exact values and error limits of o and lse. Returns one Law for each. `dtype` is the dtype in which a kernel multiplies q, k and v,
-  and `out_dtype` the dtype of o. scale, `window`, `offset` (the position of query 0 among the keys) and `options` (masks, bias, lengths, ...)
-  describe the call. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does.
+  """Computes the exact values and error limits of o and lse. Returns two Laws, of o and of lse. `dtype` is the dtype in which a kernel multiplies q,
+  k and v, and `out_dtype` the dtype of o. scale, `window`, `offset` (the position of query 0 among the keys) and `options` (masks, bias, lengths,
+  ...) describe the call. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does.
 
-  A cache of 8-bit rows (QuantizedRows): k and v are given as float64, each row times the row's scale, and `v_scales` (B, Hkv, Sk) has the scales of
-  the rows of V. q, k and v that all are 8-bit floats: all three are given as float64, times q_scale, k_scale and v_scale. `short` says how the matrix
-  unit adds the products of 8-bit floats, if not in fp32."""
+  k and v of a cache with 8-bit rows (QuantizedRows) are given as float64, each row times the row's scale, and `v_scales` (B, Hkv, Sk) has the scales
+  of the rows of V. If all of q, k and v are 8-bit floats, the three tensors are given as float64, times q_scale, k_scale and v_scale. `short` says
+  how the matrix unit adds the products of 8-bit floats, if not in fp32."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):

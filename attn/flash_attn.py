@@ -1,7 +1,7 @@
 """Functions of FlashAttention (github.com/Dao-AILab/flash-attention), with FlashAttention's names and conventions: tensors are (B, S, H, D), `causal`
 is bottom-right, and `window_size` counts neighbours on each side, where a number below 0 means no bound. With `causal`, no key on the right is seen,
-whatever `window_size` says. softcap <= 0 means no cap. There is one difference: the softmax_lse of a row that sees no key is -inf, not +inf. There is
-one more argument: `dropout_seed`, a keyword, decides which elements of P become 0. docs/flash_attention.md lists every argument."""
+whatever `window_size` says. softcap <= 0 means no cap. One result differs: the softmax_lse of a row that sees no key is -inf, not +inf. One argument
+is new: the keyword `dropout_seed` decides which elements of P become 0. docs/flash_attention.md lists every argument."""
 from __future__ import annotations
 import math
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def _softcap(x:Any) -> Any:
   return 0.0 if isinstance(x, (int, float)) and not isinstance(x, bool) and x <= 0 else x
 
 def _options(arguments:dict[str, Any]) -> dict[str, Any]:
-  """Returns the options of `attention` that a function of this module was given: picks them from `arguments`, and renames them from FlashAttention's
-  names. Error messages call an option by FlashAttention's name."""
+  """Picks the options of `attention` from the arguments of a function of this module. Returns the options by the names that `attention` has for the
+  options. Error messages call an option by FlashAttention's name."""
   checks = {f.name: f.metadata["check"] for f in fields(AttentionOptions)}
   meant: dict[str, Callable[[Any], Any]] = {"window_size": _window, "softcap": _softcap}
   options = {_OURS.get(name, name): checks[_OURS.get(name, name)](name, meant.get(name, lambda x: x)(x)) for name, x in arguments.items()
@@ -115,10 +115,12 @@ def flash_attn_varlen_func(q:Tensor, k:Tensor, v:Tensor, cu_seqlens_q:Tensor, cu
                            dropout_p:float=0.0, softmax_scale:float|None=None, causal:bool=False, window_size:Window=(-1, -1), softcap:float=0.0,
                            alibi_slopes:Tensor|None=None, deterministic:bool=False, return_attn_probs:bool=False, block_table:Tensor|None=None, *,
                            dropout_seed:Tensor|None=None) -> Any:
-  """Computes attention of packed sequences q (total_q, H, D) and k, v (total_k, Hkv, D), with cu_seqlens int32 (B + 1). Returns out (total_q, H, D),
-  or with return_attn_probs (out, softmax_lse (H, total_q), S_dmask). S_dmask (B, H, max_seqlen_q, max_seqlen_k) is as in `flash_attn_func`.
+  """Computes attention of packed sequences q (total_q, H, D) and k, v (total_k, Hkv, D). cu_seqlens_q and cu_seqlens_k, int32 (B + 1), have the first
+  row of each sequence, and then the total. max_seqlen_q and max_seqlen_k are the lengths of the longest sequences. Returns out (total_q, H, D), or
+  with return_attn_probs (out, softmax_lse (H, total_q), S_dmask). S_dmask (B, H, max_seqlen_q, max_seqlen_k) is as in `flash_attn_func`.
 
-  block_table: int32 (B, max_blocks): k and v are pages, (pages, page_size, Hkv, D), and cu_seqlens_k says how many rows each sequence has in them."""
+  block_table: int32 (B, max_blocks). With block_table, k and v are pages (pages, page_size, Hkv, D): row b of the table names the pages of sequence
+  b, and cu_seqlens_k says how many rows the sequence has in these pages."""
   options = _options(locals())
   longest = check_longest("max_seqlen_q", max_seqlen_q), check_longest("max_seqlen_k", max_seqlen_k)
   if options["block_table"] is not None:
@@ -148,9 +150,9 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
 # ***** a cache *****
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
-  """Rotates the first columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2), and the first rotary_dim
-  columns are rotated. With `moving`, row i of batch b has the position at[b] + i. Without `moving`, all rows of batch b have the position at[b].
-  `interleaved` says which columns make a pair: 0 and 1, 2 and 3, ...; or else column n and column n + rotary_dim/2."""
+  """Rotates the first rotary_dim columns of x (B, S, H, D), as RoPE does (arXiv 2104.09864). cos and sin are (positions, rotary_dim/2). With
+  `moving`, row i of batch b has the position at[b] + i. Without `moving`, all rows of batch b have the position at[b]. `interleaved` says which
+  columns make a pair: 0 and 1, 2 and 3, ...; or else column n and column n + rotary_dim/2. Error messages call x `name`."""
   half, rows = int(cos.shape[1]), int(x.shape[1])
   if 2*half > x.shape[3]:
     raise ValueError(f"rotary_cos has shape {cos.shape}: its second size must be at most half of the {x.shape[3]} columns of {name}")
@@ -204,22 +206,22 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, k:Te
                             cache_leftpad:Tensor|None=None, block_table:Tensor|None=None, softmax_scale:float|None=None, causal:bool=False,
                             window_size:Window=(-1, -1), softcap:float=0.0, rotary_interleaved:bool=True, alibi_slopes:Tensor|None=None,
                             num_splits:int=0, return_softmax_lse:bool=False) -> Any:
-  """Computes attention over a key/value cache. If new rows k and v are given, first appends them to the cache in place, at cache_seqlens. Returns
-  out, or (out, lse) with return_softmax_lse.
+  """Computes attention over a key/value cache. If k and v are given, first appends these new rows to the cache in place, at row cache_seqlens.
+  Returns out, or (out, lse) with return_softmax_lse.
 
     q                (B, Sq, H, D)
     k_cache, v_cache (B or more, capacity, Hkv, D): Tensors, or QuantizedRows of 8 bits
     k, v             new rows (B, new, Hkv, D), or None
-    cache_seqlens    rows filled, without the new ones: an int, a Variable or an int32 Tensor (B); None means that the caches are full
-    cache_batch_idx  int32 (B): batch of the caches for each batch of q; by default the first ones
+    cache_seqlens    rows filled before the call: an int, a Variable or an int32 Tensor (B); None means that the caches are full
+    cache_batch_idx  int32 (B): batch of the caches for each batch of q; by default batch b of the caches for batch b of q
     cache_leftpad    int32 (B): row where each sequence begins; cache_seqlens still counts from the first row of the cache
-    block_table      int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D)
-    rotary_cos, rotary_sin  (positions, rotary_dim/2), with at least one position for each row that a sequence may have: q and the new k are rotated,
-                            k before it is appended. Row i has position cache_seqlens + i. With neither causal nor a window, all rows of q have
-                            position cache_seqlens.
+    block_table      int32 (B, max_blocks): the caches are pages, (pages, page_size, Hkv, D), and row b of the table names the pages of sequence b
+    rotary_cos, rotary_sin  (positions, rotary_dim/2), with at least one position for each row that a sequence may have. q is rotated, and the new
+                            rows k are rotated before the append. Row i has position cache_seqlens + i. With neither causal nor a window, all rows of
+                            q have position cache_seqlens.
     rotary_interleaved  True: columns 0 and 1, 2 and 3 ... make pairs. False: columns 0 and rotary_dim/2, 1 and rotary_dim/2 + 1 ...
 
-  A row that sees no key has lse -inf, where FlashAttention's is +inf."""
+  A row that sees no key has lse = -inf. (FlashAttention gives +inf.)"""
   options = _options(locals())
   k, v = values.tensor_or_none("k", k), values.tensor_or_none("v", v)
   of_k, of_v = stored_rows("k_cache", k_cache), stored_rows("v_cache", v_cache)

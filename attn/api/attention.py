@@ -1,5 +1,5 @@
 """Public functions `attention` and `explain`. `attention` computes attention of Tensors with the fastest kernel for the chip. `explain` says which
-kernel that is, and why `attention` doesn't use the other kernels."""
+kernel `attention` chooses, and why not the other kernels."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,9 +35,9 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
 
     o = attn.attention(q, k, v, causal=True)
     o, lse = attn.attention(q, k, v, window=(127, 0), softcap=30.0, return_lse=True)
-    attn.explain(q, k, v, causal=True)            # prints which kernel this call takes, and why not the others
+    attn.explain(q, k, v, causal=True)            # prints which kernel this call takes, and why not the other kernels
 
-  The score is softmax_scale * Q K^T. Then softcap, ALiBi, bias and the masks act on it, in this order.
+  The score is softmax_scale * Q K^T. Then softcap, ALiBi, bias and the masks act on the score, in this order.
 
   Tensors
     q                 (B, H, Sq, D), float16, bfloat16, float32 or 8-bit floats (see below). A view of a buffer is first copied to a new buffer.
@@ -75,7 +75,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
     max_seqlen_k      Longest sequence of k, for "thd". Default: the total, which is right but slower.
 
   Dropout
-    dropout_p         Probability that an element of P becomes 0, at least 0 and below 1. The others become P/(1 - dropout_p).
+    dropout_p         Probability that an element of P becomes 0, at least 0 and below 1. All other elements become P/(1 - dropout_p).
     dropout_seed      uint32 (2): decides which elements become 0. Default: a new seed for each call, from tinygrad's generator.
 
   8-bit floats

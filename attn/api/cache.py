@@ -1,6 +1,6 @@
 """The key/value cache for decoding: buffers with room for a fixed number of rows of each sequence. The first rows are filled. `append_kv` writes new
 rows in place. `attention_with_kv_cache` appends new rows and then attends over all filled rows. Rows beyond the filled rows have no effect, even if
-they are NaN."""
+these rows are NaN."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable

@@ -52,7 +52,7 @@ class CheckedCall:
     return SharedRows(self.problem, self.arch, self.at, self.shards)
 
 def known(n:int|UOp|Tensor) -> int|None:
-  """Returns the number of rows `n` if the host knows it (an int, or the value that a Variable is bound to), else None."""
+  """Returns the number of rows `n` as an int if the host knows the number (`n` is an int, or a Variable with a value). Returns None otherwise."""
   return n if isinstance(n, int) else int(n.unbind()[1]) if isinstance(n, UOp) and n.is_bound_var else None
 
 def lengths(n:int|UOp|Tensor, batch:int, capacity:int, at:Placement, name:str) -> Tensor:
@@ -260,7 +260,8 @@ def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
   return "bfloat16" if x.types[0] in OF_8_BITS else x.types[0]
 
 def tensor_kind(name:str, t:Tensor) -> TensorKind:
-  """Checks one tensor of mod_tensors (the tensors that a user's own score function reads). Returns its shape and its dtype name."""
+  """Checks one tensor of mod_tensors (the tensors that a user's own score function reads). Returns the tensor's shape and dtype name. Error messages
+  call the tensor `name`."""
   return static_shape(name, t.shape), values.dtype_name(name, t.dtype, FUNCTION_TENSOR_DTYPES)
 
 def prepare(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str="kv_lengths", in_place:bool=False) -> CheckedCall:

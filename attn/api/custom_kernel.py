@@ -37,9 +37,9 @@ def flash_attention_fn(*, causal:bool|str=False, softmax_scale:float|None=None, 
     return_lse     also write the natural-log sum of exponentials, float32 (B, H, Sq)
     arch           chip, for example "gfx942"; by default the chip of tinygrad's default device
     extras         names of the optional tensors after v, in this order: alibi_slopes, bias, sinks, kv_lengths, cu_seqlens_q, cu_seqlens_k,
-                   dropout_seed, uint32 (2), first_batch_and_head, mod_tensor0 to mod_tensor7. attn.problem.Problem says which shape and dtype each
-                   tensor has. first_batch_and_head is for tensors that are a part of larger tensors: uint32 (2), the index of the part's first batch
-                   and first head, from which dropout, score_mod and mask_mod count batches and heads
+                   dropout_seed, first_batch_and_head, mod_tensor0 to mod_tensor7. attn.problem.Problem says which shape and dtype each tensor has.
+                   dropout_seed is uint32 (2). first_batch_and_head is for q, k and v that are a part of larger tensors: uint32 (2), the index of the
+                   part's first batch and first head, from which dropout, score_mod and mask_mod count batches and heads
 
   A query that sees no key gives o = 0 and lse = -inf.
   Raises ValueError or NotImplementedError before anything runs. The error names the argument, its value and what is supported."""
@@ -71,5 +71,5 @@ def _kernel_of(options:KernelOptions, extras:tuple[str, ...]) -> KernelFunction:
 def flash_attention(o:UOp, q:UOp, k:UOp, v:UOp) -> CheckedKernel:
   """Computes attention without any option, for tensors (B, H, S, D). `flash_attention` is a kernel function for `Tensor.custom_kernel`.
 
-  o = Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=attn.flash_attention)[0]"""
+    o = Tensor.empty(*q.shape, dtype=q.dtype).custom_kernel(q, k, v, fxn=attn.flash_attention)[0]"""
   return flash_attention_fn()(o, q, k, v)

@@ -9,7 +9,7 @@ from attn.tinygrad_compat import Tensor, dtypes
 from attn.values import static_shape
 
 def check_seed(name:str, x:Any) -> Tensor:
-  """Returns the dropout seed x unchanged if it is a uint32 Tensor of shape (2,). Raises ValueError otherwise."""
+  """Returns the dropout seed x unchanged if x is a uint32 Tensor of shape (2,). Raises ValueError otherwise; the message calls the seed `name`."""
   values.dtype_name(name, values.tensor(name, x).dtype, ("uint32",))
   if (shape := static_shape(name, x.shape)) != (2,): raise ValueError(f"{name} has shape {shape}: must be (2,)")
   return x
@@ -37,9 +37,9 @@ def dropout_mask(seed:Tensor, p:float, B:int, H:int, Sq:int, Sk:int, batch_start
     B, H, Sq, Sk             shape of the scores; in layout "thd" a batch is a sequence
     batch_start, head_start  index of the first batch and of the first head, for a part of the mask
 
-  Element (b, h, i, j) is kept if its 16-bit random number is at least p * 2^16, rounded. That number comes from the generator Philox4x32-7 (Salmon et
-  al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counter (i, j // 8, h, b) and the key `seed`: it is half j % 2 of the result's
-  word j % 8 // 2.
+  Element (b, h, i, j) is kept if a 16-bit random number for this element is at least p * 2^16, rounded. The random number is half j % 2 of word
+  j % 8 // 2 of the result of the generator Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the counter
+  (i, j // 8, h, b) and the key `seed`.
   Raises ValueError or NotImplementedError for other shapes, dtypes or numbers."""
   check_seed("seed", seed)
   p = check_dropout_p("p", p)

@@ -80,10 +80,10 @@ def output_buffer(c:CheckedCall, name:str, p:Problem) -> Tensor:
   return empty(shape, FLOATS[dtype], c.at.device, c.at.axis(axes))
 
 def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
-  """Returns the input x if it is a whole buffer, else a copy of x in a new buffer."""
+  """Returns the input x if x is a whole buffer, else a copy of x in a new buffer."""
   return x if x.uop.has_buffer_identity(after_ok=True) or (c.into and region(x.uop)) else x.contiguous()
 
-def run_matrix(c:CheckedCall, choice:Choice) -> list[Tensor]:
+def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
   """Launches the attention kernel that `choice` names. If `choice` divides the keys into ranges, the attention kernel writes one partial result per
   range, and the kernel `combine` merges these partial results. Returns the list of o, and of lse and lse_rest if the call asks for them."""
   p = replace(c.problem, num_splits=choice.work.splits)
@@ -124,7 +124,7 @@ def run_across(c:CheckedCall) -> list[Tensor]:
   return deliver(c, *with_context_gradient(c.shared_rows, *run_shared_rows(c.shared_rows, c.tensors, attend_part)))
 
 def check_devices(c:CheckedCall) -> None:
-  """Raises ValueError if the call asks for kernels of another chip than its devices have."""
+  """Raises ValueError if the call asks for kernels of another chip than the chip of the call's devices."""
   for device in (c.at.device,) if isinstance(c.at.device, str) else c.at.device:
     if c.arch is not None: check_device(c.arch.name, device)
 
@@ -133,4 +133,4 @@ def run(c:CheckedCall) -> list[Tensor]:
   them."""
   if c.shards is not None: return run_across(c)
   choice = c.choice()
-  return (run_three_pass if choice.kernel == "three_pass" else run_matrix)(c, choice)
+  return (run_three_pass if choice.kernel == "three_pass" else launch_kernels)(c, choice)

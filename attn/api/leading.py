@@ -37,7 +37,7 @@ class Leading:
 
   def size(self, axes:Axes) -> int: return math.prod(self.sizes[a] for a in axes)
   def ordered(self, t:Tensor) -> Tensor:
-    """Puts the axes of the batch first, then the heads, with the queries that share a key/value head side by side."""
+    """Returns t with the batch axes first, then the head axes, then the `shared` axes. So queries with the same key/value head lie side by side."""
     return t.permute(*self.batch, *self.heads, *self.shared, t.ndim - 2, t.ndim - 1)
 
   def of_queries(self, q:Tensor) -> Tensor:

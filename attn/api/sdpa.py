@@ -34,7 +34,7 @@ def _shown_by(seen:Tensor, offset:int) -> dict[str, Any]:
   return {"mask_mod": mask_mod, "mod_tensors": (seen,)}
 
 def _arguments(x:SdpaCall) -> tuple[tuple[Tensor, ...], dict[str, Any], Leading]:
-  """Translates the arguments of `scaled_dot_product_attention` into those of `attention`. Returns (q, k, v) with four dimensions, the options of
+  """Translates the arguments of `scaled_dot_product_attention` into arguments of `attention`. Returns (q, k, v) with four dimensions, the options of
   `attention`, and how the leading dimensions of the call became batch and heads. Raises ValueError, NotImplementedError or RuntimeError for arguments
   that don't fit together."""
   q, k, v, mask = x.query, x.key, x.value, x.attn_mask
@@ -95,8 +95,8 @@ def attended(x:SdpaCall) -> Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-  """Says what computed one call of `Tensor.scaled_dot_product_attention` after `install`. `kernel` is the name of attn's kernel. `kernel` is None if
-  the function that was there before `install` computed the call. `reason` says why."""
+  """Says what computed one call of `Tensor.scaled_dot_product_attention` after `install`. `kernel` is the name of attn's kernel, or None if no kernel
+  computed the call, but the function that `install` has replaced. `reason` says why."""
   kernel: str|None
   reason: str
 
@@ -149,8 +149,8 @@ def _attend_written_out(q:Tensor, k:Tensor, v:Tensor, mask:Tensor|None, seen:Ten
   return _attended_if_possible(SdpaCall(q, k, v, mask, 0.0, False, False, scale, sinks, seen))
 
 def install() -> deque[Decision]:
-  """Makes `Tensor.scaled_dot_product_attention` run attn's kernels. A call that no kernel can compute goes to the function that was there before
-  `install`, with a warning that says why (once for each reason). A second `install` changes nothing.
+  """Makes `Tensor.scaled_dot_product_attention` run attn's kernels. A call that no kernel can compute goes to the function that `install` has
+  replaced, with a warning that says why (once for each reason). A second `install` changes nothing.
 
   Returns a list of decisions: one `Decision` for each call, with the name of the kernel and the reason. The list grows with every call (under
   TinyJit: with every capture) and keeps the latest 1024 decisions.

@@ -43,7 +43,7 @@ class SdpaCall:
 @dataclass(frozen=True)
 class SlicedCall:
   """Call of `scaled_dot_product_attention` for which one kernel serves all numbers of keys. `call` is the checked call of attention, with q padded to
-  the largest number of queries. Only the first `rows` queries are those of the caller. `column` is the caller's mask if the mask has a single column,
+  the largest number of queries. Only the first `rows` queries come from the caller. `column` is the caller's mask if the mask has a single column,
   which applies to all keys alike."""
   call: CheckedCall
   rows: Size
@@ -80,7 +80,8 @@ def _heads(H:int, of_k:int, of_v:int, enable_gqa:bool) -> None:
                               "that of query" + ("" if enable_gqa else "; enable_gqa=True lets query heads share a key/value head"))
 
 def _column(mask:Tensor, queries:tuple[Size, ...], device:str) -> Tensor:
-  """Returns `mask`, whose only column applies to all keys, after checking its dtype, device and shape. `queries` are the sizes (B, H, Sq)."""
+  """Checks the dtype, device and shape of a mask with a single column, which applies to all keys. Returns the mask. `queries` has the sizes B, H and
+  Sq."""
   if mask.dtype != dtypes.bool: values.dtype_name("attn_mask", mask.dtype, FLOATS)
   if mask.device not in (None, device): raise ValueError(f"attn_mask is on {mask.device} but query on {device}: must be on the same device")
   if mask.ndim > 4 or any(n != 1 and not same_size(n, full) for n, full in zip(mask.shape[-2::-1], queries[::-1])):
@@ -94,8 +95,8 @@ def _sinks(sinks:Tensor, heads:int) -> Tensor:
   return sinks.reshape(-1).expand(heads).cast(dtypes.float)
 
 def _mask(mask:Tensor|None, is_causal:bool, n_q:Size, n_k:Size) -> tuple[tuple[int, int], bool]:
-  """Translates attn_mask and is_causal into (window, top_left), the fields of `Problem` for the same mask. Raises NotImplementedError if attn_mask is
-  not the causal mask."""
+  """Translates attn_mask and is_causal into (window, top_left): the fields of `Problem` that describe the mask. `n_q` and `n_k` are the numbers of
+  queries and keys. Raises NotImplementedError if attn_mask is not the causal mask."""
   if mask is None: return (-1, 0) if is_causal else (-1, -1), is_causal and not same_size(n_q, n_k)
   if is_causal_mask(mask, n_q, n_k): return (-1, 0), False
   raise NotImplementedError(f"attn_mask of shape {values.shown_shape(mask.shape)} with keys of symbolic length: only the causal mask is known, "
@@ -109,7 +110,8 @@ def _copied(t:Tensor, rows:int) -> tuple[Tensor, InBuffer]:
 
 def sliced_call(x:SdpaCall) -> SlicedCall:
   """Checks the arguments of `scaled_dot_product_attention` and returns a checked call in which the number of keys is a Variable. If the number of
-  keys is an int, attn makes a Variable for it. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit together."""
+  keys is an int, attn makes a Variable with this value. Raises ValueError, NotImplementedError or RuntimeError for arguments that don't fit
+  together."""
   check_dropout_p("dropout_p", x.dropout_p)
   dtype, out_dtype = dtypes_of(x.query, x.key, x.value)
   q, k, v = (t.cast(FLOATS[dtype]) for t in (x.query, x.key, x.value))

@@ -47,8 +47,8 @@ def written_as(o:Tensor, lse:Tensor, shapes:tuple[tuple[int, ...], ...]) -> tupl
 def fused_qkv_rope(xqkv:Tensor, freqs_cis:Tensor, n_heads:int, n_kv_heads:int, head_dim:int) -> tuple[Tensor, Tensor, Tensor]:
   """Splits the projection xqkv into q, k and v, each (B, S, heads, D), and applies the rotary embedding to q and k. Returns (q, k, v).
 
-  xqkv       (B, S, width): the last dimension has, for each key/value head, the query heads, the key head and the value head freqs_cis  (1, at least
-  S, 1, D/2, 2): cosines and sines"""
+    xqkv       (B, S, width): the last dimension has, for each key/value head, the query heads, the key head and the value head
+    freqs_cis  (1, at least S, 1, D/2, 2): cosines and sines"""
   B, S, width = xqkv.shape
   group = n_heads//n_kv_heads
   if width != n_kv_heads*(group + 2)*head_dim:

@@ -31,7 +31,7 @@ class WrittenScores(NamedTuple):
   seen: tuple[UOp, ...] = ()
 
 class WrittenWeights(NamedTuple):
-  """Weights that a model computes from `scores` by a softmax. If there is a `sink`, exp(sink) is added to the sum of the softmax."""
+  """Weights that a model computes from `scores` by a softmax. Unless `sink` is None, exp(sink) is added to the sum of the softmax."""
   scores: UOp
   sink: UOp|None = None
 
@@ -112,13 +112,13 @@ class WrittenOut:
     return None
 
   def selected(self, condition:Tensor, x:Tensor, y:Tensor) -> WrittenScores|None:
-    """Returns the scores condition.where(x, y) if one of x and y is scores and the other is -inf. Returns None for any other x and y."""
+    """Returns the scores condition.where(x, y) if x is scores and y is -inf, or the reverse. Returns None for any other x and y."""
     for seen, of, other in ((condition, x, y), (condition.logical_not(), y, x)):
       if filled_with(other.uop) == -math.inf and (found := self.scores(of.uop)) is not None: return found._replace(seen=(*found.seen, seen.uop))
     return None
 
   def weights_of(self, u:UOp) -> WrittenWeights|None:
-    """Returns how the weights `u` were computed, or None if they are no weights of attention."""
+    """Returns how the attention weights `u` were computed, or None if `u` is not the weights of an attention."""
     return found if (found := self.weights.get(u)) is not None else weights_with_sink(u)
 
   def softmax(self, own:Callable[..., Tensor], x:Any, axis:int=-1, dtype:Any=None) -> Any:

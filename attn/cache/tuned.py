@@ -2,10 +2,10 @@
 sizes by which a kernel divides a problem, such as block_n, and is called a tile here. The emulator (the tinygrad device EMU) doesn't use the file.
 
 The file has this form: {chip: {entry: {"tile": ..., "seconds": ..., "stamp": ...}}}. The name of an entry is the name of a problem class, in backward
-followed by a space and the kernel's name. "tile" has the sizes, by name, and "matrix": the index of the tile's matrix instruction among those of the
-chip. "tile" is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions of attn, tinygrad and
-the compiler in this measurement. The file is untrusted input: an entry that is invalid, or measured with other versions, is ignored with one warning
-that names the file."""
+followed by a space and the kernel's name. "tile" has the sizes, by name, and "matrix": the index of a matrix instruction in the chip's list of matrix
+instructions. "tile" is null if no tile was faster than the tile of attn's tables. "seconds" is the tile's time, "stamp" the versions of attn,
+tinygrad and the compiler in this measurement. The file is untrusted input: an entry that is invalid, or measured with other versions, is ignored with
+one warning that names the file."""
 from __future__ import annotations
 import functools, importlib.metadata, itertools, json, warnings
 from collections.abc import Callable
@@ -32,7 +32,7 @@ OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is p
 
 def problem_class(p:Problem) -> str|None:
   """Returns the name of the class to which a problem belongs. All problems of a class use the same tile. Problems of a class have the same dtype and
-  the same kind of mask. Their lengths and numbers of heads are equal after rounding up to a power of two, and their head dimensions after rounding up
+  the same kind of mask. Lengths and numbers of heads are equal in a class after rounding up to a power of two, and head dimensions after rounding up
   to one of CLASSES. Returns None for a problem with options such as a bias or dropout, because TUNE=1 does not measure tiles for such problems."""
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)
@@ -73,7 +73,7 @@ LIMITS: dict[type, Limits] = {
   TiledTile: RECTANGLES, TiledBackwardTile: {**RECTANGLES, "ahead": (False,), "keys": (False, True)}}
 
 def fields_of(row:UpTo[Any]) -> dict[str, Any]:
-  """Returns the fields of a tile by name, as the file of fastest tiles has them. `row` is a row of attn's tables of tiles: the sizes of a tile
+  """Returns the fields of a tile by name, in the form of the file of fastest tiles. `row` is a row of attn's tables of tiles: the sizes of a tile
   (`row.shape`), the index of the tile's matrix instruction, and the largest head dimension for which the tile is used."""
   return {**asdict(row.shape), **({"matrix": row.matrix} if "matrix" in LIMITS[type(row.shape)] else {})}
 

@@ -42,9 +42,9 @@ def write(path:Path, data:bytes) -> None:
 
 @contextlib.contextmanager
 def only_one(path:Path) -> Iterator[None]:
-  """Context in which no other process changes the file `path`: only one process at a time can be in the context of a file. The process may read,
-  change and write the file there. On systems without flock the context protects nothing. The lock is a second file beside `path`, which is not
-  deleted. Raises OSError if the lock file can't be made."""
+  """Context in which no other process changes the file `path`: only one process at a time can be in the context of a file. In the context, the
+  process may read, change and write the file. On systems without flock the context protects nothing. The lock is a second file beside `path`, which
+  is not deleted. Raises OSError if the lock file can't be made."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with open(os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666), "rb") as lock:
     if fcntl is not None: fcntl.flock(lock, fcntl.LOCK_EX)

@@ -30,9 +30,9 @@ class KernelFunction(Protocol):
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """Returns the memory to which a kernel writes an output `u`, as (buffer, first element, number of elements). Returns None if `u` is a computed
-  value or a view. One kind of view has memory: `contiguous()` of a slice that has no gaps in the buffer. tinygrad makes no copy for this
-  `contiguous()`, but gives the kernel this part of the buffer."""
+  """Returns the memory to which a kernel writes an output `u`, as (buffer, first element, number of elements). Returns None if `u` is neither a
+  buffer nor a contiguous part of a buffer. `u` may be the `contiguous()` of a slice without gaps: tinygrad then makes no copy, but gives the part of
+  the buffer to the kernel."""
   count, sliced = u.max_numel(), False
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
     if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # one device's buffer of a tensor on several
@@ -69,15 +69,15 @@ def at_a_whole_unit(u:UOp) -> UOp:
 WORKGROUP_MOST, GRID_MOST = 1024, 2**31 - 1     # most threads of a workgroup, most workgroups: equal on AMD's and NVIDIA's chips
 OF_THREADS = (AxisType.WARP, AxisType.LOCAL)
 
-def check_resources(sink:UOp, arch:Chip) -> None:
-  """Raises NotImplementedError if a kernel needs more threads, LDS or workgroups than the chip `arch` has. `sink` is the kernel's AST."""
-  ranges, lds = {u for u in sink.toposort() if u.op is Ops.RANGE}, {}
-  for u in sink.toposort():
+def check_resources(ast:UOp, arch:Chip) -> None:
+  """Raises NotImplementedError if a kernel needs more threads, LDS or workgroups than the chip `arch` has. `ast` is the kernel's AST."""
+  ranges, lds = {u for u in ast.toposort() if u.op is Ops.RANGE}, {}
+  for u in ast.toposort():
     if u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL: lds[u.arg] = u.max_numel()*u.dtype.itemsize
   def product(*kinds:AxisType) -> int: return math.prod(int(u.vmax) + 1 for u in ranges if u.arg[-1] in kinds)
   for what, need, most in (("threads of a workgroup", product(*OF_THREADS), WORKGROUP_MOST), ("workgroups", product(AxisType.GLOBAL), GRID_MOST),
                            ("bytes of LDS of a workgroup", sum(lds.values()), arch.lds)):
-    if need > most: raise NotImplementedError(f"{sink.arg.name} needs {need} {what}: {arch.name} has {most}")
+    if need > most: raise NotImplementedError(f"{ast.arg.name} needs {need} {what}: {arch.name} has {most}")
 
 def checked_ast(program:Callable[..., UOp], arch:Chip, *placeholders:UOp) -> UOp:
   """Returns the AST of the kernel that the function `program` builds from the placeholders (UOps that stand for buffers). Raises NotImplementedError

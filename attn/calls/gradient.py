@@ -1,10 +1,10 @@
 """Gradient of attention, in the form of a grad_fxn: the function by which tinygrad differentiates a custom kernel.
 
 With P = exp(S - lse), dP = dO V^T, delta = rowsum(dO * O) - dLSE and dS = P * (dP - delta): dV = P^T dO, dQ = scale * dS K, dK = scale * dS^T Q
-(FlashAttention-2, arXiv 2307.08691, algorithm 2). There are two ways. Either two kernels compute the gradients: `backward_dq`, which also writes
-delta, and then `backward_dkdv`. Or one kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`.
-`backward_dbias` computes the gradient of a bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also
-computes the gradients of mod_tensors if the function reads the tensors by the indices of batch, head, query i and key j, or by i - j.
+(FlashAttention-2, arXiv 2307.08691, algorithm 2). Either two kernels compute the gradients: `backward_dq`, which also writes delta, and then
+`backward_dkdv`. Or one kernel, `backward_all`, computes all three gradients, between `backward_delta` and `backward_finish`. `backward_dbias`
+computes the gradient of a bias. A caller's own function of scores (score_mod) may read tensors (mod_tensors). `backward_dbias` also computes the
+gradients of mod_tensors if the function reads the tensors by the indices of batch, head, query i and key j, or by i - j.
 
 tinygrad computes all other gradients: the gradients of ALiBi slopes and of other mod_tensors, and all gradients of a problem that the kernels don't
 support (attn/choose/backward.py says why). tinygrad then differentiates `three_pass`, which is attention in plain tensor operations of tinygrad. The
@@ -188,10 +188,10 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns how many fp32 partial results each of several devices stores for each gradient; 0 means the gradient itself. `parts` has these numbers
-  for one device alone, and `parts.sums[n]` is the number for the gradient sums[n]. `inputs` are the tensors of the call. Only one rule differs: if
-  every device has all of k and v, or all of a bias or mod_tensor, each device stores at least 1 fp32 partial result, because the partial results of
-  all devices are added."""
+  """Returns how many fp32 partial results each device stores for each gradient; 0 means that the device stores the gradient itself. `parts` has these
+  numbers for a call on one device, and `parts.sums[n]` is the number for the sum of dS `sums[n]`. `inputs` are the tensors of the call. If k and v,
+  or a bias or mod_tensor, lie whole on every device, each device has a part of the gradient. The returned number for this gradient is then at least
+  1, because the parts are added in fp32."""
   def least(name:str, chosen:int) -> int:
     return max(chosen, 1) if name in inputs and inputs["q"].axis is not None and inputs[name].axis is None else chosen
   return replace(parts, dkdv=least("k", parts.dkdv), sums=tuple(least(x.tensor, number) for x, number in zip(sums, parts.sums)))
@@ -211,13 +211,13 @@ def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None)
 # ***** the grad_fxn: with the kernels or with tinygrad *****
 
 def after(u:UOp, call:UOp) -> UOp:
-  """Returns the UOp for an output buffer `u` of attention after `call` has written the buffer. `call` is empty (attn/calls/history.py replaces a call
-  that has run by an empty call): then the buffer holds the result already, and `u` is returned unchanged."""
+  """Returns the UOp for an output buffer `u` of attention after `call` has written the buffer. If `call` has run, attn/calls/history.py has replaced
+  `call` by an empty call. The buffer then holds the result already, and `u` is returned unchanged."""
   return u.after(call) if call.src[0].src else u
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
   """Returns the shapes of o, lse and lse_rest (the part of lse that rounding to fp32 lost) over all devices, by name. The buffers that the kernel
-  wrote may have other shapes, because a caller may have provided them."""
+  wrote may have other shapes, because a caller may have provided the buffers."""
   sizes = dict(zip(AXES[p.layout], q.shape))
   log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))
   return {"o": (*q.shape[:-1], p.Dv), "lse": log_sum, "lse_rest": log_sum}

@@ -26,9 +26,10 @@ class Input:
 class Origin:
   """Call of attention whose gradient may be taken later.
 
-  outputs: for each output, a weak reference to the output's buffer, and the output's shape inputs: the call's inputs; an input that is itself an
-  output of the call is given by the output's number gradient: the call's gradient function captured: whether TinyJit captured the call; the inputs
-  are then not kept"""
+    outputs: for each output, a weak reference to the output's buffer, and the output's shape
+    inputs: the call's inputs; an input that is itself an output of the call is given by the output's number
+    gradient: the call's gradient function
+    captured: whether TinyJit captured the call; the inputs are then not kept"""
   outputs: tuple[tuple[ref[UOp], tuple[int|UOp, ...]], ...]
   inputs: tuple[Input|int, ...]
   gradient: Callable[..., Any]
@@ -36,7 +37,7 @@ class Origin:
   number: int = field(default_factory=itertools.count().__next__)    # order of calls: a call depends on earlier ones only
   @property
   def tensors(self) -> list[Tensor]: return [x.tensor for x in self.inputs if isinstance(x, Input)]
-  def those_there(self) -> tuple[list[UOp], Callable[..., Any]]:
+  def existing_outputs(self) -> tuple[list[UOp], Callable[..., Any]]:
     """Returns the outputs of the call that still exist, and a gradient function that works with only these outputs. Raises RuntimeError if the
     gradient needs an output that no longer exists."""
     found = [(of(), shape) for of, shape in self.outputs]
@@ -100,9 +101,9 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context for taking gradients of `root`. When an output of attention is computed, tinygrad forgets how, and keeps only the buffer. In this
-  context, the outputs on which `root` depends are calls of attention again, with their inputs and gradient functions. Raises RuntimeError if the
-  inputs were not kept because TinyJit captured the call, or if an output that the gradient needs no longer exists."""
+  """Context for taking gradients of `root`. When an output of attention is computed, tinygrad drops the output's expression and keeps only the
+  buffer. In this context, the outputs on which `root` depends are calls of attention again, with their inputs and gradient functions. Raises
+  RuntimeError if the inputs were not kept because TinyJit captured the call, or if an output that the gradient needs no longer exists."""
   origins, afters = forgotten(root) if made else ([], [])
   if not origins:
     yield
@@ -112,7 +113,7 @@ def recalled(root:UOp) -> Iterator[None]:
                        "anything else computes the output, or use output.detach() where no gradient is needed")
   there, back = dict[UOp, UOp](), dict[UOp, UOp]()
   for origin in origins:
-    outputs, gradient = origin.those_there()
+    outputs, gradient = origin.existing_outputs()
     inputs = [outputs[x] if isinstance(x, int) else x.among(there) for x in origin.inputs]
     call = UOp.sink().call(*outputs, *inputs, grad_fxn=gradient)
     for u in outputs:

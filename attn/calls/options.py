@@ -55,7 +55,7 @@ def check_tensors(name:str, x:Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class KernelOptions:
-  """Checked options of `flash_attention_fn`: everything besides shapes and dtypes for which a kernel has code of its own."""
+  """Checked options of `flash_attention_fn`: the options that change a kernel's code."""
   causal: bool|str = option(False, check_causal, 'False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": keys j <= i')
   softmax_scale: float|None = option(None, unless_none(check_softmax_scale), "factor of the scores, any positive number; 1/sqrt(D) by default")
   layout: str = option("bhsd", check_layout, '"bhsd" (B, H, S, D), "bshd" (B, S, H, D), "nsd" (B*H, S, D), "thd" (total, H, D): sequences in a row')
@@ -81,7 +81,7 @@ class KernelOptions:
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions(KernelOptions):
-  """Checked options of `attention`. The checks are those that need no q, k and v."""
+  """Checked options of `attention`. The checks that need q, k and v come later."""
   v_dim: int|None = option(None, unless_none(check_v_dim), "V is k[..., :v_dim] and v is None: latent attention (MLA), which reads K once")
   alibi_slopes: Tensor|None = option(None, values.tensor_or_none, "(H) or (B, H): adds -slope * abs(i + offset - j)")
   bias: Tensor|None = option(None, values.tensor_or_none, "added to the scores, broadcastable to (B, H, Sq, Sk); -inf masks")
@@ -114,8 +114,8 @@ class AttentionOptions(KernelOptions):
 DEFAULTS = {f.name: f.default for f in fields(AttentionOptions)}
 
 def options_of(function:str, given:dict[str, Any]) -> AttentionOptions:
-  """Checks options and returns them as a record. `given` has the options by name, as a caller gave them to the function called `function`. Raises
-  ValueError for an unknown option."""
+  """Checks options and returns the options as a record. `given` has the options by name, as a caller passed the options to the function called
+  `function`. Raises ValueError for an unknown option."""
   if unknown := sorted(given.keys() - DEFAULTS.keys()):
     raise ValueError(f"{unknown[0]}={values.shown(given[unknown[0]])}: {function} has no such option; it has {', '.join(DEFAULTS)}")
   return AttentionOptions(**given)

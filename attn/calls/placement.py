@@ -29,8 +29,8 @@ class Placement:
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
 def opened(name:str, device:str) -> str:
-  """Opens the device `device` and returns tinygrad's full name of the device (such as "CUDA" for "cuda:0"). Raises ValueError if the device doesn't
-  open; the message calls the argument `name`."""
+  """Opens the device `device` and returns the name that tinygrad has for the device (such as "CUDA" for "cuda:0"). Raises ValueError if the device
+  doesn't open; the message calls the argument `name`."""
   try: device_of(device)
   except Exception as e: raise ValueError(f"{name}={device!r}: this device does not open: {e}") from None   # each backend raises another exception
   return Device.canonicalize(device)

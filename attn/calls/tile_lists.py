@@ -32,7 +32,7 @@ def tile_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor
 def kept_lists(x:ListedBlocks, device:str) -> Tensor: return new_lists(x, device, {}).realize()
 
 def new_lists(x:ListedBlocks, device:str, given:Mapping[str, Tensor]) -> Tensor:
-  """Makes new lists of visible tiles, as `x` describes them. Returns them as a tensor that is not realized yet: an expression of the tensors that the
+  """Makes new lists of visible tiles, as `x` describes. Returns a tensor that is not realized yet: an expression of the tensors `given`, which the
   mask reads."""
   t = dict(given)
   for kernel, shapes in list_launches(x):

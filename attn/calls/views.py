@@ -38,9 +38,9 @@ def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
   return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
 
 def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
-  """Returns the size `n` as a single Variable, where `n` is a sum of Variables, and a dictionary for UOp.substitute, which puts this Variable into
-  expressions: the dictionary maps a Variable of the sum to an expression of the returned Variable. Any other `n` is returned unchanged, with an empty
-  dictionary. tinygrad can divide a multiple of a Variable by the Variable, but can't divide a multiple of a sum by the sum."""
+  """Finds a single Variable that equals the size `n`, where `n` is a sum of Variables. Returns this Variable, and a dictionary for UOp.substitute
+  that puts the Variable in place of the sum. For any other `n` returns `n` and an empty dictionary. The substitution is needed because tinygrad can
+  divide a multiple of a Variable by the Variable, but can't divide a multiple of a sum by the sum."""
   if isinstance(n, int) or (found := count_of(n)) is None: return n, {}
   whole, one = UOp.variable("rows", n.vmin, n.vmax), found[1][0]
   return whole, {one: whole - (n - one).simplify()}

@@ -20,7 +20,7 @@ class Bounds:
 
     before: clauses whose edges hide the keys before a limit, such as j >= i - 5
     after: clauses whose edges hide the keys after a limit, such as j <= i
-    rest: the part of the mask that clauses cannot express, as a condition on batch, head, query and key; None if there is no such part"""
+    rest: the part of the mask that clauses cannot express, as a condition on batch, head, query and key; None if clauses express the whole mask"""
   before: tuple[Edges, ...]
   after: tuple[Edges, ...]
   rest: UOp|None

@@ -23,12 +23,11 @@ def not_(literal:Literal) -> Literal:
   return literal.src[0] if literal.op is Ops.CMPNE and literal.src[1].op is Ops.CONST and literal.src[1].arg is True else literal.logical_not()
 
 def implies(x:Literal, y:Literal) -> bool:
-  """Returns whether it is certain that the condition y holds wherever the condition x holds. A condition is an edge (a limit such as j <= i) or a
-  UOp."""
+  """Returns True if the condition y is known to hold wherever the condition x holds. A condition is an edge (a limit such as j <= i) or a UOp."""
   return x.implies(y) if isinstance(x, Edge) and isinstance(y, Edge) else x is y
 
 def covers(x:Clause, y:Clause) -> bool:
-  """Returns whether it is certain that the clause y holds wherever the clause x holds. A clause is a list of conditions, of which one must hold."""
+  """Returns True if the clause y is known to hold wherever the clause x holds. A clause is a list of conditions, of which one must hold."""
   return all(any(implies(a, b) for b in y) for a in x)
 
 def _joined(x:Clause, y:Clause) -> Clause|None:
@@ -118,14 +117,14 @@ class Reader:
     if x is None or y is None or len(x)*len(y) > MOST_CLAUSES: return None
     return without_covered(c for a in x for b in y if (c := _joined(a, b)) is not None)
   def _chosen(self, c:UOp, yes:Clauses|None, no:Clauses|None) -> Clauses|None:
-    """Returns clauses for a condition that is chosen by `c`: `yes` if c is true, `no` if c is false. `yes` and `no` are given as lists of clauses.
-    The clauses are those of (not c or yes) and (c or no) and (yes or no). The last part follows from the rest, but may give an edge (a limit such as
-    j <= i) where c is no edge. Returns None if `yes` or `no` is None, or if there would be too many clauses."""
+    """Returns clauses for a condition that is chosen by `c`: `yes` if c is true, `no` if c is false. `yes` and `no` are lists of clauses. Returns the
+    clauses of "(not c or yes) and (c or no) and (yes or no)". The last part follows from the rest, but may give an edge (a limit such as j <= i)
+    where c is no edge. Returns None if `yes` or `no` is None, or if the result would have too many clauses."""
     return _all(self._either(self.clauses(c, False), yes), self._either(self.clauses(c), no), self._either(yes, no))
   def _logic(self, u:UOp, holds:bool) -> Clauses|None:
     """Returns the clauses of a condition `u` that combines conditions, such as an AND. With `holds` False, returns the clauses of the negation of
-    `u`. A clause is a list of conditions, of which one must hold. Returns None if there would be too many clauses, or if `u` is not such a
-    condition."""
+    `u`. A clause is a list of conditions, of which one must hold. Returns None if the result would have too many clauses, or if `u` combines no
+    conditions."""
     def is_(x:UOp, so:bool=True) -> Clauses: return self.clauses(x, so is holds)
     if u.op is Ops.WHERE: return self._chosen(u.src[0], is_(u.src[1]), is_(u.src[2]))
     if len(u.src) != 2: return None

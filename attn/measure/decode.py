@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 import numpy as np
 from attn.api.checked_call import CheckedCall, prepare
-from attn.api.launch import run_matrix
+from attn.api.launch import launch_kernels
 from attn.cache import tuned
 from attn.calls.options import options_of
 from attn.calls.quantized import GivenRows, QuantizedLatent, QuantizedRows, quantize_kv
@@ -101,7 +101,7 @@ def latent_of_bits(rows:Tensor, v_dim:int, bits:int) -> GivenRows:
 def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   """Returns a timer of one decode step. `work` has the tile and the number of key ranges (KV splits); by default attn chooses them."""
   choice = call.choice()
-  o, = run_matrix(call, choice if work is None else replace(choice, work=work))
+  o, = launch_kernels(call, choice if work is None else replace(choice, work=work))
   schedule = compiled(o)
   device_seconds(schedule)
   return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
