@@ -331,9 +331,8 @@ class Problem:
   def varlen(self) -> bool: return self.layout == "thd"
   @property
   def options(self) -> tuple[str, ...]:
-    """Names of the active options that change a kernel's code."""
-    names = ("sinks", "kv_lengths", "sk_variable", "stored", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod",
-             *INPUT_SCALES)
+    """Names of the active options that change a kernel's code, without the scales of 8-bit floats, which take no registers in the loop."""
+    names = ("sinks", "kv_lengths", "sk_variable", "stored", "k_view", "pages", "v_in_k", "kv_starts", "varlen", "dropout_p", "dealt", "mask_mod")
     return tuple(x for x in (*OF_TERMS, *names) if getattr(self, x))
   @property
   def functions(self) -> tuple[Traced, ...]:

@@ -82,7 +82,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
     q_scale           Factor of q, float32: one number, or (B, Hkv).
     k_scale           Factor of k, as q_scale.
     v_scale           Factor of v, as q_scale.
-    fast_accumulate   Leave all sums to the matrix unit, which adds with 14 bits on sm_89. See 8-bit floats below.
+    fast_accumulate   Leave all sums to the matrix unit, which adds with 14 bits on sm_89 and sm_90. See 8-bit floats below.
 
   Execution
     num_splits        Number of key ranges computed in parallel and then merged. 0: chosen by a heuristic. 1: no split.
@@ -116,10 +116,11 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   Every device holds the whole dropout_seed. attn.dropout_mask shows which elements dropout keeps. The default seed depends on Tensor.manual_seed.
   Under TinyJit, too, each call draws a new seed.
 
-  8-bit floats: q, k and v of fp8e4m3 stand for q*q_scale, k*k_scale and v*v_scale. The matrix unit multiplies the 8-bit numbers, and P is rounded to
-  fp8e4m3, too. A call with 8-bit floats has no gradient, no dropout and no cache. (A cache of 8 bits is QuantizedRows: q then has 16 bits, and the
-  kernel converts k and v to 16 bits.) The matrix unit of sm_89 adds products with about 14 bits, so kernels add a sum to a float32 sum after 128
-  products. With fast_accumulate kernels leave sums to the matrix unit, and a long row may lose the products of small weights (docs/attention.md).
+  8-bit floats: q, k and v of fp8e4m3, or of fp8e4m3fnuz on gfx942, stand for q*q_scale, k*k_scale and v*v_scale. The matrix unit multiplies the 8-bit
+  numbers, and P is rounded to their dtype, too. A call with 8-bit floats has no gradient, no dropout and no cache. (A cache of 8 bits is
+  QuantizedRows: q then has 16 bits, and the kernel converts k and v to 16 bits.) The matrix units of sm_89 and sm_90 add products with about 14 bits,
+  so kernels add a sum to a float32 sum after 128 products. With fast_accumulate kernels leave sums to the matrix unit, and a long row may lose the
+  products of small weights (docs/attention.md).
 
   Batch invariance: a kernel divides the keys at the same places in every batch. So the bits of a row depend on the number of queries, but not on the
   lengths of other sequences or on the pages (docs/serving.md).

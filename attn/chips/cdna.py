@@ -10,6 +10,10 @@ def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", ba
   `Matrix.exchange`). `banks` is the number of LDS banks from which the operands are read."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
+def mfma_of_bytes(name:str, K:int, operand_type:str, arguments:str, exchange:str="bpermute", banks:int=32) -> Matrix:
+  """Makes the table row of one of CDNA's MFMA instructions of 8-bit floats, with 32 x 32 results."""
+  return Matrix(name, 32, 32, K, 64, K//2, 4, operand_type, f"{{a}}, {{b}}, {{c}}, {arguments}", exchange, size=1, banks=banks)
+
 SUMS = {"float16": LaneSums("mfma_f32_4x4x4f16", "half"), "bfloat16": LaneSums("mfma_f32_4x4x4bf16_1k", "short")}
 
 # LLVM, AMDGPUBaseInfo.cpp: decodeVmcnt, decodeLgkmcnt

@@ -1,6 +1,6 @@
 """Data of the family CDNA3, the chips of the MI300 series: rates and sizes, tables of tiles, and the cards with these chips."""
 from __future__ import annotations
-from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma
+from attn.chips.cdna import COUNTERS_ON_CDNA, DKDV_ON_CDNA, DQ_ON_CDNA, LATENT_ON_CDNA, PLAIN_DQ_128, SUMS, mfma, mfma_of_bytes
 from attn.chips.family import Caches, Card, Chip, Family, Pipes
 from attn.chips.machine import ASSUMED, Figure, Machine
 from attn.chips.shapes import BackwardShape, ForwardShape, UpTo
@@ -33,6 +33,15 @@ FORWARD_ON_CDNA3: tuple[UpTo[ForwardShape], ...] = (
   UpTo(256, ForwardShape(4, 1, 32), llvm=21),                                 # serial 78.5%, issued 73.0%, overlap 100.0%, waves 1
 )
 
+# Tiles for q, k and v of 8-bit floats: the best of about 30 by the time that is predicted from machine code of clang 22, with scales and a causal
+# mask. None was measured.
+BYTES_ON_CDNA3 = (
+  UpTo(64, ForwardShape(4, 1, 64, prefetch=2)),
+  UpTo(128, ForwardShape(4, 1, 32, fenced=True)),
+  UpTo(192, ForwardShape(4, 1, 64, fenced=True)),
+  UpTo(256, ForwardShape(8, 1, 32, fenced=True, prefetch=2), fills=256), UpTo(256, ForwardShape(4, 1, 32, fenced=True)),
+)
+
 # Tiles of the kernel that computes all gradients at once, by head dimension. Such a tile must be predicted to be at least 1.2 times as fast as two
 # kernels, because the prediction leaves out what atomic additions cost in L2. MI300X, (4, 16, 4096, D), bf16, full, ms with the kernels before and
 # after it: D = 128 2.45 (two kernels 3.17), D = 64 1.54 (1.67). MI355X: 1.48 (1.62) and 0.75 (0.81).
@@ -41,10 +50,11 @@ AT_ONCE_ON_CDNA3 = {128: BackwardShape(4, 32, fenced=4)}
 # the last two shapes in `pipes` of CDNA3 and of CDNA4 are for 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
-    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, dots=("float16",), sums=SUMS,
+    "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short")),
+    "fp8e4m3fnuz": (mfma_of_bytes("mfma_f32_32x32x16_fp8_fp8", 16, "long", "0, 0, 0"),)}, dots=("float16",), sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16": 32, "16x16x32": 16}),
-  apart=("float16",), forward=FORWARD_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
+  apart=("float16",), forward=FORWARD_ON_CDNA3, forward_of_bytes=BYTES_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
   plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2)), PLAIN_DQ_128), latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA3,
   counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
 

@@ -89,6 +89,7 @@ class Family:
   says_lds: bool = False       # whether the launch of a kernel must state LDS beyond what the kernel's text declares
   # Tables of tiles. The first row that fits is taken. If a table is empty, a cautious tile is used (attn/chips/shapes.py).
   forward: tuple[UpTo[ForwardShape], ...] = ()
+  forward_of_bytes: tuple[UpTo[ForwardShape], ...] = ()     # for q, k and v of 8-bit floats
   dq: tuple[UpTo[BackwardShape], ...] = ()
   dkdv: tuple[UpTo[BackwardShape], ...] = ()
   plain_dq: tuple[UpTo[BackwardShape], ...] = ()      # for plain problems, tried before `dq`: see attn/choose/backward_tiles.py

@@ -31,7 +31,8 @@ class Matrix:
   wave: int          # lanes of a wave
   operand: int       # elements of A (and of B) in a lane
   block: int         # consecutive rows of C in a lane
-  operand_type: str  # type of an element of the builtin's A and B, as in ops.renderers.VECTOR_ELEMENTS; "long" if one long holds all elements
+  operand_type: str  # type of an element of the builtin's A and B, as in ops.renderers.VECTOR_ELEMENTS; "long" if one long holds all elements. The
+                     # builtins of 8-bit floats take vectors of int, each of which holds four
   arguments: str = "{a}, {b}, {c}"   # arguments of the builtin
   exchange: str = "bpermute"   # how lane groups exchange values: see ops.amd.pair
   duplicated: bool = False   # whether every lane group holds all of A and B
@@ -45,6 +46,10 @@ class Matrix:
   def unit(self) -> int: return UNIT_BYTES//self.size             # elements of a unit
   @property
   def operand_words(self) -> int: return self.operand*self.size//4
+  @property
+  def operand_elements(self) -> int:
+    """Length of the vectors that the builtin takes as A and B."""
+    return self.operand if self.size == 2 else self.operand_words
   @property
   def span(self) -> int:
     """Smallest number of elements that a product may sum over. Every sum must have a multiple of this number of elements: then each lane holds whole

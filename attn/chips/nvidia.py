@@ -51,8 +51,8 @@ FEW_QUERIES_OF_STORED = (
 # q, k and v of 8 bits: a step of a product takes 32 keys. Chosen by the registers that nvcc 13 needs; not measured.
 FORWARD_OF_BYTES = (
   UpTo(64, MmaShape(2, 64, parts=1), large=True),
-  UpTo(128, MmaShape(2, 64, q_in_lds=True, parts=2), burden=Burden.OPTIONS, large=True, spills_on=("sm_89", "sm_90")),
-  UpTo(128, MmaShape(2, 32, q_in_lds=True, parts=1), burden=Burden.OPTIONS, large=True),
+  UpTo(128, MmaShape(2, 64, q_in_lds=True, parts=2), burden=Burden.MASK, large=True, spills_on=("sm_89", "sm_90")),
+  UpTo(128, MmaShape(2, 32, q_in_lds=True, parts=1), burden=Burden.MASK, large=True),
   UpTo(64, MmaShape(1, 64, parts=1)),
   UpTo(128, MmaShape(1, 64, parts=2)),
   UpTo(192, MmaShape(1, 32, q_in_lds=True, parts=1)),
@@ -88,6 +88,17 @@ FORWARD_WGMMA = (
   RatedUpTo(256, WgmmaShape(1, 48), 2, 402, 383, 140),
   RatedUpTo(256, WgmmaShape(1, 80), 2, 402, 383, 100, few_keys=True),
   RatedUpTo(256, WgmmaShape(2, 48), 1, 693, 717, 218),
+)
+
+# Rates are those of an H100 with 8-bit floats: (4, 16, 4096) full and (2, 16, 8192) causal. Not measured: prologues, rates of tiles with 64 keys,
+# which are for terms that take registers, and the causal rate of 3 x 96. At D = 128 three warpgroups spill.
+FORWARD_WGMMA_OF_BYTES = (
+  RatedUpTo(64, WgmmaShape(2, 64), 1, 300, 300, 250),
+  RatedUpTo(64, WgmmaShape(2, 128), 1, 428, 467, 250),
+  RatedUpTo(64, WgmmaShape(3, 96), 1, 500, 440, 250),
+  RatedUpTo(128, WgmmaShape(2, 64), 1, 500, 500, 250),
+  RatedUpTo(128, WgmmaShape(2, 96), 1, 624, 633, 250),
+  RatedUpTo(128, WgmmaShape(2, 128), 1, 694, 691, 250),
 )
 
 # The first row for which shared memory has room is taken.

@@ -4,12 +4,12 @@ from attn.chips.family import Caches
 from attn.chips.matrix import Matrix
 from attn.chips.shapes import MlaShape, UpTo
 
-def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}") -> Matrix:
+def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}", size:int=2) -> Matrix:
   """Describes one of RDNA's WMMA instructions: C (16 x 16) += A (16 x K) B (K x 16). `suffix` is the end of its builtin's name in clang,
   `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the builtin's arguments. A lane holds `block` consecutive
   rows of C at a time. `duplicated` says whether both halves of a wave hold all of A and B."""
   operand = 16*K//32*(1 + duplicated)
-  return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated)
+  return Matrix(f"wmma_f32_16x16x{K}_{suffix}", 16, 16, K, 32, operand, block, operand_type, arguments, "permlanex16", duplicated, size)
 
 # Neither registers nor LDS have room for Q, so each iteration reads Q from memory. No register is spilled.
 LATENT_ON_RDNA = (UpTo(576, MlaShape(4, 32, 2, q_anew=True, weight_parts=2), beyond=32),

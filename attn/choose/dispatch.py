@@ -184,12 +184,12 @@ def staggered_slower(p:Problem, arch:Chip) -> str|None:
   return "TUNE=1 found a tile of forward that is faster on this device" if tuned.winner(p, arch) else None
 
 def mma_slower(p:Problem, arch:Chip) -> str|None:
-  if not (p.of_8_bits and arch.wgmma): return None
+  if not (p.of_8_bits and arch.wgmma) or wgmma_slower(p, arch) is not None: return None
   return f"q, k and v are {p.dtype}: mma.sync multiplies them no faster than wgmma multiplies 16 bits; convert them to bfloat16"
 
 def wgmma_slower(p:Problem, arch:Chip) -> str|None:
   if p.stored: return f"stored={p.stored!r}: this kernel has not run on a GPU yet with k and v of 8 bits; ATTN_KERNEL=forward_wgmma asks for it"
-  rows = WgmmaTile(1, MMA[p.dtype].N).block_m
+  rows = WgmmaTile(1, MMA["float16"].N).block_m
   return f"Sq={p.Sq}: a warpgroup has {rows} queries; forward_mma, with smaller tiles, is faster" if p.Sq < rows else None
 
 # ***** the kernels *****

@@ -25,7 +25,7 @@ def no_latent_tiles(arch:Chip) -> str|None:
   return None if arch.matrix else f"{arch.name}: it has tiles for {', '.join(WITH_TILES)}"
 
 ABLE_WITH_8_BITS = "kernels for them: " + ", ".join(
-  f"{name} ({chip.fp8})" for name, chip in CHIPS.items() if chip.fp8 in chip.matrix or (chip.fp8 in MMA_OF_8_BITS and not chip.wgmma))
+  f"{name} ({chip.fp8})" for name, chip in CHIPS.items() if chip.fp8 in chip.matrix or chip.fp8 in MMA_OF_8_BITS)
 
 NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)}, and tiled also OpenCL, Metal and a CPU"
 
@@ -45,9 +45,14 @@ def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
 
 def latent_of_8_bits(p:Problem) -> str|None:
   return f"stored={p.stored!r} with v_dim: the kernels for latent attention read such a cache" if p.stored and p.v_in_k else None
+def torn_rows(p:Problem, unit:int) -> str|None:
+  """Returns a sentence if rows are not made of whole 16-byte units, which have `unit` elements, otherwise None."""
+  found = [f"{name}={width}: must be a multiple of {unit}" for name, width in (("D", p.D), ("Dv", p.Dv)) if width % unit]
+  return found[0] if found else None
 
 def amd_refuses(p:Problem, arch:Chip) -> str|None:
   if (reason := bits_refused(p, arch, arch.fp8 in arch.matrix)) is not None: return reason
+  if p.of_8_bits and (reason := torn_rows(p, arch.matrix[p.dtype][0].unit)) is not None: return reason
   if p.dtype not in (*MATRIX_DTYPES, *OF_8_BITS): return f"dtype {p.dtype}: the matrix instructions take {' and '.join(MATRIX_DTYPES)}"
   return unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p)
 
@@ -56,13 +61,15 @@ def mma_refuses(p:Problem, arch:Chip) -> str|None:
   if p.dtype not in MMA | MMA_OF_8_BITS: return f"dtype {p.dtype}: mma.sync takes {' and '.join(MMA)}"
   return unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p)
 
+MOST_OF_BYTES = 128     # largest head dimension for which the wgmma kernel has registers for O and for O of one tile
+
 def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
-  if p.of_8_bits: return f"q, k and v are {p.dtype}: this kernel multiplies only {' and '.join(MMA)}"
-  if p.dtype not in MMA: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
-  if (reason := unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p)) is not None: return reason
+  if (reason := bits_refused(p, arch, True)) is not None: return reason
+  if p.dtype not in MMA | MMA_OF_8_BITS: return f"dtype {p.dtype}: wgmma takes {' and '.join(MMA)}"
   unit = UNIT_BYTES//p.key_itemsize
+  if (reason := unconverted(p, arch) or latent_of_8_bits(p) or too_wide(p) or torn_rows(p, unit)) is not None: return reason
   for name, width in (("D", p.D), ("Dv", p.Dv)):
-    if width % unit: return f"{name}={width}: must be a multiple of {unit}"
+    if p.of_8_bits and width > MOST_OF_BYTES: return f"{name}={width}: this kernel has registers for at most {MOST_OF_BYTES} with {p.dtype}"
   for name, view in (("k", p.k_view), ("v", p.v_view)):
     if view is not None and not view.whole(unit): return f"{name} is a view, {view}: its start and strides must be multiples of {unit} elements"
   return None

@@ -7,7 +7,7 @@ from attn.cache import tuned
 from attn.chips import Chip
 from attn.chips.matrix import MMA, MMA_OF_8_BITS, Matrix, row_registers
 from attn.chips.nvidia import (FEW_QUERIES, FEW_QUERIES_OF_BYTES, FEW_QUERIES_OF_STORED, FORWARD_MMA, FORWARD_OF_BYTES,
-                               FORWARD_WGMMA, FORWARD_WGMMA_STORED)
+                               FORWARD_WGMMA, FORWARD_WGMMA_OF_BYTES, FORWARD_WGMMA_STORED)
 from attn.chips.shapes import ForwardShape, MmaShape, RatedUpTo, UpTo, WgmmaShape, cautious
 from attn.choose.rows import burden, fitting, in_units, misfit, rows_for
 from attn.functions.symbols import elements_of
@@ -105,15 +105,15 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
   """Returns the tile that a table row gives for a problem. The tile is no larger than the problem's queries need. It is smaller if the problem has
   terms (bias, softcap, ...) that need registers."""
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
+  least = mat.least_keys
   pack = p.Hkv < p.H and p.Sq < mat.N                     # the queries of one head don't fill a matrix tile: it takes those of all heads of a group
   rows = p.Sq*(p.H//p.Hkv if pack else 1)
   alone = bool(p.stored) and rows <= mat.N     # few queries over stored rows: one wave, with the least padding, is predicted to be fastest
   if alone: mat = min((x for x in arch.matrix[p.dtype] if rows <= x.N), key=lambda x: x.N)
   q_tiles = c.q_tiles if rows > mat.N and not crowded(p) else 1
   needed = waves = ceildiv(rows, mat.N*q_tiles)
-  block_n = min(c.block_n, 32) if crowded(p) else c.block_n
-  if waves == 1: block_n = min(block_n, 32)                            # small workgroups: a compute unit needs LDS for several of them
-  least = mat.least_keys
+  block_n = max(least, min(c.block_n, 32) if crowded(p) else c.block_n)
+  if waves == 1: block_n = max(least, min(block_n, 32))                # small workgroups: a compute unit needs LDS for several of them
   if p.Sk < 2*block_n and round_up(p.Sk, least) < round_up(p.Sk, block_n): block_n = least     # few keys: smaller tiles have less padding
   staged = ceildiv(block_n*(p.D + p.Dv)*mat.size, 4*mat.wave)          # registers of a lane to load K and V in one wave
   of_q = 0 if c.q_in_lds else row_registers(mat, p.D)
@@ -130,7 +130,8 @@ def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
 
 def choose_amd_tile(p:Problem, arch:Chip) -> Tile:
   """Chooses the tile of AMD's forward kernel: the tile that a search with TUNE=1 found, or else the first tile of the table that fits."""
-  rows = (*tuned.winner(p, arch), *(rows_for(arch.unit.forward, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
+  table = arch.unit.forward_of_bytes if p.of_8_bits else arch.unit.forward
+  rows = (*tuned.winner(p, arch), *(rows_for(table, arch.llvm) or cautious(arch.matrix[p.dtype][0])))
   return next(fitting("the forward kernel", p, arch, rows, lambda row: amd_tile(p, arch, row)))
 
 def dual_wave_tile(p:Problem, arch:Chip) -> Tile: return Tile(dual_wave.WAVES, 1, dual_wave.BLOCK_N, matrix=arch.matrix[p.dtype][0])
@@ -188,12 +189,13 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
   the speed that was measured with this tile. Under a causal mask, late blocks loop over more keys than early ones. There the estimate takes the
   average number of keys, but is at least the time of the block with the most keys."""
   if p.stored: return next(fitting("forward_wgmma", p, arch, FORWARD_WGMMA_STORED, lambda row: stored_wgmma_tile(p, row)))
-  up_to = min(row.up_to for row in FORWARD_WGMMA if max(p.D, p.Dv) <= row.up_to)
+  table, mat = FORWARD_WGMMA_OF_BYTES if p.of_8_bits else FORWARD_WGMMA, (MMA | MMA_OF_8_BITS)[p.dtype]
+  up_to = min(row.up_to for row in table if max(p.D, p.Dv) <= row.up_to)
   causal = bool(hiding(p).after) and not hiding(p).before
   reads = p.mask_mod is not None and bool(elements_of(p.mask_mod.value))
   def tile(row:RatedUpTo) -> WgmmaTile:
     crowded = bool(p.dropout_p) and row.shape.groups == 3 and row.up_to > SHORT
-    return WgmmaTile(row.shape.groups, min(row.shape.block_n - OF_DROPOUT*crowded, round_up(p.Sk, MMA[p.dtype].K)))
+    return WgmmaTile(row.shape.groups, min(row.shape.block_n - OF_DROPOUT*crowded, round_up(p.Sk, mat.K)))
   def fits(row:RatedUpTo) -> bool:
     if row.up_to != up_to or (row.few_keys and p.Sk > row.shape.block_n): return False
     if reads and row.shape.groups > OF_DOCUMENTS.get(up_to, row.shape.groups): return False
@@ -207,4 +209,4 @@ def wgmma_tile(p:Problem, arch:Chip) -> WgmmaTile:
     each = t.block_m*together/min(resident, math.ceil(blocks))        # a block takes the time of this many rows
     if not causal: return each*math.ceil(blocks)*(keys + row.prologue)/row.full
     return max(each*blocks*((keys + t.block_m)/2 + row.prologue), LAST*t.block_m*together*(keys + row.prologue))/row.causal
-  return tile(min(filter(fits, FORWARD_WGMMA), key=time))
+  return tile(min(filter(fits, table), key=time))

@@ -31,10 +31,10 @@ def _multiplies(i:int, m:Matrix) -> str:
 
 def probe_source(arch:str) -> str:
   """Returns a small HIP source with all compiler features that kernels for `arch` need: named vectors, buffer loads through a descriptor, the matrix
-  instructions, elementwise builtins, and the device functions that tinygrad declares."""
+  instructions of 16-bit inputs, elementwise builtins, and the device functions that tinygrad declares."""
   chip = CHIPS.get(arch)
   wave = chip.wave if chip is not None else 64
-  matrices = [m for rows in chip.matrix.values() for m in rows] if chip is not None else []
+  matrices = [m for rows in chip.matrix.values() for m in rows if m.size == 2] if chip is not None else []
   return f"""typedef long unsigned int size_t;
 typedef unsigned uint4 __attribute__((ext_vector_type(4)));
 typedef float float4 __attribute__((ext_vector_type(4)));

@@ -13,7 +13,8 @@ from attn.emulator.banks import BankCounter
 from attn.emulator.chips import SATURATING
 from attn.emulator.checks import (BadEntry, Deadlock, DivergentBarrier, DivergentMatrix, EmulatorError, Misaligned,
                                   NegativePart, OutOfBounds, SharedSlot)
-from attn.emulator.matrix import WARPGROUP, MatrixUnit, warpgroup_operand, warpgroup_product, to_float32
+from attn.emulator.matrix import (WARPGROUP, MatrixUnit, bits_of_sums, depth_of_wgmma, element_size, to_float32, warpgroup_operand,
+                                  warpgroup_product)
 from attn.emulator.memory import PADDING, Pointer, divided, RegisterPointer, Registers, Space, View
 from attn.emulator.meeting import Meeting, WatchedSpace
 from attn.emulator.probe import note_probe
@@ -326,14 +327,14 @@ class Frame(Threads):
     self.operands = None
     indices = range(acc.first, acc.first + count)
     old = np.concatenate([self.full(acc.array.result(i, self.mask)) for i in indices]) if more else np.zeros((4*count, self.T), np.float32)
-    new = warpgroup_product(rows, columns, old)
+    new = warpgroup_product(rows, columns, old, depth_of_wgmma(dtype), bits_of_sums(self.plan.arch, dtype))
     self.under_way.product(acc.array, {index: new[4*i:4*i + 4] for i, index in enumerate(indices)}, operands)
     return np.zeros(self.T, np.float32)
   def start_nothing(self, acc:RegisterPointer) -> None: self.under_way.product(acc.array, {}, [])
   def wait_products(self, but:int) -> Array:
     self.under_way.wait_products(but)
     return np.zeros(self.T, np.float32)
-  def warpgroup_operand(self, a:Array) -> Array: return warpgroup_operand(a)
+  def warpgroup_operand(self, a:Array, dtype:str) -> Array: return warpgroup_operand(a, element_size(dtype))
   def probe(self, name:str, x:Array) -> Array:
     at = np.flatnonzero(self.active)
     local, wg = at % self.width, self.first + at//self.width

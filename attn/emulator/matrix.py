@@ -22,19 +22,24 @@ Array = NDArray[Any]
 # wgmma.mma_async (PTX ISA 9.7.15.5): warp w of a warpgroup has 16 rows from row 16w on, laid out as in m16n8k16
 WARPGROUP = 128
 
-def warpgroup_operand(a:Array) -> Array:
-  """Converts A fragments of 16 columns each to matrices. `a` has the dtype uint32 and the shape (registers, threads). The result holds the bits of
-  the elements, as uint16 (warpgroups, 64, columns)."""
-  layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=2, w=4, g=8, t=4)
-  return layout.to_matrices(a, lambda x: _parts(x, "u2")).swapaxes(1, 2)
+def warpgroup_operand(a:Array, size:int) -> Array:
+  """Converts A fragments of 32 bytes a row each to matrices. `a` has the dtype uint32 and the shape (registers, threads). The result holds the bits
+  of the elements, of `size` bytes each, as (warpgroups, 64, columns)."""
+  layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=4//size, w=4, g=8, t=4)
+  return layout.to_matrices(a, lambda x: _parts(x, f"u{size}")).swapaxes(1, 2)
 
-def warpgroup_product(a:Array, b:Array, c:Array) -> Array:
+def warpgroup_product(a:Array, b:Array, c:Array, depth:int=0, bits:int=0) -> Array:
   """Computes c + A B^T in fp32 for each warpgroup. c has the shape (registers, threads), A is fp32 (warpgroups, 64, k), and B is fp32 (warpgroups, n,
   k). Multiplies for each warp separately. A BLAS library would distribute one larger product over CPU threads, which costs more than it saves,
-  above all when other processes use the cores."""
+  above all when other processes use the cores. If `bits` is above 0, each instruction adds `depth` products in short sums (SHORT_SUMS)."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
-  products = a.reshape(groups, 4, 16, k) @ b[:, None].swapaxes(2, 3)
-  return layout.add_matrices(c, products.reshape(groups*4, 16, n))
+  rows, columns = a.reshape(groups, 4, 16, k), b[:, None].swapaxes(2, 3)
+  if not bits: return layout.add_matrices(c, (rows @ columns).reshape(groups*4, 16, n))
+  total = layout.to_matrices(c, lambda x: x).swapaxes(1, 2)
+  for first in range(0, k, depth):
+    here = slice(first, first + depth)
+    total = short_sum(rows[..., here].reshape(-1, 16, depth), np.repeat(columns[:, 0, here], 4, axis=0), total, bits)
+  return layout.add_matrices(np.zeros_like(c), total)
 
 _SIGN_AND_REST, _REBIAS, _BEYOND_FP16 = np.int32(0x8fffe000 - 2**32), np.float32(2.0**112), np.float32(65536)
 
@@ -122,6 +127,14 @@ def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
   total = truncated_at(addends, scale[..., None], bits).sum(-1)
   total = truncated_at(total, np.where(total == 0, np.float32(1), np.abs(total)), bits)
   return np.where(usual, total, addends.sum(-1))
+
+def element_size(dtype:str) -> int: return _BYTES[dtype]
+def depth_of_wgmma(dtype:str) -> int:
+  """Returns the number of products that one wgmma adds for each element of its result (PTX ISA 9.7.15.2: 32 bytes of a row of A)."""
+  return 32//_BYTES[dtype]
+def bits_of_sums(arch:str, dtype:str) -> int:
+  """Returns the number of bits of a chip's short sums of products (SHORT_SUMS), or 0 if it adds products of this dtype in fp32."""
+  return SHORT_SUMS.get(arch, 0) if dtype in _FP8 else 0
 
 @dataclass
 class MatrixUnit:

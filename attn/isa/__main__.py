@@ -78,7 +78,7 @@ def _specs(arch:str|None, d:int|None, dtype:str, causal:bool, decode:bool, gradi
 KERNEL_OPTIONS = [
   click.option("--arch", type=click.Choice(source.KNOWN), help="The chip of a kernel of attn, or of a disassembly that doesn't name its chip."),
   click.option("--d", type=int, help="Head dimension."),
-  click.option("--dtype", type=click.Choice(source.MATRIX_DTYPES), default="float16", show_default=True),
+  click.option("--dtype", type=click.Choice(source.DTYPES_OF_KERNELS), default="float16", show_default=True),
   click.option("--causal/--full", default=False, help="The mask. [default: full]"),
   click.option("--decode", is_flag=True, help="The forward kernel of one query for each sequence, against a long cache."),
   click.option("--gradient", type=click.Choice((*source.BACKWARD, source.ALL)), help="The backward kernel that computes it. [default: forward]"),

@@ -26,11 +26,12 @@ from attn.kernels.parts.program.counts import round_up
 from attn.kernels.tiles.amd import BackwardTile, MlaTile, Tile
 from attn.kernels.tiles.common import heads_of
 from attn.ops.renderers import printer_of, render
-from attn.problem import Problem, Shapes, Strided
+from attn.problem import INPUT_SCALES, OF_8_BITS, Problem, Shapes, Strided
 from attn.tinygrad_compat import TINYGRAD_VERSION, UOp
 from attn.values import FLOATS, INTS
 
 MASKS = ("full", "causal")
+DTYPES_OF_KERNELS = (*MATRIX_DTYPES, *OF_8_BITS)
 # kernels of a problem; decode: one query per sequence; all: gradients of q, k and v at once; mla: latent attention, where V is part of K
 FORWARD, DECODE, BACKWARD, ALL, LATENT = "forward", "decode", ("dq", "dkdv"), "all", "mla"
 DECODE_OF_8_BITS = {"decode_int8": "int8", "decode_fp8": "fp8"}      # decode against a cache of 8 bits: the format, or fp8 for the chip's own floats
@@ -47,7 +48,7 @@ class Spec:
   kernel: str = FORWARD
 
   def __post_init__(self) -> None:
-    for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, MATRIX_DTYPES), ("mask", self.mask, MASKS),
+    for name, value, known in (("arch", self.arch, KNOWN), ("dtype", self.dtype, DTYPES_OF_KERNELS), ("mask", self.mask, MASKS),
                                ("kernel", self.kernel, (FORWARD, *DECODING, *BACKWARD, ALL, LATENT))):
       if value not in known: raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
     if self.kernel == "decode_fp8" and not get_chip(self.arch).fp8: raise ValueError(f"{self}: {self.arch} does not convert 8-bit floats")
@@ -117,7 +118,8 @@ def problem_of_spec(spec:Spec, shape:Shape|None=None) -> Problem:
     return Problem(x.b, x.h, x.hkv, DECODED, x.n, spec.d, spec.d - ROTARY, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
                    offset=x.n - DECODED, softmax_scale=spec.d**-0.5, v_in_k=True)
   queries, splits = (1, 0) if spec.kernel in DECODING else (x.queries or x.n, 1)
-  return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, out_dtype=spec.dtype, window=window,
+  of_bytes = {"out_dtype": "bfloat16", **dict.fromkeys(INPUT_SCALES, 1)} if spec.dtype in OF_8_BITS else {"out_dtype": spec.dtype}
+  return Problem(x.b, x.h, x.hkv, queries, x.n, spec.d, spec.d, dtype=spec.dtype, **of_bytes, window=window,
                  offset=x.n - queries if x.queries else 0, softmax_scale=spec.d**-0.5, num_splits=splits, deterministic=spec.kernel != ALL,
                  **stored_fields(spec, x))
 

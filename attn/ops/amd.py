@@ -223,7 +223,7 @@ def _matrix_text(printer:Any, out:str, matrix:Any) -> str:
   """Returns the HIP text of a matrix instruction. A vector operand is converted to the instruction's vector type by a C cast, which keeps the bits of
   a vector of the same size. An operand that the instruction takes as one number of type long needs __builtin_bit_cast."""
   if matrix.operand_type == "long": a, b = (f"__builtin_bit_cast(long, {{{i}}})" for i in range(2))
-  else: a, b = (f"({matrix.operand_type}{matrix.operand}){{{i}}}" for i in range(2))
+  else: a, b = (f"({matrix.operand_type}{matrix.operand_elements}){{{i}}}" for i in range(2))
   return str(matrix.call(a, b, "{2}"))
 
 instruction("matrix", lambda lanes, a, b, c, matrix: lanes.matrix(matrix.name, a, b, c), _matrix_text)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, Callable
 import numpy as np
 from attn.ops.language import instruction
+from attn.ops.numerics import IN_A_DWORD
 from attn.ops.operation import Array
 from attn.ops.printer import wrapped
 from attn.ops.nvidia import shared
@@ -25,7 +26,7 @@ from attn.tinygrad_compat import UOp, dtypes
 GROUP = 128                  # threads of a warpgroup
 M, K = 64, 16                # rows of A and depth of one instruction
 PANEL, ATOM = 128, 1024      # bytes of a panel's row, and of 8 rows, after which the swizzle repeats
-PTX = {"float16": "f16", "bfloat16": "bf16"}
+PTX = {"float16": "f16", "bfloat16": "bf16", "fp8e4m3": "e4m3"}
 EVERYWHERE = UOp.const(True)
 
 # ***** the numpy functions *****
@@ -56,6 +57,10 @@ def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
 
+def _elements(bits:Array, dtype:str) -> Array:
+  """Returns an operand as its elements: pairs of 8-bit floats are taken apart."""
+  return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
+
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
   """Reads `keys` rows of `width` columns from shared memory, for a product that sums over the rows. Returns them transposed, (warpgroups, width,
   keys)."""
@@ -70,14 +75,15 @@ def _start(lanes:Lanes, there:Array, acc:Any, *product:Any) -> Array:
   with lanes.only(there): return lanes.start_product(acc, *product)
 
 def _scores(lanes:Lanes, acc:Any, q:Any, k:Any, there:Array, _:Array, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Array:
-  def of_q() -> Array: return _rows(lanes, q, M, steps, panels[0])
-  def of_k() -> Array: return _rows(lanes, k, 8*accs, steps, panels[1])
+  def of_q() -> Array: return _elements(_rows(lanes, q, M, steps, panels[0]), dtype)
+  def of_k() -> Array: return _elements(_rows(lanes, k, 8*accs, steps, panels[1]), dtype)
   return _start(lanes, there, acc, accs, of_q, of_k, dtype, False)
 
-def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str) -> Array:
-  def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]))
-  def of_v() -> Array: return _columns(lanes, v, K*steps, 8*accs, panel)
-  return _start(lanes, there, acc, accs, fragments, of_v, dtype, True)
+def _output(lanes:Lanes, acc:Any, p:Any, v:Any, there:Array, _:Array, accs:int, steps:int, panel:int, dtype:str, more:bool) -> Array:
+  def fragments() -> Array: return lanes.warpgroup_operand(np.concatenate([lanes.load_register(p, i) for i in range(steps)]), dtype)
+  def of_v() -> Array:
+    return _columns(lanes, v, K*steps, 8*accs, panel) if IN_A_DWORD[dtype] == 2 else _elements(_rows(lanes, v, 8*accs, steps, panel), dtype)
+  return _start(lanes, there, acc, accs, fragments, of_v, dtype, more)
 
 def _sums(lanes:Lanes, acc:Any, x:Any, y:Any, unit:Array, _:Array, accs:int, steps:int, dtype:str) -> Array:
   def of_x() -> Array: return _columns(lanes, x, K*steps, M, 0)
@@ -124,13 +130,20 @@ def _send_text(printer:Any, out:str, accs:int) -> Body:
     'if (lane == 0) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\\ncp.async.bulk.commit_group;"',
     f'    :: {of_global("to")}, {shared("stage")}, "r"({512*accs}) : "memory");', "return 0.0f;"]), "acc stage to lane", name=f"send_{accs}")
 
+def _wgmma(accs:int, dtype:str, a:str, more:str, transposed:str) -> str:
+  """Returns one wgmma (PTX ISA 9.7.15.5.2). `a` is its operand A, `more` says whether the product is added to the accumulators. `transposed` says for
+  the operands in shared memory whether they are transposed. Operands of 8 bits cannot be."""
+  lies = f", {transposed}" if IN_A_DWORD[dtype] == 2 else ""
+  return (f"wgmma.mma_async.sync.aligned.m64n{8*accs}k{K*IN_A_DWORD[dtype]//2}.f32.{PTX[dtype]}.{PTX[dtype]} {{{accumulators(accs)}}}, "
+          f"{a}, b, {more}, 1, 1{lies};")
+
 def _shared_product(accs:int, steps:list[tuple[int, int]], transposed:int, operands:str, dtype:str) -> str:
   """Returns inline assembly of a product whose two operands both lie in shared memory. `steps` has a pair of distances in bytes for each instruction:
   the instruction reads A and B at these distances from their first bytes. `operands` names the two descriptors and the condition."""
-  lines, c, ptx = [], 4*accs, PTX[dtype]
+  lines, c = [], 4*accs
   for i, at in enumerate(steps):
     lines += [f"add.s64 a, %{c}, {at[0] >> 4}; add.s64 b, %{c+1}, {at[1] >> 4}; setp.ne.u32 p, %{c+2}, {i and 2};",
-              f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, a, b, p, 1, 1, {transposed}, {transposed};"]
+              _wgmma(accs, dtype, "a", "p", f"{transposed}, {transposed}")]
   return _assembly(accs, ["a", "b"], lines, operands, c + 3)
 
 def _scores_text(printer:Any, out:str, accs:int, steps:int, panels:tuple[int, int], dtype:str) -> Body:
@@ -142,15 +155,16 @@ def _sums_text(printer:Any, out:str, accs:int, steps:int, dtype:str) -> Body:
   product = _shared_product(accs, [(i*2*ATOM, i*2*ATOM) for i in range(steps)], 1, '"l"(of_x), "l"(of_y + unit), "r"(0), "r"(1)', dtype)
   return Body("\n".join([_descriptor("of_x", "x"), _descriptor("of_y", "y"), product]), "acc x y unit", name=f"start_sums_{8*accs}x{K*steps}")
 
-def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str) -> Body:
-  lines, c, ptx = [], 4*accs, PTX[dtype]
+def _output_text(printer:Any, out:str, accs:int, steps:int, panel:int, dtype:str, more:bool) -> Body:
+  lines, c, by_rows = [], 4*accs, IN_A_DWORD[dtype] == 4      # V of 8 bits lies transposed: a row for each column, and 2*K bytes of it for each step
   for step in range(steps):
     a = ", ".join(f"%{c + 1 + 4*step + i}" for i in range(4))
-    lines += [f"add.s64 b, %{c}, {step*2*ATOM >> 4};",
-              f"wgmma.mma_async.sync.aligned.m64n{8*accs}k16.f32.{ptx}.{ptx} {{{accumulators(accs)}}}, {{{a}}}, b, 1, 1, 1, 1;"]
+    at = step//4*panel + step % 4*2*K if by_rows else step*2*ATOM
+    lines += [f"add.s64 b, %{c}, {at >> 4};", _wgmma(accs, dtype, f"{{{a}}}", "1" if more or step else "0", "1")]
   p = ", ".join(f'"r"(p[{step}].{e})' for step in range(steps) for e in "xyzw")
-  statements = [_descriptor("of_v", "v", panel), _assembly(accs, ["b"], lines, f'"l"(of_v), {p}, "r"((int)there)', c + 1 + 4*steps)]
-  return Body("\n".join(statements), "acc p v there", name=f"start_output_{8*accs}x{K*steps}")
+  product = _assembly(accs, ["b"], lines, f'"l"(of_v), {p}, "r"((int)there)', c + 1 + 4*steps)
+  statements = [_descriptor("of_v", "v", 16 if by_rows else panel), product]
+  return Body("\n".join(statements), "acc p v there", name=f"start_output_{8*accs}x{K*steps}" + "_anew"*(not more))
 
 def _wait_text(printer:Any, out:str, accs:int, but:int) -> Body:
   return Body(f'asm volatile("wgmma.wait_group.sync.aligned {but};"\n    : {both_ways(accs)}\n    :: "memory");\nreturn 0.0f;', "acc",
@@ -172,6 +186,11 @@ instruction("await_arrivals", lambda lanes, bar, parity, _: lanes.await_arrivals
                       'while (!there) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"\n'
                       '    : "=r"(there) : "r"(at), "r"(parity) : "memory");\n'
                       'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\nreturn 0.0f;', "bar parity"))
+# The second arrival is for the data that the thread has stored itself: it makes them visible to products of threads that wait for this phase.
+instruction("arrive_twice", lambda lanes, bar, _: lanes.arrive(), cuda=Body(
+  'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n'
+  f'asm volatile("{{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }}" :: {shared("bar")} : "memory");\n'
+  f'asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: {shared("bar")} : "memory");\nreturn 0.0f;', "bar"))
 instruction("start_scores", _scores, cuda=_scores_text)
 instruction("start_output", _output, cuda=_output_text)
 instruction("start_sums", _sums, cuda=_sums_text)
@@ -199,6 +218,11 @@ def arrive_stored(barrier:UOp, after:UOp) -> UOp:
   but not what its copies under way write there. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this
   one. Returns a statement (an operation with a side effect)."""
   return statement("arrive_stored", barrier, after)
+def arrive_twice(barrier:UOp, after:UOp) -> UOp:
+  """Makes this thread arrive twice at the mbarrier's current phase: now, for what it has stored to shared memory, and as soon as the copies that it
+  has started are complete. The thread does not wait. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before
+  this one. Returns a statement (an operation with a side effect)."""
+  return statement("arrive_twice", barrier, after)
 def arrived(barrier:UOp, phase:UOp, after:UOp) -> UOp:
   """Waits until all threads have arrived at the mbarrier in phase number `phase`, counted from 0. After that wgmma may read the data that these
   threads have copied. `barrier` is a UOp that indexes the mbarrier in shared memory, and `after` the statement before this one. Returns a statement
@@ -210,13 +234,15 @@ def scores(acc:UOp, q:UOp, k:UOp, after:UOp, steps:int, panels:tuple[int, int], 
   bytes between panels (64 columns) of Q, and between panels of K. `after` is the statement before this one. Warpgroups where `there` is false start
   no product, but `wait_products` counts one. Returns a statement (an operation with a side effect)."""
   return statement("start_scores", acc[0], q, k, there, after, accs=acc.max_numel(), steps=steps, panels=panels, dtype=dtype)
-def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE) -> UOp:
-  """Starts acc += P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects some; None selects all. `p` is a
-  register array of A fragments, one for each 16 keys. `v` is a UOp that indexes shared memory at the first 16 bytes of V, which has one row for each
-  key. `panel` is the distance in bytes between V's panels (64 columns). `after` is the statement before this one. Warpgroups where `there` is false
-  start no product, but `wait_products` counts one. Returns a statement (an operation with a side effect)."""
+def output(acc:UOp, p:UOp, v:UOp, after:UOp, panel:int, dtype:str, place:range|None=None, there:UOp=EVERYWHERE, more:bool=True) -> UOp:
+  """Starts acc += P V, or with `more` False acc = P V, as asynchronous products. `acc` is a register array of C fragments, of which `place` selects
+  some; None selects all. `p` is a register array of A fragments, one for each 16 keys, or 32 keys of 8-bit floats. `v` is a UOp that indexes shared
+  memory at the first 16 bytes of V, which has one row for each key, or of V^T if `dtype` has 8 bits. `panel` is the distance in bytes between panels
+  of 128 bytes. `after` is the statement before this one. Warpgroups where `there` is false start no product, but `wait_products` counts one. Returns
+  a statement (an operation with a side effect)."""
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
-  return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype)
+  return statement("start_output", acc[first], p[0], v, there, after, accs=accs, steps=p.max_numel(), panel=panel, dtype=dtype,
+                   more=more)
 def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, dtype:str) -> UOp:
   """Starts acc = X^T Y, summed over `rows` rows (a multiple of 16), as asynchronous products. `acc` is a register array of C fragments. X has 64
   columns, and Y has 8 columns for each fragment in `acc`. `x` and `y` are UOps that index shared memory at the first 16 bytes of a panel (64

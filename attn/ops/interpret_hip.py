@@ -88,6 +88,12 @@ class Hip(Printer):
   def widen(self, bits:Value, dtype:str) -> Value:
     if dtype == "bfloat16": return Term(self, f"__builtin_bit_cast(float, {bits.text} << 16)", "float")
     return Term(self, f"(float)__builtin_bit_cast(_Float16, (unsigned short)({bare(bits.text)}))", "float")
+  def widen_four(self, word:Value, dtype:str) -> Value:
+    """Renders the conversion of the four 8-bit floats of a dword to fp32, by v_cvt_pk_f32_fp8, which converts the chip's own format."""
+    self.declare("widen_four(unsigned)", f"{self.header}float4 widen_four(unsigned word) {{\n"
+                 "  auto low = __builtin_amdgcn_cvt_pk_f32_fp8((int)word, false), high = __builtin_amdgcn_cvt_pk_f32_fp8((int)word, true);\n"
+                 "  return (float4){low[0], low[1], high[0], high[1]};\n}")
+    return self.call("widen_four", "float4", word)
   def pack(self, x:Value, dtype:str) -> Value:
     """Renders the rounding to 16 bits, or to 8 bits (v_cvt_pk_fp8_f32 gives the chip's own format). If the chip has no instruction that converts to
     bf16, the text adds half a unit of bf16's last place to the fp32 bits (and the odd bit, for ties), and keeps the upper half."""

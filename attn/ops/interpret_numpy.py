@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 import numpy as np
 from attn.ops import numerics
-from attn.ops.eight_bits import packed_bytes
+from attn.ops.eight_bits import bytes_of, numbers, packed_bytes
 from attn.ops.numerics import ONES_OF, Array
 from attn.ops.operation import Lanes, Value, Variable
 
@@ -57,8 +57,14 @@ class Numbers:
     any value that is not finite, or the largest 8-bit float."""
     return self.pack(x, dtype)
   def widen(self, bits:Value, dtype:str) -> Value: return numerics.widen(bits, dtype)
+  def widen_four(self, word:Value, dtype:str) -> Value:
+    """Converts the four 8-bit floats of a dword to fp32."""
+    return numbers(bytes_of(word), dtype)
   def high_half(self, x:Value) -> Value: return x >> np.uint32(16)
   def word(self, n:int) -> Value: return np.uint32(n)
+  def words(self, n:int, count:int) -> Value:
+    """Returns a vector of `count` equal dwords."""
+    return np.full((count, len(self.gate)), n, np.uint32)
   def wide_product(self, x:Value, y:int) -> tuple[Value, Value]:
     """Returns the low dword and the high dword of the product of two dwords."""
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)

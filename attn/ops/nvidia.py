@@ -111,17 +111,18 @@ def _ldmatrix_text(printer:Any, out:str, step:int, transposed:bool) -> Body:
 
 instruction("ldmatrix", _ldmatrix, cuda=_ldmatrix_text)
 
-def _stmatrix(lanes:Any, row:Any, words:Array) -> Array:
+def _stmatrix(lanes:Any, row:Any, words:Array, gate:Array|bool=True) -> Array:
   """Computes stmatrix for the emulator. Lane l gives the address of row l%8 of the 8x8 matrix l//8, and two neighbouring elements of each of the four
   matrices."""
   pairs = words.reshape(4, -1, 8, 4).transpose(1, 0, 2, 3)                                # warp, matrix, row, pair of columns
   raw = np.ascontiguousarray(pairs).view(np.uint8).reshape(-1, 16)
-  lanes.store_bytes(row, np.zeros(len(raw), np.int64), np.ascontiguousarray(raw.T), lanes.active)
+  lanes.store_bytes(row, np.zeros(len(raw), np.int64), np.ascontiguousarray(raw.T), lanes.active & gate)
   return np.zeros(len(raw), np.float32)
 
-instruction("stmatrix", _stmatrix, cuda=Body(      # 9.7.14.5.16
-  'asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"\n'
-  f'    :: {shared("row")}, "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");\nreturn 0.0f;', "row words"))
+STMATRIX = ('asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"\n'      # 9.7.14.5.16
+            f'    :: {shared("row")}, "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w) : "memory");\nreturn 0.0f;')
+instruction("stmatrix", _stmatrix, cuda=Body(STMATRIX, "row words"))
+instruction("stmatrix_where", _stmatrix, cuda=Body(f"if (gate) {STMATRIX}", "row words gate"))
 
 def _mma_text(printer:Any, out:str, matrix:Any, half:int) -> str:
   low, high = (("x", "y"), ("z", "w"))[half]
@@ -139,6 +140,9 @@ def stmatrix(row:UOp, words:UOp) -> UOp:
   shared memory at row l%8 of matrix l//8. `words` has two neighbouring elements of each matrix, in the layout of an A fragment of mma.m16n8k16.
   Returns a statement (an operation with a side effect)."""
   return statement("stmatrix", row, words)
+def stmatrix_where(row:UOp, words:UOp, gate:UOp) -> UOp:
+  """Does what `stmatrix` does, in the warps where `gate` is true. The gate must be equal in the whole warp."""
+  return statement("stmatrix_where", row, words, gate)
 def mma(matrix:Any, a:UOp, b:UOp, half:int, c:UOp) -> UOp:
   """Computes c + A B by one mma.sync, the instruction `matrix`. `a` is an A fragment and `c` a C fragment. `b` has the B fragments of two
   neighbouring tiles; `half` selects one of them."""

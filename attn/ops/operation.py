@@ -68,9 +68,9 @@ class Lanes(Protocol):
     phase's number."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
     """Context manager in which an active thread stays active only if `gate` is true."""
-  def warpgroup_operand(self, a:Array) -> Array:
+  def warpgroup_operand(self, a:Array, dtype:str) -> Array:
     """Converts the A fragments of each warpgroup's wgmma to matrices. `a` has the dtype uint32 and the shape (registers, threads). The result has the
-    shape (warpgroups, 64, k) and holds bit patterns of 16 or 32 bits."""
+    shape (warpgroups, 64, k) and holds bit patterns of `dtype`."""
   def start_product(self, acc:Any, count:int, a:Callable[[], Array], b:Callable[[], Array], dtype:str, more:bool) -> Array:
     """Starts a wgmma that computes A B^T into the `count` C fragments from `acc` on. With `more` the product is added to the fragments. `a` and `b`
     are functions that read the operands as bits of `dtype`, in the shapes (warpgroups, 64, k) and (warpgroups, n, k). Until the thread has waited for

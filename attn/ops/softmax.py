@@ -83,7 +83,7 @@ def scaled(c:Any, x:Value, factors:list[Value]) -> Value:
 # Kinds of sums of P. LANE adds a lane's own elements in fp32, before they are rounded. The other kinds add P after rounding to the inputs' dtype:
 # DOT by dot products of a lane's dwords with ones (the first term may be a product with a matrix of ones),
 # ONES by products with a matrix of ones (on NVIDIA over all lanes that share a row),
-# UNPACKED by converting a lane's own elements back from 16 bits to fp32.
+# UNPACKED by converting a lane's own elements back to fp32.
 # UNSCALED is for weights that include the scales of stored rows of V (attn/ops/stored.py): it adds the weights without the scales.
 # FACTORS, too: it adds a lane's own weights with the scales, before rounding, and only shows whether they are too large.
 LANE, DOT, ONES, UNPACKED, UNSCALED, FACTORS = "lane", "dot", "ones", "unpacked", "unscaled", "factors"
@@ -139,7 +139,11 @@ def add_rounded(c:Any, total:Variable|None, packed:Value, kind:str, matrix:Any, 
   elif total is None: total = c.variable("sums", c.splat(c.number(0.0), 4 if kind == ONES else 1))
   for i in words:
     x = c.part(packed, i, n) if n > 1 else c.element(packed, i)
-    if kind == UNPACKED: added = total.value + c.widen(x, dtype) + c.widen(c.high_half(x), dtype)
+    if kind == UNPACKED and of_bytes(dtype):
+      four = c.let("four", c.widen_four(x, dtype))
+      pair = c.let("pair", c.part(four, 0, 2) + c.part(four, 2, 2))
+      added = total.value + (c.element(pair, 0) + c.element(pair, 1))
+    elif kind == UNPACKED: added = total.value + c.widen(x, dtype) + c.widen(c.high_half(x), dtype)
     else: added = c.times_ones(matrix, x, total.value, dtype) if kind == ONES else c.dot_ones(x, total.value, dtype)
     c.assign(total, added)
   return total
@@ -202,6 +206,9 @@ def weigh_rows(c:Any, reference:Value, addend:Value, p:Value, scores:Value, part
   def weigh_all() -> None:
     for t in range(tiles): store_weights(c, p, part, lambda i: weights(t, i), t, rows, dtype, sums, matrix, tiles, stride, count, together, scales)
   for i in range(len(sums)*tiles): c.store(part, i, c.splat(c.inf, rows.rows))
+  if of_bytes(dtype):
+    words = c.length(c.load(scores, 0))*together//IN_A_DWORD[dtype]
+    for i in range(tiles*stride//together): c.store(p, i, c.words(SIGNS, words))     # as weights that are too large
   seen = [c.element(c.load(reference, t), r) > LOWEST for t in range(tiles) for r in range(rows.rows)]
   c.when(c.any_lane(functools.reduce(operator.or_, seen)), weigh_all)
   return c.number(0.0)

@@ -1,16 +1,29 @@
 """Tests of forward kernels over q, k and v of 8-bit floats."""
 from __future__ import annotations
+import shutil, subprocess
+from pathlib import Path
 from typing import Any
 import numpy as np
-from attn.accuracy import ShortSums
+import pytest
+from attn.accuracy import ShortSums, judge
 from attn.chips import get_chip
-from attn.choose.dispatch import choose_tile
+from attn.choose.dispatch import KERNELS, choose, choose_tile, forward_of
+from attn.compilers.clang import assembly
 from attn.emulator.chips import SHORT_SUMS
+from attn.isa.report import analyse
+from attn.kernels.amd import staging
+from attn.kernels.parts.grid.tensors import arguments
+from attn.kernels.parts.grid.workgroup import Workgroup
+from attn.ops import nvidia as nv, softmax
+from attn.ops.renderers import render
 from attn.ops.softmax import LIFT
 from attn.problem import Problem
-from cases import Inputs, floats, hold, in_turn, normal, problem, rounded, run_kernels
+from attn.tinygrad_compat import UOp
+from attn.values import FLOATS, INTS
+from cases import Inputs, expected, floats, hold, in_turn, normal, problem, rounded, run_kernels
 
-UNITS = ("sm_89", "sm_120")
+UNITS = ("sm_89", "gfx942", "gfx950", "gfx1201", "sm_120")
+WITH_WGMMA = (*UNITS, "sm_90")
 RUN = 128       # products that a matrix unit with short sums adds up before the sum goes to fp32
 
 def short_sums(arch:str, fast:bool=False) -> ShortSums|None:
@@ -29,11 +42,26 @@ def check_8_bits(arch:str, make:Any=normal, *, extras:dict[str, np.ndarray]|None
 # ***** shapes *****
 
 SHAPES = (dict(Sq=64, Sk=64, D=32), dict(Sq=40, Sk=150, D=64), dict(Sq=33, Sk=200, D=128, H=4, Hkv=2), dict(Sq=20, Sk=70, D=192, Dv=128),
-          dict(Sq=17, Sk=90, D=136, Dv=192), dict(Sq=30, Sk=77, D=80, Dv=48), dict(Sq=5, Sk=300, D=64, H=8, Hkv=2),
+          dict(Sq=17, Sk=90, D=144, Dv=192), dict(Sq=30, Sk=77, D=80, Dv=48), dict(Sq=5, Sk=300, D=64, H=8, Hkv=2),
           dict(Sq=1, Sk=400, D=128, H=8, Hkv=1))
 
 @in_turn("shape, arch", SHAPES, UNITS)
 def test_shapes(shape:dict[str, Any], arch:str) -> None: check_8_bits(arch, **shape)
+
+def test_rows_in_pieces() -> None:
+  """mma.sync takes rows of any length. AMD's kernels refuse rows that are not made of whole 16-byte units."""
+  check_8_bits("sm_120", Sq=20, Sk=70, D=37, Dv=50)
+  p = problem(dtype="fp8e4m3", out_dtype="bfloat16", D=32, Dv=40)
+  with pytest.raises(NotImplementedError, match="Dv=40: must be a multiple of 16"): choose_tile(p, get_chip("gfx950"))
+
+# A warpgroup has 64 queries, and a block two or three warpgroups, of which the last may have none. The warps divide the parts of V that they
+# transpose.
+SHAPES_OF_WGMMA = (dict(Sq=64, Sk=64, D=32), dict(Sq=70, Sk=300, D=64), dict(Sq=130, Sk=150, D=128, H=2, Hkv=1, out_dtype="bfloat16"),
+                   dict(Sq=200, Sk=77, D=48, Dv=96),
+                   dict(Sq=100, Sk=300, D=128, num_splits=2), dict(Sq=100, Sk=200, D=128, fast_accumulate=True), dict(Sq=3, Sk=200, D=128))
+
+@pytest.mark.parametrize("shape", SHAPES_OF_WGMMA, ids=str)
+def test_shapes_of_wgmma(shape:dict[str, Any]) -> None: check_8_bits("sm_90", **shape)
 
 # ***** inputs *****
 
@@ -79,10 +107,11 @@ def nan_rows(p:Problem) -> Inputs:
 
 HARD = (just_below_the_headroom, just_above_the_headroom, falling, large, one_huge_key, constants, positive, tiny, nan_rows)
 
-@in_turn("make, arch", HARD, UNITS)
+@in_turn("make, arch", HARD, WITH_WGMMA)
 def test_hard_inputs(make:Any, arch:str) -> None:
-  check_8_bits(arch, make, Sq=24, Sk=150, D=32, causal=True)
-  check_8_bits(arch, make, Sq=20, Sk=300, D=64, causal=True, num_splits=3)
+  rows = 66 if arch == "sm_90" else 24
+  check_8_bits(arch, make, Sq=rows, Sk=150, D=32, causal=True)
+  check_8_bits(arch, make, Sq=rows, Sk=300, D=64, causal=True, num_splits=3)
 
 # ***** options *****
 
@@ -94,11 +123,117 @@ OPTIONS: dict[str, dict[str, Any]] = {
   "scales of heads": dict(B=2, H=4, Hkv=2, extras=scales_of(2, 2)), "scales of tensors": dict(extras=scales_of(1, 1)),
   "a scale of V": dict(extras={"v_scale": np.array([[-0.25]], np.float32)}), "NaN scale": dict(extras={"k_scale": np.array([[np.nan]], np.float32)}),
   "causal": dict(causal=True), "window": dict(window=(20, 3)), "softcap": dict(softcap=3.0, extras=scales_of(1, 2), H=2),
-  "alibi": dict(extras={"alibi_slopes": np.array([0.3, 0.02], np.float32)}), "bias": dict(extras={"bias": floats(1, 2, 33, 100)}),
+  "alibi": dict(extras={"alibi_slopes": np.array([0.3, 0.02], np.float32)}), "bias": dict(extras={"bias": floats(1, 2, 66, 100)}),
   "sinks": dict(extras={"sinks": np.array([0.5, 4], np.float32), **scales_of(1, 2)}), "no lse": dict(lse=False),
   "lengths": dict(B=2, extras={"kv_lengths": np.array([37, 90], np.int32)}), "bshd": dict(layout="bshd"), "nsd": dict(layout="nsd"),
   "splits": dict(num_splits=2, extras=scales_of(1, 2)), "bfloat16": dict(out_dtype="bfloat16"), "float16": dict(out_dtype="float16"),
   "few queries": dict(Sq=3, H=8, Hkv=2, extras=scales_of(1, 2)), "fast sums": dict(fast_accumulate=True, D=128)}
 
-@in_turn("name, arch", OPTIONS, UNITS)
-def test_options(name:str, arch:str) -> None: check_8_bits(arch, **{"Sq": 33, "Sk": 100, "D": 32, **OPTIONS[name]})
+@in_turn("name, arch", OPTIONS, WITH_WGMMA)
+def test_options(name:str, arch:str) -> None: check_8_bits(arch, **{"Sq": 66, "Sk": 100, "D": 32, **OPTIONS[name]})
+
+# ***** sums of about 14 bits *****
+
+def test_a_long_row_needs_sums_in_fp32() -> None:
+  """Sums of 4096 products of one sign lose more with `fast_accumulate` than the law allows for sums that go to fp32 after 128 products."""
+  for fast in (False, True):
+    p = problem(dtype="fp8e4m3", out_dtype="float32", H=1, Sq=16, Sk=4096, D=32, lse=False, fast_accumulate=fast)
+    x = positive(p)
+    o, _ = run_kernels(p, x, "sm_89", {}, choose_tile(p, get_chip("sm_89")))
+    assert judge(o, expected(p, x, {}, short_sums("sm_89"))[0]).ok != fast
+
+def test_the_needle() -> None:
+  """One key of 8192 that has a tenth of a row's weight is found: o has its row of V, within the limits of its own rounding."""
+  p = problem(dtype="fp8e4m3", out_dtype="float32", H=1, Sq=16, Sk=8192, D=64, lse=False)
+  x = normal(p)
+  x.k[0, 0, 5000], x.v[0, 0, 5000] = np.sign(x.q[0, 0, 0])*1.25, 16
+  o, _ = run_kernels(p, x, "sm_89", {}, choose_tile(p, get_chip("sm_89")))
+  law = expected(p, x, {}, short_sums("sm_89"))[0]
+  assert judge(o, law).ok and (law.exact[0, 0, 0] > 0.5).all()
+
+# ***** planted faults *****
+
+def left_out(name:str) -> Any:
+  """Makes a fault: the kernel does not use the scale `name`."""
+  right = Workgroup.input_scale
+  return Workgroup, "input_scale", lambda group, given: None if given == name else right(group, given)
+
+SCALED: dict[str, Any] = {"extras": scales_of(1, 2), "H": 2}
+FAULTS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+  "the reference is never raised": ("sm_89", (softmax, "ALL_SET_BEFORE", 0x01010101), just_above_the_headroom, {"causal": True}),
+  "V's columns are not taken apart, mma": ("sm_120", (nv, "columns_apart", lambda words: words), normal, {}),
+  "V's columns are not taken apart, wgmma": ("sm_90", (nv, "columns_apart", lambda words: words), normal, {"Sq": 64}),
+  "bytes of two keys are exchanged, gfx942": ("gfx942", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
+  "bytes of two keys are exchanged, gfx950": ("gfx950", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
+  "bytes of two keys are exchanged, gfx1201": ("gfx1201", (staging, "LOW_BYTES_IN_TURN", 0x01050004), normal, {}),
+  "the largest weight is 2^-6": ("sm_120", (softmax, "lift_of", lambda dtype, scale: -6.0), normal, {"Sk": 900}),
+  **{f"without {name}": ("gfx1201", left_out(name), normal, SCALED) for name in ("q_scale", "k_scale", "v_scale")}}
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name:str, monkeypatch:pytest.MonkeyPatch) -> None:
+  arch, fault, make, parameters = FAULTS[name]
+  monkeypatch.setattr(*fault)
+  with pytest.raises(AssertionError, match=r"limit|pattern"):
+    check_8_bits(arch, make, **{"Sq": 25, "Sk": 171, "D": 48, **parameters})       # a shape of no other test: kernels are kept
+
+# ***** machine code *****
+
+LARGE: dict[str, dict[str, Any]] = {
+  "full": dict(Sq=4096), "causal": dict(Sq=4096, causal=True), "window": dict(Sq=4096, window=(300, 0)), "decode": dict(Sq=1, Sk=4096, Hkv=8),
+  "softcap": dict(Sq=4096, softcap=3.0, causal=True)}
+
+def text_of(arch:str, D:int, shape:dict[str, Any]) -> str:
+  """Returns the text of the kernel that dispatch chooses on a chip for large problems with scales."""
+  p = problem(dtype=get_chip(arch).fp8, out_dtype="bfloat16", B=4, H=32, D=D, lse=shape.get("window") is not None, extras=scales_of(1, 1), **shape)
+  tensors = [UOp.placeholder(shape, (FLOATS | INTS)[dtype], i) for i, (shape, dtype) in enumerate(arguments(p).values())]
+  return render(forward_of(p, get_chip(arch), choose_tile(p, get_chip(arch)))(*tensors), arch)
+
+@in_turn("name, arch", [f"{name} {D}" for D in (64, 128, 192, 256) for name in LARGE], ("gfx942", "gfx950", "gfx1201"), among=5)
+def test_amd_spills_no_registers(name:str, arch:str) -> None:
+  pytest.importorskip("ziglang")
+  option, D = name.split()
+  found = analyse(assembly(text_of(arch, int(D), LARGE[option]), arch), arch).resources
+  assert not found.vgpr_spills and not found.sgpr_spills, found
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@in_turn("name, arch", [f"{name} {D}" for D in (64, 128) for name in LARGE], ("sm_89", "sm_90", "sm_120"), among=5)
+def test_nvidia_spills_no_registers(name:str, arch:str, tmp_path:Path) -> None:
+  option, D = name.split()
+  (source := tmp_path/"kernel.cu").write_text(text_of(arch, int(D), LARGE[option]))
+  code = arch.replace("sm_90", "sm_90a")
+  target = f"-gencode=arch={code.replace('sm', 'compute')},code={code}"
+  command = ["nvcc", target, "-cubin", "-Xptxas", "-v", "-o", str(tmp_path/"kernel.cubin"), str(source)]
+  text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+  assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, text
+  assert D == "64" or ("C7510" not in text and "C7511" not in text), text      # nothing makes ptxas wait for each wgmma
+
+# ***** which kernel, and refusals *****
+
+def test_the_kernel() -> None:
+  def chosen(arch:str, dtype:str="fp8e4m3", **shape:Any) -> str:
+    return choose(problem(dtype=dtype, out_dtype="bfloat16", **{"B": 4, "H": 64, "Sq": 512, "D": 128, "lse": False, **shape}), get_chip(arch)).kernel
+  assert [chosen(arch) for arch in ("sm_89", "sm_90", "sm_120", "gfx950", "gfx1200")] == [
+    "forward_mma", "forward_wgmma", "forward_mma", "forward", "forward"]
+  assert chosen("gfx942", "fp8e4m3fnuz") == "forward" and chosen("sm_90", Sq=8) == "forward_mma"
+
+@pytest.mark.parametrize(("arch", "dtype", "shape", "message"), (
+  ("gfx942", "fp8e4m3", {}, "forward: q, k and v are fp8e4m3: the 8-bit floats of gfx942 are fp8e4m3fnuz"),
+  ("gfx1100", "fp8e4m3", {}, "forward: q, k and v are fp8e4m3: gfx1100 multiplies no 8-bit floats; kernels for them: gfx942"),
+  ("sm_80", "fp8e4m3", {}, "forward_mma: q, k and v are fp8e4m3: sm_80 multiplies no 8-bit floats"),
+  ("sm_90", "fp8e4m3", {"D": 256}, "forward_wgmma: D=256: this kernel has registers for at most 128 .*forward_mma: .*no faster than wgmma"),
+  ("sm_89", "fp8e4m3", {"D": 256}, "forward_mma: no tile of forward_mma fits D=256"),
+  ("sm_90", "fp8e4m3", {"D": 72}, "forward_wgmma: D=72: must be a multiple of 16"), (None, "fp8e4m3", {}, "three_pass: q, k and v are fp8e4m3")))
+def test_refusals(arch:str|None, dtype:str, shape:dict[str, Any], message:str) -> None:
+  p = problem(dtype=dtype, out_dtype="bfloat16", **{"Sq": 200, "D": 64, **shape})
+  with pytest.raises(NotImplementedError, match=message): choose(p, None if arch is None else get_chip(arch))
+
+@pytest.mark.parametrize(("options", "message"), (
+  (dict(dropout_p=0.5), "dropout_p=0.5 with fp8e4m3"), (dict(q_scale=3), r"q_scale=3: must be 0, 1 or B\*Hkv=2 numbers"),
+  (dict(dtype="float16", fast_accumulate=True), "fast_accumulate with q, k and v of float16"), (dict(v_in_k=True), "v_in_k=True with fp8e4m3")))
+def test_problems_that_there_are_not(options:dict[str, Any], message:str) -> None:
+  with pytest.raises((ValueError, NotImplementedError), match=message):
+    Problem(**{"B": 1, "H": 2, "Hkv": 2, "Sq": 4, "Sk": 4, "D": 16, "Dv": 16, "dtype": "fp8e4m3", "softmax_scale": 0.25, **options})
+
+def test_other_kernels_refuse_8_bits() -> None:
+  p = problem(dtype="fp8e4m3", out_dtype="bfloat16", D=128, Sq=512)
+  for name in ("dual_wave", "staggered", "tiled", "mla"): assert isinstance(KERNELS[name].can(p, get_chip("gfx950")), str), name

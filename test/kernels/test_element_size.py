@@ -1,6 +1,5 @@
-"""Tests of matrix operands with one-byte elements. The size of an element is a field of the matrix instruction and of the rows in memory. No kernel
-of attn multiplies FP8 matrices; these tests use the functions that such a kernel would use, with a matrix instruction of gfx942 that no kernel
-uses."""
+"""Tests of matrix operands with one-byte elements. The size of an element is a field of the matrix instruction and of the rows in memory. These tests
+use the functions of the forward kernel with gfx942's matrix instruction of 8-bit floats, apart from the kernel."""
 from __future__ import annotations
 import numpy as np
 import pytest

@@ -14,6 +14,17 @@ typedef unsigned long long u64;
 extern "C" { float exp2f(float); float log2f(float); void* memcpy(void*, const void*, unsigned long); }
 static float ex2(float x) { float y = exp2f(x); return y < 1.17549435e-38f ? 0.0f : y; }
 
+// rounds to an 8-bit float e4m3: nearest, ties to even. `most` is its largest number's byte; beyond it the result is `beyond`
+static u32 to_e4m3(float x, int bias, u32 most, u32 beyond, u32 nan) {
+  if (x != x) return nan;
+  float size = x < 0 ? -x : x;
+  u32 bits = __builtin_bit_cast(u32, size), code;
+  if (bits >> 23 < (u32)(128 - bias)) code = __builtin_bit_cast(u32, size*__builtin_bit_cast(float, (u32)(129 + bias) << 23) + 8388608.0f) & 0x7fffff;
+  else code = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - ((127 - bias) << 3);
+  if (code > most) return beyond | (x < 0 && beyond == most ? 0x80 : 0);
+  return code | (x < 0 && code ? 0x80 : 0);
+}
+
 // what the lanes of a wave gave in each exchange: in the run before, and in this run
 const int WORDS = 10;
 static u32 known[EXCHANGES + 1][64][WORDS], fresh[EXCHANGES + 1][64][WORDS];
@@ -98,6 +109,20 @@ static u32 __builtin_amdgcn_permlanex16(u32 old, u32 x, u32 low, u32 high, bool 
   u64 selector = (u64)high << 32 | low;
   return from(x, (this_lane & ~15 ^ 16) | (int)(selector >> 4*(this_lane & 15) & 15));
 }
+// conversions of pairs of CDNA3's 8-bit floats, e4m3fnuz
+static int __builtin_amdgcn_cvt_pk_fp8_f32(float x, float y, int old, bool high) {
+  u32 pair = to_e4m3(x, 8, 0x7f, 0x80, 0x80) | to_e4m3(y, 8, 0x7f, 0x80, 0x80) << 8;
+  return high ? (old & 0xffff) | pair << 16 : (old & 0xffff0000) | pair;
+}
+typedef float pair_of_floats __attribute__((ext_vector_type(2)));
+static float of_e4m3fnuz(u32 x) {
+  float size = x & 0x78 ? __builtin_bit_cast(float, ((x & 0x7f) << 20) + (119u << 23)) : (x & 7)*__builtin_bit_cast(float, 117u << 23);
+  return x == 0x80 ? __builtin_nanf("") : x & 0x80 ? -size : size;
+}
+static pair_of_floats __builtin_amdgcn_cvt_pk_f32_fp8(int word, bool high) {
+  u32 pair = (u32)word >> 16*high;
+  return (pair_of_floats){of_e4m3fnuz(pair & 255), of_e4m3fnuz(pair >> 8 & 255)};
+}
 // selectors 8 to 11 are the signs of the halves
 static u32 __builtin_amdgcn_perm(u32 hi, u32 lo, u32 selector) {
   u64 both = ((u64)hi << 32) | lo; u32 r = 0;
@@ -154,6 +179,11 @@ static u32 __byte_perm(u32 x, u32 y, u32 selector) {
   for (int i = 0; i < 4; i++) r |= (u32)(both >> (selector >> 4*i & 7)*8 & 0xff) << 8*i;
   return r;
 }
+static u32 pack_e4m3(float x, float y, float z, float w) {
+  u32 r = 0; float all[4] = {x, y, z, w};
+  for (int i = 0; i < 4; i++) r |= to_e4m3(all[i], 7, 0x7e, 0x7e, 0x7f) << 8*i;
+  return r;
+}
 static u32 sub_f16x2(u32 x, u32 y) { return pack_f16(of_f16(x >> 16) - of_f16(y >> 16), of_f16(x) - of_f16(y)); }
 static u32 fma_bf16x2(u32 x, u32 y, u32 z) {
   return pack_bf16(of_bf16(x >> 16)*of_bf16(y >> 16) + of_bf16(z >> 16), of_bf16(x & 0xffff)*of_bf16(y & 0xffff) + of_bf16(z & 0xffff)); }
@@ -175,6 +205,8 @@ template<float (*widen)(u32)> static float4 product(uint4 a, u32 b0, u32 b1, flo
 """
 # Replaces inline assembly by the stand-ins.
 ASSEMBLY = (
+  (r'asm\("\{\\n\.reg \.b16 low, high;\\ncvt\.rn\.satfinite\.e4m3x2\.f32 low, %2, %1;\\n"\s*"cvt\.rn\.satfinite\.e4m3x2\.f32 high, %4, %3;'
+   r'\\nmov\.b32 %0, \{low, high\};\\n\}"\s*: "=r"\(packed\) : "f"\(x\), "f"\(y\), "f"\(z\), "f"\(w\)\);', "packed = pack_e4m3(x, y, z, w);"),
   (r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = 1.0f/\2"),
   (r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\)', r"\1 = ex2(\2)"),
   (r'asm\("cvt\.rn\.(b?f16)x2\.f32 %0, %1, %2;" : "=r"\((\w+)\) : "f"\((\w+)\), "f"\((\w+)\)\)', r"\2 = pack_\1(\3, \4)"),

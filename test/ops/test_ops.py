@@ -22,7 +22,9 @@ from attn.ops.branches import ACROSS_LANES
 from attn.ops.language import KernelText
 from attn.ops.operation import Call
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
-from attn.ops.softmax import (LANE, LOWEST, ONES, UNSCALED, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, scaled_weights,
+from attn.kernels.tiles.wgmma import WGMMA
+from attn.ops.numerics import IN_A_DWORD
+from attn.ops.softmax import (LANE, LOWEST, ONES, UNPACKED, UNSCALED, RowLanes, correct, lane_sum, raised, rescale, rounded_sum, scaled_weights,
                               sum_without_scales, weigh, weights_from)
 from attn.ops.stored import scale_in_range, widen_all, widen_pair, zero_or_nan
 from attn.score.alibi import alibi
@@ -128,7 +130,7 @@ def by_columns(arch:str, tiles:int, above:float, dtype:str, scale:float=0.18, ls
   matrix = get_chip(arch).matrix[dtype][0]
   n, (kind, sums) = matrix.accumulator, sum_of(arch, dtype)
   kinds = (kind, *[UNSCALED]*scaled, *[LANE]*lse)
-  shapes = dict(reference=(1, 1), bias=(1, 1), l=(len(kinds), 1), acc=(2, n), p=(2, n//2), scores=(2, n), part=(len(kinds), 1))
+  shapes = dict(reference=(1, 1), bias=(1, 1), l=(len(kinds), 1), acc=(2, n), p=(2, n//IN_A_DWORD[dtype]), scores=(2, n), part=(len(kinds), 1))
   if scaled: shapes |= {"scales": (2, n)}
   rows = RowLanes(1, matrix.group_steps, matrix.exchange)
   return corrected(rows, tiles, shapes, sums, dtype=dtype, sums=kinds, scale=scale, above=above)
@@ -137,17 +139,17 @@ def by_rows(sums:tuple[str, ...], dtype:str="float16", scale:float=0.18, above:f
   """Makes a test case for the operation `correct` in the form of NVIDIA's kernels, in which a lane has elements of two rows, and two tiles of scores
   become one tile of P. This operation computes P again if the number that the softmax subtracts from a row's scores must be raised."""
   kinds = len(sums)
-  shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(2, 4), scores=(4, 4), part=(kinds, 2))
+  shapes = dict(reference=(1, 2), bias=(1, 2), l=(kinds, 2), acc=(3, 4), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(kinds, 2))
   if UNSCALED in sums: shapes |= {"scales": (4, 2)}
-  return corrected(nv.ROW_LANES, tiles, shapes, MMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
+  return corrected(nv.ROW_LANES, tiles, shapes, WGMMA[dtype], dtype=dtype, sums=sums, scale=scale, above=above, **part)
 
 def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
   """Makes a test case for the operation `weigh`, which computes P of a loop iteration and the sums of P, as the wgmma kernel uses it: a lane has
   elements of two rows, and two tiles of scores become one tile of P. `sums` names the kinds of sums."""
-  shapes = dict(reference=(1, 2), bias=(1, 2), p=(2, 4), scores=(4, 4), part=(len(sums), 2))
+  shapes = dict(reference=(1, 2), bias=(1, 2), p=(4//IN_A_DWORD[dtype], 4), scores=(4, 4), part=(len(sums), 2))
   registers = [UOp.placeholder((2*count,), ops.u32(n) if name == "p" else ops.f32(n), slot, AddrSpace.REG)
                for slot, (name, (count, n)) in enumerate(shapes.items())]
-  return weigh(*registers, rows=nv.ROW_LANES, dtype=dtype, sums=sums, matrix=MMA[dtype], scale=0.18)
+  return weigh(*registers, rows=nv.ROW_LANES, dtype=dtype, sums=sums, matrix=WGMMA[dtype], scale=0.18)
 
 MIDDLE = dict(first=2, count=2)
 CASES:dict[tuple[str, str], Callable[[], UOp]] = {
@@ -181,6 +183,12 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(NVIDIA, f"mma, {dtype}, half {half}"): lambda dtype=dtype, half=half: nv.mma(MMA[dtype], u(4, 0), u(4, 1), half, f(4, 2))
      for dtype in MMA for half in range(2)},
   **{(NVIDIA, f"pack_a, {dtype}"): lambda dtype=dtype: nv.pack_a([f(4, 0), f(4, 1)], dtype) for dtype in MMA},
+  (AMD, "pack to fp8"): lambda: ops.pack(f(8), "fp8e4m3fnuz"), (NVIDIA, "pack to fp8"): lambda: ops.pack(f(4), "fp8e4m3"),
+  (NVIDIA, "pack_a, fp8"): lambda: nv.pack_a([f(4, i) for i in range(4)], "fp8e4m3"), (NVIDIA, "columns_apart"): lambda: nv.columns_apart(u(4)),
+  (AMD, "rounded_sum, fp8"): lambda: rounded_sum([u(4, 0), u(4, 1)], UNPACKED, None, "fp8e4m3fnuz", 1),
+  (AMD, "correct, fp8"): functools.partial(by_columns, AMD, 2, 8.0, "fp8e4m3fnuz"),
+  (NVIDIA, "correct, fp8"): functools.partial(by_rows, (LANE,), "fp8e4m3"),
+  (NVIDIA, "weigh, fp8"): functools.partial(weighed, (LANE,), "fp8e4m3"),
   (NVIDIA, "zero"): lambda: nv.zero(f()), (NVIDIA, "clear"): lambda: nv.clear(array(3, 4, 0)),
   **{(NVIDIA, f"row_unit, {dtype}, row {row}"): lambda dtype=dtype, row=row: nv.row_unit([f(4, slot) for slot in range(4)], row, f(1, 4), dtype)
      for dtype in MMA for row in range(nv.ROWS)},

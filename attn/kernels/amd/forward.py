@@ -106,7 +106,7 @@ class AmdForward:
 
   def scores(self, s:ForwardState, t:UOp, masked:bool) -> tuple[ForwardState, list[list[UOp]]]:
     """Computes the scores S^T of the keys of tile t. Returns a list of C fragments for each of the wave's matrix tiles of queries."""
-    raw = self.raw_scores(s, t, masked)
+    raw = self.group.scaled(self.raw_scores(s, t, masked))
     if self.group.p.stored:
       scales = self.group.scales("k_scales", t)
       raw = [[ops.mul(x, y) for x, y in zip(column, scales)] for column in raw]

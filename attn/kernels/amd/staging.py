@@ -13,12 +13,14 @@ from attn.kernels.tiles.amd import v_columns
 from attn.ops import amd, common as ops
 from attn.tinygrad_compat import UOp
 
-# If a tile is transposed, an item is one unit of each of four rows, a quad. Of each column the item stores half a unit: four elements of 16 bits.
-TURNED_ROWS, QUADS_OF_UNIT = 4, 2     # rows of an item; quads whose elements of one column form a unit
+# If a tile is transposed, an item is one unit of each of four rows, a quad. Of each column the item stores four elements, a half or a quarter of a
+# unit.
+TURNED_ROWS = 4                   # rows of an item
 UNITS_APART = 2                   # units between an item and its neighbour, if this puts their columns into different banks
 FAST_QUADS = 8                    # quads that vary fastest over threads: their stores fill a row of V^T
 FIRST_OF_FOUR = 0x05040100        # byte_perm: the low halves of two dwords side by side
 SECOND_OF_FOUR = 0x07060302       # byte_perm: the high halves of two dwords side by side
+LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN = 0x05010400, 0x07030602     # byte_perm: bytes of two dwords in turn, of the low halves or the high ones
 
 @dataclass(frozen=True)
 class Staging:
@@ -33,6 +35,7 @@ class Staging:
   together: int = 1    # the units of `together` neighbouring items of a row group are `apart` units apart, and their columns in different banks
   apart: int = 1
   across: int = 0      # threads that copy each long row: each unit of a thread then has a constant distance from the thread's first unit
+  clamped: bool = False    # items that do not exist are computed as the last one. Otherwise tinygrad may make negative summands of an address
   @functools.cached_property
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return [self.item(j) for j in range(self.count)]
   @property
@@ -49,6 +52,7 @@ class Staging:
     index, groups = self.thread + j*self.threads, self.rows//self.group
     gate = left_alone((index < groups*self.units).simplify())
     if self.group == 1: return index//self.units, index%self.units, gate
+    if self.clamped and j and index.vmax >= groups*self.units: index = index.minimum(groups*self.units - 1)
     fast, block = math.gcd(groups, FAST_QUADS), self.together*self.apart
     row, unit = index%fast, index//fast
     if groups > fast: row, unit = row + unit//self.units*fast, unit%self.units      # otherwise all quads lie in the first FAST_QUADS
@@ -62,12 +66,26 @@ def transpose(rows:list[UOp]) -> list[UOp]:
     for selector in (FIRST_OF_FOUR, SECOND_OF_FOUR): columns.append(ops.build(amd.byte_perm(r1, r0, selector), amd.byte_perm(r3, r2, selector)))
   return columns
 
+def transpose_bytes(rows:list[UOp]) -> list[UOp]:
+  """Transposes four rows of sixteen 8-bit elements in registers. Returns sixteen columns of four elements, one dword each."""
+  columns = []
+  for dword in range(UNIT_BYTES//4):
+    r0, r1, r2, r3 = [ops.extract(r, dword) for r in rows]
+    for pairs in (LOW_BYTES_IN_TURN, HIGH_BYTES_IN_TURN):
+      first, second = amd.byte_perm(r1, r0, pairs), amd.byte_perm(r3, r2, pairs)
+      columns += [amd.byte_perm(second, first, selector) for selector in (FIRST_OF_FOUR, SECOND_OF_FOUR)]
+  return columns
+
+def quads_of_unit(matrix:Matrix) -> int:
+  """Returns the number of quads (four neighbouring rows) whose elements of one column form a 16-byte unit of V^T."""
+  return matrix.unit//TURNED_ROWS
+
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns which four keys lie side by side in a row of V^T in LDS. The row is divided into 16-byte units, and each unit into two quads of four
+  """Returns which four keys lie side by side in a row of V^T in LDS. The row is divided into 16-byte units, and each unit into quads of four
   elements. `quad` is the index of a quad in the row. If a matrix tile has g lane groups (lanes that hold the same rows of the accumulator), unit u is
   read by lane group u % g. So the four keys are those whose weights this lane group holds."""
-  unit, half = quad//QUADS_OF_UNIT, quad%QUADS_OF_UNIT
-  n = unit//matrix.groups*matrix.unit + half*TURNED_ROWS
+  unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
+  n = unit//matrix.groups*matrix.unit + part*TURNED_ROWS
   first = n//matrix.accumulator*matrix.M + matrix.c_row(unit%matrix.groups, n%matrix.accumulator)
   return [first + matrix.c_row(0, i) for i in range(TURNED_ROWS)]
 
@@ -93,7 +111,8 @@ class StagedTile(InLds):
     if turned is None: return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, across=across), lies, None, convert=convert)
     units = max(units, turned.layout.rows//mat.unit)
     spread = (fast, UNITS_APART) if units % (UNITS_APART*fast) == 0 else (1, 1)
-    return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, TURNED_ROWS, *spread), lies, turned, convert=convert)
+    return StagedTile(mat, block_n, Staging(block_n, units, threads, thread, TURNED_ROWS, *spread, clamped=mat.size == 1), lies, turned,
+                      convert=convert)
 
   def after(self, *deps:UOp) -> StagedTile:
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
@@ -145,5 +164,6 @@ class StagedTile(InLds):
         stores += [self.lies.store(row, unit, part, inside) for row, part in zip(key_rows(self.matrix, quad), four)]
         gate = gate & (unit*self.matrix.unit < self.turned.layout.rows).simplify()
       row = self.matrix.row_of(unit*self.matrix.unit)
-      stores += [self.turned.store_half(row + self.matrix.row_of(i), quad, column, gate) for i, column in enumerate(transpose(four))]
+      columns, pieces = (transpose if self.matrix.size == 2 else transpose_bytes)(four), quads_of_unit(self.matrix)
+      stores += [self.turned.store_piece(row + self.matrix.row_of(i), quad, pieces, column, gate) for i, column in enumerate(columns)]
     return stores

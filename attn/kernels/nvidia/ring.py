@@ -35,6 +35,6 @@ class Arrivals(InOrder):
     """The mbarrier, which lies in the last 16 bytes of shared memory."""
     return self.shared[self.shared.max_numel() - 1]
   def expected(self, at:MmaLane, threads:int) -> Self:
-    """Initialises the mbarrier for the arrivals of `threads` threads."""
+    """Initialises the mbarrier for `threads` arrivals in each phase."""
     s = self.do(wgmma.init(self.arrivals, at.thread.eq(0), threads))
     return s.after(workgroup_barrier(s.done))

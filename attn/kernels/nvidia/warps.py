@@ -65,9 +65,12 @@ class Warps:
 
   def copies_of_keys(self, shared:UOp, t:UOp, k:CopiedLayout, v:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
     """Returns the statements that copy this thread's part of tile t of K and V to shared memory, if `gate` is true."""
-    group, block_n = self.group, self.group.tile.block_n
-    rows = [replace(group.rows_of(name), count=group.walked_end) for name in ("k", "v")]
-    return [x for source, to in zip(rows, (k, v)) for x in self.copies(source, shared, group.scores.row(t*block_n), to, gate)]
+    return [x for name, to in (("k", k), ("v", v)) for x in self.copies_of(name, shared, t, to, gate)]
+
+  def copies_of(self, name:str, shared:UOp, t:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
+    """Returns the statements that copy this thread's part of tile t of the tensor `name` ("k" or "v") to shared memory, if `gate` is true."""
+    group = self.group
+    return self.copies(replace(group.rows_of(name), count=group.walked_end), shared, group.scores.row(t*group.tile.block_n), to, gate)
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
     """Returns the statements that copy this thread's part of a tile to shared memory, if `gate` is true. The tile begins at row `first` of `source`.
@@ -134,10 +137,11 @@ class Warps:
     in each fragment. If rows consist of whole units of 16 bytes, the four lanes first exchange elements: each lane then stores every fourth unit
     of the row."""
     mat, dtype, whole = self.at.matrix, self.group.out_dtype, 0
+    unit = mat.groups*mat.block       # elements of 16 bits in a unit of O
     first = UOp.const(0) if share is None else share*(len(accs)*mat.N)
-    if BYTES[dtype] == 2 and self.group.p.Dv % mat.unit == 0: whole = len(accs)//mat.groups*mat.groups
+    if BYTES[dtype] == 2 and self.group.p.Dv % unit == 0: whole = len(accs)//mat.groups*mat.groups
     units = [nv.transposed(nv.row_unit(accs[i:i + mat.groups], r, factor, dtype), self.at.h) for i in range(0, whole, mat.groups)]
-    return [*[(first + self.at.h*mat.unit + i*(mat.groups*mat.unit), x) for i, x in enumerate(units)],
+    return [*[(first + self.at.h*unit + i*(mat.groups*unit), x) for i, x in enumerate(units)],
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def columns_in_turn(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:

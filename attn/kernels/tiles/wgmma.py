@@ -3,14 +3,15 @@ shared memory."""
 from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
-from attn.chips.matrix import MMA, UNIT_BYTES, Mma
+from attn.chips.matrix import MMA, MMA_OF_8_BITS, UNIT_BYTES, Mma
 from attn.chips.shapes import WgmmaBackwardShape, WgmmaShape
-from attn.kernels.parts.memory.layouts import SwizzledPanels
+from attn.kernels.parts.memory.layouts import SwizzledPanels, SwizzledRows
 from attn.kernels.parts.program.counts import ceildiv, round_up
 from attn.kernels.tiles.common import units_of_query_values
 from attn.ops import hopper as wgmma
 from attn.problem import Problem
 
+WGMMA = MMA | MMA_OF_8_BITS     # layouts of the fragments, by the dtype of the inputs
 STAGES = 3      # K and V tiles in shared memory, at most
 SCALE_STAGES = 4      # tiles whose scales are in shared memory at the same time: a warpgroup may read those of a tile three iterations before another
 RING = 3        # tiles of walked rows in shared memory, in a backward kernel
@@ -31,13 +32,17 @@ class WgmmaTile(WgmmaShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
-    """Layouts of Q, of K and of V in shared memory."""
-    unit = MMA[p.dtype].unit
-    k_units, v_units = (round_up(d, wgmma.K)//unit for d in (p.D, p.Dv))
-    return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), SwizzledPanels(self.block_n, v_units)
+    """Layouts of Q, of K and of V in shared memory. V of 8 bits lies transposed there."""
+    mat = WGMMA[p.dtype]
+    k_units, columns = round_up(p.D, mat.K)//mat.unit, round_up(p.Dv, mat.K)
+    of_v = SwizzledPanels(columns, self.block_n//mat.unit) if p.of_8_bits else SwizzledPanels(self.block_n, columns//mat.unit)
+    return SwizzledPanels(self.block_m, k_units), SwizzledPanels(self.block_n, k_units), of_v
+  def given_v(self, p:Problem) -> SwizzledRows:
+    """Layout of V of 8 bits in shared memory before it is transposed."""
+    return SwizzledRows(self.block_n, round_up(p.Dv, WGMMA[p.dtype].K)//WGMMA[p.dtype].unit)
   def stages(self, p:Problem) -> int:
     """Number of tiles of keys, with their values, for which shared memory has room at the same time."""
-    return STAGES if p.stored else min(STAGES, ceildiv(p.Sk, self.block_n))
+    return STAGES if p.stored or p.of_8_bits else min(STAGES, ceildiv(p.Sk, self.block_n))
   def raw(self, p:Problem) -> int:
     """Number of 16-byte units of shared memory for a tile of keys and values in 8 bits, before threads convert it."""
     return sum(round_up(self.block_n*width//UNIT_BYTES, self.threads) for width in (p.D, p.Dv)) if p.stored else 0
@@ -46,8 +51,9 @@ class WgmmaTile(WgmmaShape):
     return 2*self.block_n*4//UNIT_BYTES if p.stored else 0
   def lds_bytes(self, p:Problem) -> int:
     q, k, v = self.layouts(p)
-    return UNIT_BYTES*(q.size + self.stages(p)*(k.size + v.size) + self.raw(p) + SCALE_STAGES*self.scales(p) + 1)   # 1: mbarrier
-  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}k16"
+    of_stage = k.size + v.size + (self.given_v(p).size if p.of_8_bits else 0)
+    return UNIT_BYTES*(q.size + self.stages(p)*of_stage + self.raw(p) + SCALE_STAGES*self.scales(p) + 1)   # 1: mbarrier
+  def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves m64n{self.block_n}"
 
 @dataclass(frozen=True)
 class WgmmaBackwardTile(WgmmaBackwardShape):

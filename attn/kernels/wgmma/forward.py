@@ -15,18 +15,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
-from attn.chips.matrix import MMA, UNIT_BYTES, Mma
+from attn.chips.matrix import UNIT_BYTES, Mma
 from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.stored import StoredKeys
 from attn.kernels.nvidia.warps import Warps
-from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels
-from attn.kernels.parts.program.counts import below, round_up
-from attn.kernels.parts.program.statements import Optional, Statements, store_all
+from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows
+from attn.kernels.parts.program.counts import below, ceildiv, round_up
+from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
 from attn.kernels.parts.program.trips import TileLoop, tile_loops
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
-from attn.kernels.tiles.wgmma import SCALE_STAGES, STAGES, WgmmaTile
+from attn.kernels.tiles.wgmma import SCALE_STAGES, STAGES, WGMMA, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ROUNDOFF
 from attn.ops.softmax import FACTORS, LANE, ONES, UNSCALED, correct, weigh
@@ -60,6 +60,7 @@ class WgmmaState(Arrivals):
   statements: Statements
   l_of_trip: UOp
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
+  sums: Optional     # O of one tile, if the tensor cores add coarsely: it is added to O in fp32
 
 @dataclass(frozen=True)
 class WgmmaForward:
@@ -72,13 +73,14 @@ class WgmmaForward:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:WgmmaTile, args:tuple[UOp, ...]) -> WgmmaForward:
-    mat, kinds = MMA[p.dtype], len(sums_of(p))
+    mat, kinds = WGMMA[p.dtype], len(sums_of(p))
     warps = Warps.of(p, arch, tile, mat, args)
     new = warps.group.grid.allocator
     state = WgmmaState(new.lds(tile.lds_bytes(p)//UNIT_BYTES), new.registers(fragments(p.Dv, mat), nv.F4), new.registers(1, nv.F2),
                        new.registers(1, nv.F2), new.registers(kinds, nv.F2), new.registers(tile.block_n//mat.N, nv.F4),
                        new.registers(tile.block_n//mat.K, nv.U4), Statements.of(new), new.registers(kinds, nv.F2),
-                       Optional(new.registers(tile.block_n//mat.N, nv.F2) if p.stored else None))
+                       Optional(new.registers(tile.block_n//mat.N, nv.F2) if p.stored else None),
+                       Optional(new.registers(fragments(p.Dv, mat), nv.F4) if arch.short_sums and p.of_8_bits and not p.fast_accumulate else None))
     return WgmmaForward(warps, tile, state)
 
   @property
@@ -102,10 +104,15 @@ class WgmmaForward:
     warps, s = self.warps, self.state
     s = s.store([s.statements.first], warps.first_values(s.m, s.addend, s.l))
     s = s.do(nv.clear(s.acc, s.done))
-    if self.there is not wgmma.EVERYWHERE: s = s.do(nv.clear(s.scores, s.done))      # a warpgroup without queries computes no scores
-    s = s.expected(warps.at, self.tile.threads)
+    if self.there is not wgmma.EVERYWHERE:      # a warpgroup without queries computes no products
+      s = s.do(nv.clear(s.scores, s.done))
+      if s.sums.value is not None: s = s.do(nv.clear(s.sums.value, s.done))
+    s, first = s.expected(warps.at, self.tile.threads*(1 + self.p.of_8_bits)), warps.group.walked.begin
     s = s.do(*warps.copies_of_q(s.shared, self.tile.layouts(self.p)[0]))
-    return self.fetch(self.staged(s, warps.group.walked.begin) if self.p.stored else s, warps.group.walked.begin)
+    if not self.p.of_8_bits: return self.fetch(self.staged(s, first) if self.p.stored else s, first)
+    s = s.do(*warps.copies_of("v", s.shared, first, self.given_v(first)))
+    s = s.do(nv.commit(s.done))
+    return self.fetch_bytes(s.after(workgroup_barrier(s.statements.do(nv.wait_copies(s.done, 0)))), first)
 
   def loops(self) -> Iterator[TileLoop[WgmmaState]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
 
@@ -114,8 +121,10 @@ class WgmmaForward:
     q, k, _ = self.tile.layouts(self.p)
     s = s.do(wgmma.arrived(s.arrivals, t - self.warps.group.walked.begin, s.done))
     group = wgmma.group(self.warps.at.wave)
-    s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, round_up(self.p.D, wgmma.K)//wgmma.K,
+    steps = round_up(self.p.D, self.mat.K)//self.mat.K
+    s = s.do(wgmma.scores(s.scores, s.shared[group*(wgmma.M*LINE)], s.shared[self.k_panels(t).base], s.done, steps,
                           (UNIT_BYTES*q.panel, UNIT_BYTES*k.panel), self.p.dtype, self.there))
+    if self.p.of_8_bits: return self.fetch_bytes(s, t + 1), None
     return (self.fetch(s, t + 1) if self.stages > 1 else s), None
 
   def weigh(self, s:WgmmaState, x:None, t:UOp, part:None, masked:bool) -> tuple[WgmmaState, None]:
@@ -143,15 +152,19 @@ class WgmmaForward:
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Returns the state after terms (bias, softcap, ...) and masks are applied to S."""
     scores = self.warps.group.scores
-    if not scores.in_place:
-      tiles = [s.scores[kt].load() for kt in range(s.scores.max_numel())]
+    if not scores.in_place or self.p.q_scale or self.p.k_scale:
+      tiles, = self.warps.group.scaled([[s.scores[kt].load() for kt in range(s.scores.max_numel())]])
       return s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
 
   def add_to_o(self, s:WgmmaState, p:None, t:UOp, part:None, masked:bool) -> UOp:
     _, _, v = self.tile.layouts(self.p)
-    s = s.do(wgmma.output(s.acc, s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype, there=self.there))
-    return s.do(wgmma.wait_products(s.acc, s.done)).done
+    apart = s.sums.value is not None
+    def to(s:WgmmaState) -> UOp: return s.acc if s.sums.value is None else s.sums.value
+    s = s.do(wgmma.output(to(s), s.p, s.shared[self.v_panels(t).base], s.done, UNIT_BYTES*v.panel, self.p.dtype, there=self.there, more=not apart))
+    s = s.do(wgmma.wait_products(to(s), s.done))
+    if not apart: return s.done
+    return s.store(store_all(s.acc, [ops.add(s.acc[i].load(), to(s)[i].load()) for i in range(s.acc.max_numel())])).done
 
   def kernel(self, s:WgmmaState) -> UOp:
     return self.warps.group.kernel("wgmma", self.outputs(s), self.tile.lds_bytes(self.p))
@@ -174,6 +187,33 @@ class WgmmaForward:
   def v_panels(self, t:UOp) -> SwizzledPanels:
     q, k, v = self.tile.layouts(self.p)
     return v.moved_to(q.size + self.stages*k.size + self.stage(t)*v.size)
+  def given_v(self, t:UOp) -> SwizzledRows:
+    q, k, v = self.tile.layouts(self.p)
+    rows = self.tile.given_v(self.p)
+    return rows.moved_to(q.size + self.stages*(k.size + v.size) + self.stage(t)*rows.size)
+
+  def fetch_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """Prepares tile t of 8-bit floats: starts this thread's copies of K of this tile and of V of the next one, and transposes this warp's part of V
+    of this tile, which has arrived. Then the thread arrives at the mbarrier."""
+    copies = self.warps.copies_of("k", s.shared, t, self.k_panels(t)) + self.warps.copies_of("v", s.shared, t + 1, self.given_v(t + 1))
+    s = self.transposed(s.do(*copies), t)
+    return s.do(wgmma.arrive_twice(s.arrivals, s.done))
+
+  def transposed(self, s:WgmmaState, t:UOp) -> WgmmaState:
+    """Transposes this warp's part of V of tile t in shared memory, because wgmma reads 8-bit floats along the keys only. A part is 32 keys of 16
+    columns. Keys come in the order in which `nv.pack_a` packs their weights."""
+    (lane, wave), waves, mat, rows, to = (self.warps.at.lane, self.warps.at.wave), self.tile.waves, self.mat, self.given_v(t), self.v_panels(t)
+    across = round_up(self.p.Dv, mat.K)//mat.unit
+    parts = self.tile.block_n//mat.K*across
+    matrix, stores = lane//8, list[UOp]()
+    for i in range(ceildiv(parts, waves)):
+      part = (wave + i*waves).minimum(parts - 1)
+      step, unit = part//across, part%across
+      words = nv.columns_apart(nv.ldmatrix(s.shared[rows.place(step*mat.K + lane, unit)], 0, transposed=True))
+      place = to.place(unit*mat.unit + lane%8*2 + matrix//2, step*2 + matrix%2)
+      stores.append(nv.stmatrix_where(s.shared[place], words, below(wave + i*waves, parts)))
+    return s.do(*stores)
+
   def fetch(self, s:WgmmaState, t:UOp) -> WgmmaState:
     """Starts this thread's copies of tile t. The thread arrives at the mbarrier when its copies are complete. A tile beyond the last tile becomes
     zeros. If the ring buffer has fewer than STAGES places, it holds just the tiles that exist, and a tile beyond them is not copied."""

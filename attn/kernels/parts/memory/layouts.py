@@ -158,14 +158,17 @@ class LdsTile(InLds):
   @property
   def halves(self) -> UOp:
     """The LDS buffer as an array of 8-byte elements."""
-    return self.buffer.bitcast(ops.u32(2))
+    return self.in_pieces(2)
+  def in_pieces(self, pieces:int) -> UOp:
+    """Returns the LDS buffer as an array of elements of which `pieces` (2 or 4) make a 16-byte unit."""
+    return self.buffer.bitcast(ops.u32(4//pieces))
   def from_row(self, row:UOp) -> LdsTile:
     """Returns the part of the tile that begins at row `row`, a multiple of 16."""
     return replace(self, layout=self.layout.moved_to(self.layout.place(row, UOp.const(0))))
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
-  def store_half(self, row:UOp, half:UOp, value:UOp, gate:UOp) -> UOp:
-    """Stores 8 bytes to a row, from byte 8*`half` of the row on. Works only in a layout that keeps the 16-byte units of a row side by side and in
-    order."""
+  def store_piece(self, row:UOp, piece:UOp, pieces:int, value:UOp, gate:UOp) -> UOp:
+    """Stores a piece of a row: piece number `piece`, counted from the beginning of the row, of which `pieces` (2 or 4) make a 16-byte unit. Works
+    only in a layout that keeps the 16-byte units of a row side by side and in order."""
     assert isinstance(self.layout, PaddedRows)
-    return self.halves[self.layout.place(row, half, 2).valid(gate)].store(value)
+    return self.in_pieces(pieces)[self.layout.place(row, piece, pieces).valid(gate)].store(value)
