@@ -27,8 +27,9 @@ from attn.values import LN2, LOG2E
 _ZERO, _ONE = UOp.const(0.0), UOp.const(1.0)     # Python numbers: constants are rounded to float32 once, at the end
 
 class Slope(NamedTuple):
-  """Derivative of an operation by the variable. `steep` says that the derivative may be infinite although the value of the operation is finite and no
-  intermediate result overflows. The derivative of a square root is steep: it is infinite at 0."""
+  """Derivative of an operation in a score_mod, by the score or by an element of a tensor. `value` is the expression of the derivative. `steep` says
+  that the derivative may be infinite although the operation's value is finite and no intermediate result overflows. The derivative of a square root
+  is steep: at 0 the derivative is infinite."""
   value: UOp
   steep: bool
 
@@ -39,12 +40,11 @@ Slopes = Mapping[UOp, Slope]     # slopes of the operations that depend on the v
 _LARGEST = 2.0**120     # assumed to be the largest element of a tensor, so that 2^8 times an element is finite
 _OVERFLOW = 2.0**128    # larger than every float32
 
-def _number(u:UOp) -> UOp:
-  """Converts a value of a narrower dtype to float32."""
+def _as_float32(u:UOp) -> UOp:
   return u if u.dtype in (dtypes.float, dtypes.weakfloat) else u.cast(dtypes.float)
 
 def _product(factor:UOp, slope:UOp, guarded:bool) -> UOp:
-  """Multiplies a factor and a slope. If `guarded`, the product is 0 where the factor is 0, even if the slope is infinite."""
+  """Returns factor*slope. If `guarded`, the product is 0 where the factor is 0, even if the slope is infinite."""
   if slope is _ONE: return factor
   return factor.ne(0).where(factor*slope, _ZERO) if guarded else factor*slope
 
@@ -54,27 +54,27 @@ def _exponent_of_sigmoid(u:UOp) -> UOp|None:
   one, power = u.src[0].src if u.src[0].src[0].op is Ops.CONST else u.src[0].src[::-1]
   return power.src[0] if one.op is Ops.CONST and one.val == 1 and power.op is Ops.EXP2 else None
 
-def _limit_of_symbol(u:UOp) -> float:
-  """Returns an upper limit for the absolute value of a constant, a symbol, an element of a tensor, or an integer. The limit of the score is infinity,
-  because a score may be -inf."""
+def _limit_of_operand(u:UOp) -> float:
+  """Returns an upper limit for the absolute value of an operand: infinity for the score, which may be -inf; 2^120 (_LARGEST) for an element of a
+  tensor of floats; tinygrad's bound for a constant or an int expression."""
   if u is SCORE: return math.inf
   return _LARGEST if u.op is Ops.INDEX and dtypes.is_float(u.dtype) else max(abs(u.vmin), abs(u.vmax))
 
 def _limit(value:UOp) -> float:
-  """Returns an upper limit for the absolute value of an expression: infinity if none is found."""
+  """Returns an upper limit for the absolute value of an expression, or infinity if no limit is known."""
   found = dict[UOp, float]()
   for u in value.toposort(lambda u: dtypes.is_float(u.dtype) and u.op not in (Ops.CONST, Ops.PARAM, Ops.INDEX)):
-    of = [found[x] if x in found else _limit_of_symbol(x) for x in u.src]
+    of = [found[x] if x in found else _limit_of_operand(x) for x in u.src]
     match u.op:
       case Ops.ADD: found[u] = sum(of)
       case Ops.MUL: found[u] = of[0]*of[1]
       case Ops.WHERE: found[u] = max(of[1:])
       case Ops.MAX | Ops.CAST: found[u] = max(of)
       case _: found[u] = math.inf if _exponent_of_sigmoid(u) is None else 1.0
-  return found[value] if value in found else _limit_of_symbol(value)
+  return found[value] if value in found else _limit_of_operand(value)
 
 def may_be_infinite(value:UOp) -> bool:
-  """Returns whether an expression may be infinite in float32. True for a score, which may be -inf."""
+  """Returns whether an expression may be infinite in float32. The score may be: a score can be -inf."""
   return not _limit(value.simplify()) < _OVERFLOW
 
 # ***** a rule for each operation *****
@@ -87,37 +87,37 @@ def _of_add(u:UOp, at:Slopes) -> UOp: return _total([at[x].value for x in u.src 
 
 def _of_mul(u:UOp, at:Slopes) -> UOp:
   x, y = u.src
-  return _total([_product(_number(factor), *at[variable]) for factor, variable in ((y, x), (x, y)) if variable in at])
+  return _total([_product(_as_float32(factor), *at[variable]) for factor, variable in ((y, x), (x, y)) if variable in at])
 
 def _of_reciprocal(u:UOp, at:Slopes) -> UOp:
-  r, y = _number(u), _exponent_of_sigmoid(u)
+  r, y = _as_float32(u), _exponent_of_sigmoid(u)
   if y is not None: return _product(r - r*r, at[y].value*-LN2, may_be_infinite(at[y].value))
   slope = at[u.src[0]].value
   return _product(r, r*slope*-1, may_be_infinite(slope))
 
 def _of_exp2(u:UOp, at:Slopes) -> UOp:
   slope = at[u.src[0]].value
-  return _product(_number(u), slope*LN2, may_be_infinite(slope))
+  return _product(_as_float32(u), slope*LN2, may_be_infinite(slope))
 
-def _of_log2(u:UOp, at:Slopes) -> UOp: return _product(_number(u.src[0]).reciprocal()*LOG2E, at[u.src[0]].value, False)
+def _of_log2(u:UOp, at:Slopes) -> UOp: return _product(_as_float32(u.src[0]).reciprocal()*LOG2E, at[u.src[0]].value, False)
 
-def _of_sin(u:UOp, at:Slopes) -> UOp: return _product((math.pi/2 - _number(u.src[0])).sin(), at[u.src[0]].value, False)
+def _of_sin(u:UOp, at:Slopes) -> UOp: return _product((math.pi/2 - _as_float32(u.src[0])).sin(), at[u.src[0]].value, False)
 
-def _of_sqrt(u:UOp, at:Slopes) -> UOp: return _product(at[u.src[0]].value, _number(u).reciprocal()*0.5, True)
+def _of_sqrt(u:UOp, at:Slopes) -> UOp: return _product(at[u.src[0]].value, _as_float32(u).reciprocal()*0.5, True)
 
 def _is_flat_at_zero(u:UOp) -> bool:
-  """Returns whether a power has a finite slope where its base is 0. This is so if its exponent is a constant of at least 1."""
+  """Returns whether the power `u` has a finite derivative by its base where the base is 0: whether the exponent is a constant of at least 1."""
   return u.src[1].op is Ops.CONST and u.src[1].val >= 1
 
 def _of_pow(u:UOp, at:Slopes) -> UOp:
-  base, exponent = map(_number, u.src)
+  base, exponent = map(_as_float32, u.src)
   parts = []
   if (found := at.get(u.src[0])) is not None:
     part = _product(exponent.ne(0).where(exponent*base.pow(exponent - 1), _ZERO), *found)
     parts.append(part if _is_flat_at_zero(u) else found.value.ne(0).where(part, _ZERO))
   if (found := at.get(u.src[1])) is not None:
     slope = base.log2()*LN2*found.value
-    parts.append(base.ne(0).where(_product(_number(u), slope, may_be_infinite(slope)), _ZERO))
+    parts.append(base.ne(0).where(_product(_as_float32(u), slope, may_be_infinite(slope)), _ZERO))
   return _total(parts)
 
 def _of_max(u:UOp, at:Slopes) -> UOp:
@@ -136,14 +136,14 @@ _REASONS = {Ops.BITCAST: "the bits of a number (BITCAST)"}     # other operation
 # ***** the pass *****
 
 def _has_slope_zero(u:UOp) -> bool:
-  """Returns whether the derivative of an operation is always 0, whatever its sources are. This is so if the operation's value changes only in steps
-  (a comparison, a truncation, a conversion to int), or if it reads an element of a tensor at an int."""
+  """Returns whether an operation has the derivative 0 by each of its operands. Such operations are comparisons, truncations, conversions to int or
+  bool, and reads of an element of a tensor, whose operands are int indices."""
   if u.op is Ops.CAST: return u.dtype == dtypes.bool or (dtypes.is_float(u.src[0].dtype) and not dtypes.is_float(u.dtype))
   return u.op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ, Ops.TRUNC, Ops.INDEX)
 
 def _shown_part(value:UOp) -> UOp:
-  """Removes the masks from a traced function: returns a simpler expression that equals the function wherever no WHERE makes the function -inf. The
-  expression lacks these WHEREs."""
+  """Returns the function `value` without its masks: each WHERE with a branch of -inf is replaced by the WHERE's other branch. The result equals the
+  function wherever the function does not choose such a -inf."""
   made = dict[UOp, UOp]()
   for u in value.toposort(lambda u: u.op in (Ops.WHERE, Ops.ADD)):
     src = tuple(made.get(x, x) for x in u.src)
@@ -152,14 +152,15 @@ def _shown_part(value:UOp) -> UOp:
   return made.get(value, value)
 
 def tidied(u:UOp) -> UOp:
-  """Simplifies an expression and casts it to float32. Elements of tensors stay as they are, so that a kernel recognises elements that it has already
-  read."""
+  """Simplifies an expression and casts the result to float32. Elements of tensors stay as they are, so that a kernel recognises the elements that the
+  kernel has already read."""
   instead = {x: UOp.variable(f"element{n}", x.dtype.min, x.dtype.max, x.dtype, param=True) for n, x in enumerate(elements_of(u))}
   return committed(u.substitute(instead).simplify().cast(dtypes.float)).substitute({y: x for x, y in instead.items()})
 
 @lru_cache(256)
 def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
-  """Returns the derivative of the function `value` by `of`. If there is none, returns the name of the operation that has no derivative."""
+  """Returns the derivative of the function `value` by `of`, the score or an element of a tensor. If the function has no derivative, returns the name
+  of the operation that has none, as a text."""
   shown, at = _shown_part(value), {of: Slope(_ONE, False)}
   for u in shown.toposort(lambda u: not _has_slope_zero(u)):
     moving = [at[x] for x in u.src if x in at]
@@ -170,18 +171,20 @@ def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
   return tidied(_slope(shown, at))
 
 def derivative(value:UOp, of:UOp) -> UOp:
-  """Returns the derivative of a traced function as a float32 scalar of the same symbols. `of` is the symbol SCORE, or an element of a tensor of
-  floats. Raises NotImplementedError if the function has no derivative."""
+  """Returns the derivative of `value`, the UOp that a score_mod returned, as a float32 scalar UOp. `of` is the variable: the symbol SCORE, or an
+  element of a tensor of floats. Raises NotImplementedError if the function has no derivative."""
   found = derivative_or_reason(value, of)
   if isinstance(found, str): raise NotImplementedError(f"{found} has no derivative")
   return found
 
 def why_no_derivative(value:UOp, of:UOp) -> str|None:
-  """Returns, in words, the operation because of which the function has no derivative by `of`. Returns None if the function has a derivative."""
+  """Returns the name of the operation because of which the function `value` has no derivative by `of`, the score or an element of a tensor. Returns
+  None if the function has a derivative."""
   found = derivative_or_reason(value, of)
   return found if isinstance(found, str) else None
 
 def is_additive(value:UOp, to:UOp=SCORE) -> bool:
-  """Returns whether a traced function only adds a number to `to`, the score or an element of a tensor. The derivative by `to` is then 1."""
+  """Returns whether the function `value` only adds a number to `to`, the score or an element of a tensor, so that the derivative of the function by
+  `to` is 1."""
   found = derivative_or_reason(value, to)
   return isinstance(found, UOp) and found.op is Ops.CONST and found.val == 1

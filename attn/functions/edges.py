@@ -1,8 +1,9 @@
-"""Edges: limits in the plane of queries and keys. A mask made of edges leaves each row an interval of columns.
+"""Edges: limits that a mask sets by the position i of a query and the position j of a key. A mask made of edges shows each query an interval of keys,
+and each key to an interval of queries.
 
-An edge shows the pairs of a query's position i and a key's position j with `j <= F(i)`, or the pairs with `j >= F(i)`. F never decreases: it consists
-of multiplications and floor divisions by positive constants, and of additions of constants. So F has an inverse of the same kind, which says where
-the interval of a key's queries ends. Causal masks, windows, prefixes and chunks have such edges."""
+An edge shows the pairs with `j <= F(i)`, or the pairs with `j >= F(i)`. F never decreases: F consists of multiplications and floor divisions by
+positive constants, and of additions of constants. So an edge can also be written as a limit of the query, with a function G of the same kind: `j <=
+F(i)` holds exactly if `i >= G(j)`. Causal masks, windows, prefixes and chunks have such edges."""
 from __future__ import annotations
 import functools, math
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ MOST_INSIDE = 2**30     # no number in the computation of an edge is farther fro
 
 class FloorStep(NamedTuple):
   """Function of x: (times*x + plus)//over. Neither `times` nor `over` is negative. If `over` is 0, the result is infinite, with the sign of times*x +
-  plus, where 0 counts as positive. An example of this is a mask that shows keys only to queries i >= 3: it is the edge `j <= (i - 3)//0`."""
+  plus, where 0 counts as positive. For example, a mask that shows keys only to queries i >= 3 is the edge `j <= (i - 3)//0`."""
   times: int
   plus: int
   over: int
@@ -23,8 +24,8 @@ class FloorStep(NamedTuple):
 Steps = tuple[FloorStep, ...]     # functions applied one after another
 
 def then(steps:Steps, step:FloorStep) -> Steps:
-  """Appends a step to a function of several steps, which are applied one after another. Joins the last step and the new one if they can be written as
-  one."""
+  """Returns the steps of a function that applies `steps`, one after another, and then `step`. The last two steps become one step if one step can do
+  the same as both."""
   common = math.gcd(step.times, step.over)
   step = FloorStep(step.times//common, step.plus//common, step.over//common)
   if step == (1, 0, 1): return steps
@@ -67,12 +68,12 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Computes a function, given by its steps, for a number, UOp or Tensor x. FAR stands for infinity. The result of a constant function is an int."""
+  """Computes the function made of `steps` for x, a number, UOp or Tensor. In the result, FAR stands for infinity. The result is an int if the
+  function is constant."""
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """Returns the first and the last x for which a function can be computed exactly: all numbers in the computation stay within -2^30..2^30
-  (MOST_INSIDE)."""
+  """Returns the first and the last x for which the function made of `steps` is computed from numbers in -2^30..2^30 (MOST_INSIDE) alone."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE
@@ -80,22 +81,22 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether x can be clamped to `exact_range` before a function f is applied to x, without changing the mask. `steps` make up f. FAR is
-  larger than every position of a query or key. Clamping changes no comparison with a position if x or f(x) lies beyond all positions at both ends of
-  the range: at -FAR or less at the lower end, and at FAR or more at the upper end."""
+  """Returns whether x can be clamped to the range first..last that `exact_range` returns, before a function f made of `steps` is applied to x,
+  without changing a mask. All positions of queries and keys lie between -FAR and FAR. So this holds if first or f(first) is at most -FAR, and last or
+  f(last) is at least FAR."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 
 def clamped(steps:Steps, x:Any) -> Any:
-  """Computes a function for x in int32 without overflow: x is first clamped to the function's exact range."""
+  """Computes the function made of `steps` for x in int32 without overflow: x is first clamped to the function's `exact_range`."""
   first, last = exact_range(steps)
   if first > -FAR: x = larger(x, first)
   if last < FAR: x = smaller(x, last)
   return applied(steps, x)
 
 def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
-  """Finds two parallel lines between which a function F lies. Returns their slope, and the smallest and the largest value that F(x) - slope*x can
-  have. Returns None if F is infinite."""
+  """Finds two parallel lines between which the function F made of `steps` lies. Returns the slope of the lines, and the smallest and the largest
+  value that F(x) - slope*x can have. Returns None if F is infinite."""
   slope, least, most = Fraction(1), Fraction(0), Fraction(0)
   for times, plus, over in steps:
     if over == 0: return None
@@ -103,7 +104,7 @@ def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
   return slope, least, most
 
 def never_above(f:Steps, g:Steps) -> bool:
-  """Returns whether it is certain that F(x) <= G(x) for each x. `f` and `g` are the steps of the functions."""
+  """Returns whether F(x) <= G(x) is certain for each x. `f` and `g` are the steps of F and G."""
   (*start, x), (*other_start, y) = f or (FloorStep(1, 0, 1),), g or (FloorStep(1, 0, 1),)
   if start == other_start and (x.times, x.over) == (y.times, y.over): return x.plus <= y.plus
   one, two = _band(f), _band(g)
@@ -111,13 +112,15 @@ def never_above(f:Steps, g:Steps) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Edge:
-  """Condition on the position i of a query and the position j of a key: `j <= F(i)` if `upper`, otherwise `j >= F(i)`. `steps` is the function F."""
+  """Condition on the position i of a query and the position j of a key: `j <= F(i)` if `upper`, otherwise `j >= F(i)`. `steps` are the functions that
+  make up F, applied one after another."""
   upper: bool
   steps: Steps
 
   @functools.cached_property
   def inverse(self) -> Steps:
-    """Inverse function G of F. The condition is `i >= G(j)` if `upper`, otherwise `i <= G(j)`."""
+    """Steps of the function G by which the edge is a limit of the query. If `upper`, `j <= F(i)` holds exactly if `i >= G(j)`. Otherwise `j >= F(i)`
+    holds exactly if `i <= G(j)`."""
     return first_above(self.steps) if self.upper else last_below(self.steps)
   def key(self, i:Any) -> Any:
     """Returns the last key (or, unless `upper`, the first key) that the query at position i sees."""
@@ -127,7 +130,7 @@ class Edge:
     return clamped(self.inverse, j)
   @property
   def known(self) -> bool|None:
-    """True if all pairs of a query and a key fulfil the condition, False if no pair does, None otherwise."""
+    """True if every pair of a query and a key fulfils the edge's condition, False if no pair does, otherwise None."""
     least, most = applied(self.steps, -FAR), applied(self.steps, FAR)
     if self.upper: return True if least >= FAR else False if most < 0 else None
     return True if most <= 0 else False if least > FAR else None
@@ -136,12 +139,12 @@ class Edge:
   @property
   def negated(self) -> Edge: return Edge(not self.upper, then(self.steps, FloorStep(1, 1 if self.upper else -1, 1)))
   def implies(self, other:Edge) -> bool:
-    """Returns whether it is certain that each pair of a query and a key that fulfils this condition fulfils the other one."""
+    """Returns whether each pair of a query and a key that fulfils this edge is certain to fulfil the edge `other`."""
     if self.upper != other.upper: return False
     return never_above(self.steps, other.steps) if self.upper else never_above(other.steps, self.steps)
   @property
   def condition(self) -> UOp:
-    """The condition (such as j <= i) as a UOp of the symbols that stand for the positions of a query and a key."""
+    """The edge's condition, such as j <= i, as a UOp. The UOps QUERY and KEY stand for the positions i and j."""
     if any(step.over == 0 for step in self.steps): x, y = (self.query(KEY), QUERY) if self.upper else (QUERY, self.query(KEY))
     else: x, y = (KEY, self.key(QUERY)) if self.upper else (self.key(QUERY), KEY)
     return x <= y

@@ -1,5 +1,5 @@
-"""Reads the index by which a traced function picks an element of a tensor. Kernels support an index that is, along each axis, one of b, h, i, j and i
-- j (batch, head, query, key, their distance), or a constant; a sign and a constant that is added are allowed."""
+"""Reads the indices by which a caller's function reads an element of a tensor. Kernels support, along each axis of the tensor, a constant, or one of
+b, h, i, j and i - j (batch, head, query, key, distance) with either sign and with a constant added."""
 from __future__ import annotations
 from typing import NamedTuple
 from attn.functions.symbols import BATCH, KEY, QUERY, QUERY_HEAD, depends, elements_of, indices_of
@@ -17,8 +17,8 @@ _COUNTED: dict[tuple[int|None, ...], tuple[str|None, int]] = {(0, 0, 0, 0): (Non
     ("b", (1, 0, 0, 0)), ("h", (0, 1, 0, 0)), ("i", (0, 0, 1, 0)), ("j", (0, 0, 0, 1)), ("i - j", (0, 0, 1, -1)))}
 
 def linear_in(u:UOp, symbol:UOp) -> int|None:
-  """Returns the factor of `symbol` in an int expression that is linear in the symbol, or 0 if the symbol does not occur in it. Returns None if the
-  expression is not linear in the symbol."""
+  """Returns the factor of `symbol` in the int expression `u`, or 0 if the expression does not depend on the symbol. Returns None if the expression is
+  not linear in the symbol."""
   if u is symbol: return 1
   if not depends(u, symbol): return 0
   if u.op is Ops.ADD:
@@ -37,8 +37,8 @@ def _along(index:UOp) -> Along|None:
   return Along(what, sign, int(plus.val)) if plus.op is Ops.CONST else None
 
 def simple_index(element:UOp) -> tuple[Along, ...]|None:
-  """Returns the index of an element along each axis of its tensor. Returns None unless each index is a constant, or one of b, h, i, j and i - j, with
-  either sign and with a constant added. Also returns None if two axes depend on the same one of b, h, i and j."""
+  """Returns the index of an element along each axis of the element's tensor. Each index must be a constant, or one of b, h, i, j and i - j with
+  either sign and with a constant added. Returns None for another index, or if two axes depend on the same one of b, h, i and j."""
   found = [_along(index) for index in indices_of(element)]
   known = tuple(x for x in found if x is not None)
   counted = [symbol for x in known if x.what is not None for symbol in x.what.split(" - ")]

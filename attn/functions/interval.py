@@ -1,9 +1,9 @@
-"""Interval of the columns that a row sees under a mask. A row is a query and its columns are keys, or a row is a key and its columns are queries."""
+"""Interval of the keys that a query sees under a mask, or of the queries that see a key."""
 from __future__ import annotations
 from typing import Any, NamedTuple
 
 class Interval(NamedTuple):
-  """First and last column that a row sees. None says that the mask hides nothing on that side. From one row to the next, neither number decreases. A
-  number that is an int holds for every row."""
+  """First and last key that a query sees, or first and last query that sees a key. None: the mask hides nothing on that side. An int is the same for
+  every query (or key). A UOp or Tensor is computed from the position of the query (or key), and never decreases from one position to the next."""
   first: Any = None
   last: Any = None

@@ -1,10 +1,10 @@
-"""Computes spans: the lowest and the highest value that a traced mask can have on a tile of queries and keys.
+"""Computes spans: the lowest and the highest value that a caller's mask_mod can have on a tile of queries and keys.
 
 A one-sided expression of a mask is an expression that depends on the query or on the key, but not on both. For example the mask `i//64 == tokens[j]`
-has two of them: i//64, which has a value for each row of a tile, and tokens[j], which has a value for each column. A kernel finds the extremes (the
-lowest and the highest value) of each such expression over the rows or the columns of a tile. From these follow the extremes of the comparison that
-joins query and key: if the highest i//64 is below the lowest token, the comparison is false on the whole tile. If both extremes of a mask are equal,
-the mask hides all scores of the tile, or none."""
+has two one-sided expressions: i//64, with a value for each row of a tile, and tokens[j], with a value for each column. A kernel finds the extremes
+(the lowest and the highest value) of each one-sided expression over the rows or the columns of a tile. From these extremes follow those of the
+comparison that joins query and key: if the highest i//64 is below the lowest token, the comparison is false on the whole tile. If both extremes of a
+mask are equal, the mask hides all scores of the tile, or none."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +20,16 @@ ORDERED = {dtypes.int: dtypes.int, dtypes.short: dtypes.int, dtypes.ushort: dtyp
 FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # operations that do not round
 
 class Extremes(NamedTuple):
-  """Lowest and highest value of an expression on a tile, as UOps. If the highest value of a condition is False, the condition is never true on the
-  tile. If the lowest value is True, it is always true."""
+  """Lowest and highest value of an expression on a tile of queries and keys, as UOps. A condition whose highest value is False is never true on the
+  tile. A condition whose lowest value is True is always true there."""
   low: UOp
   high: UOp
 
 @dataclass(frozen=True)
 class MaskSpan:
-  """Values that an expression can have on a tile: between `low` and `high`. `least` and `most` bound it on every tile of every problem, as Python
-  integers. For a condition or a float, `least` and `most` are 0 and mean nothing."""
+  """Limits of the values of an expression. `low` and `high` are UOps: the lowest and the highest value on one tile of queries and keys. `least` and
+  `most` are Python ints: limits of an int expression that hold on every tile of every problem. For a float or a condition, `least` and `most` are 0
+  and are not used."""
   extremes: Extremes
   least: int = 0
   most: int = 0
@@ -43,20 +44,21 @@ def smaller_of(x:UOp, y:UOp) -> UOp: return (x < y).where(x, y)
 def larger_of(x:UOp, y:UOp) -> UOp: return (x < y).where(y, x)
 
 def is_one_sided(u:UOp) -> bool:
-  """Returns whether an expression depends on the query alone, on the key alone, or on neither."""
+  """Returns whether an expression depends on at most one of the query and the key."""
   return not (depends(u, QUERY) and depends(u, KEY))
 
 class MaskSpans:
-  """Spans of all expressions in a traced mask: the lowest and the highest value of each on a tile. `extremes_of` returns the lowest and the highest
-  value of a one-sided expression (an expression of the query alone or of the key alone). The two values are conditions if the expression is a
-  condition, and otherwise numbers of the dtype that `ORDERED` names. If a float expression is NaN somewhere on the tile, its extremes are -inf and
-  inf. The span of a comparison with such an expression then includes the value that the comparison has for NaN."""
+  """Spans of the expressions in a mask_mod: the lowest and the highest value of each expression on a tile of queries and keys.
+
+  `extremes_of` is a function that returns the lowest and the highest value of an expression of the query alone or of the key alone: two bools for a
+  condition, two int32 for an int expression, two float32 for a float expression. The extremes of a float expression that is NaN somewhere on the tile
+  are -inf and inf. The span of a comparison with such an expression then includes the value that the comparison has for NaN."""
   def __init__(self, extremes_of:Callable[[UOp], Extremes]) -> None:
     self.extremes_of, self.found = extremes_of, dict[UOp, MaskSpan|None]()
 
   def of(self, u:UOp) -> MaskSpan|None:
-    """Returns the span of an expression in a mask: the lowest and the highest value that it has on a tile. Returns None if a number's span is not
-    known. A condition always has a span."""
+    """Returns the span of an expression in a mask: the expression's lowest and highest value on a tile. Returns None if the span of an int or float
+    expression is not known. A condition always has a span."""
     if u not in self.found:
       found = self._one_sided(u) if is_one_sided(u) else self._condition(u) if u.dtype == dtypes.bool else self._integer(u)
       self.found[u] = EITHER_VALUE if found is None and u.dtype == dtypes.bool else found
@@ -99,8 +101,8 @@ class MaskSpans:
     return None
 
   def _integer(self, u:UOp) -> MaskSpan|None:
-    """Returns the span (the lowest and the highest value on a tile) of an int32 that depends on both query and key. Returns None for an operation
-    that this method does not know, or if the number may overflow."""
+    """Returns the span (the lowest and the highest value on a tile) of an int32 expression that depends on both query and key. Returns None for an
+    operation that this method does not know, or if a number in the expression may overflow."""
     if u.dtype != dtypes.int: return None
     if u.op is Ops.CAST and u.src[0].dtype == dtypes.bool:
       return MaskSpan(Extremes(*[n.cast(u.dtype) for n in self.condition(u.src[0]).extremes]), 0, 1)
@@ -121,7 +123,7 @@ class MaskSpans:
 
   def _chosen(self, u:UOp) -> MaskSpan|None:
     """Returns the span (the lowest and the highest value on a tile) of a WHERE, which chooses one of two values by a condition. Returns None if the
-    span of one of the values is not known."""
+    span of either value is not known."""
     c, yes, no = self.condition(u.src[0]), self.of(u.src[1]), self.of(u.src[2])
     if yes is None or no is None: return None
     if u.dtype == dtypes.bool: either = Extremes(yes.low & no.low, yes.high | no.high)
@@ -132,7 +134,7 @@ class MaskSpans:
 def _negated(x:MaskSpan) -> MaskSpan: return MaskSpan(Extremes(x.high.logical_not(), x.low.logical_not()))
 
 def _within_int(u:UOp) -> tuple[int, int]:
-  """Returns bounds of an integer expression that hold in every problem. If a number in the expression may overflow, these are the bounds of int32."""
+  """Returns bounds of an integer expression that hold in every problem. If a number in the expression may overflow, the bounds are those of int32."""
   inside = all(x.vmin >= LEAST_INT and x.vmax <= MOST_INT for x in u.toposort() if dtypes.is_int(x.dtype))
   return (int(u.vmin), int(u.vmax)) if inside else (LEAST_INT, MOST_INT)
 
@@ -141,7 +143,7 @@ def _in_int(extremes:Extremes, least:int, most:int) -> MaskSpan|None:
 
 def one_sided_expressions(mask:UOp) -> list[UOp]:
   """Returns the expressions in a mask that depend on the query alone or on the key alone, and whose extremes on a tile decide whether the mask is
-  constant there. For `i//64 == tokens[j]` these are i//64 and tokens[j]."""
+  constant on the tile. For `i//64 == tokens[j]` these expressions are i//64 and tokens[j]."""
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
     found[u] = None
@@ -150,7 +152,7 @@ def one_sided_expressions(mask:UOp) -> list[UOp]:
   return list(found)
 
 def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
-  """Returns the lowest and the highest value of a mask on a tile. The lowest says whether the mask leaves all scores visible, and the highest whether
-  it may leave some visible. `extremes_of` returns the lowest and the highest value of a one-sided expression (an expression of the query alone or of
-  the key alone)."""
+  """Returns the lowest and the highest value of a mask on a tile of queries and keys. The lowest value says whether the mask leaves all scores of the
+  tile visible. The highest value says whether the mask may leave a score visible. `extremes_of` is a function that returns the lowest and the highest
+  value of an expression of the query alone or of the key alone."""
   return MaskSpans(extremes_of).condition(mask).extremes

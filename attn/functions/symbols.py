@@ -1,7 +1,8 @@
-"""Symbols of a caller's function: the UOps that stand for its arguments while it is traced.
+"""Symbols: the UOps that stand for the arguments of a caller's score_mod or mask_mod while attn traces the function, that is, calls the function on
+UOps in place of numbers.
 
-A traced function is one scalar UOp, made of these symbols, constants, arithmetic, and elements of tensors. An element of a tensor is `INDEX(tensor
-symbol, one int per axis)`. Kernels and tensor operations replace the symbols by their own values."""
+A traced function is one scalar UOp, made of symbols, constants, arithmetic, and elements of tensors. An element of a tensor is `INDEX(tensor symbol,
+one int per axis)`. Kernels and tensor operations replace the symbols by their own values."""
 from __future__ import annotations
 import math
 from attn.tinygrad_compat import Ops, UOp, dtypes
@@ -19,32 +20,32 @@ QUERY, KEY = _number("i", -FAR, FAR), _number("j", 0, FAR)                      
 SYMBOLS = (SCORE, BATCH, QUERY_HEAD, QUERY, KEY)
 
 def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Makes the symbol of a tensor that a traced function reads: the tensor with index `number` in mod_tensors. `dtype` is a name in
-  FUNCTION_TENSOR_DTYPES."""
+  """Makes the UOp that stands for a tensor in a score_mod or mask_mod. `number` is the index of the tensor in `mod_tensors`, an argument of the call
+  to attention. `dtype` is the name of the tensor's dtype, such as "float32"."""
   return UOp.placeholder(shape, FUNCTION_TENSOR_DTYPES[dtype], slot=number)
 
 def is_element(u:UOp) -> bool:
-  """Returns whether a UOp of a traced function is an element of a tensor."""
+  """Returns whether a UOp of a score_mod or mask_mod is an element of a tensor."""
   return u.op is Ops.INDEX
 
 def tensor_of(element:UOp) -> UOp:
-  """Returns the symbol of the tensor to which an element belongs."""
+  """Returns the UOp that stands for the tensor to which an element belongs."""
   return element.src[0]
 
 def indices_of(element:UOp) -> tuple[UOp, ...]:
-  """Returns the index of an element along each axis of its tensor."""
+  """Returns the index of an element along each axis of the element's tensor."""
   return element.src[1:]
 
 def number_of_tensor(element:UOp) -> int:
-  """Returns which tensor of mod_tensors an element belongs to, as a number from 0 on."""
+  """Returns the index, in `mod_tensors`, of the tensor to which an element belongs."""
   base = tensor_of(element)
   while base.op is Ops.RESHAPE: base = base.src[0]
   return int(base.arg.slot)
 
 def elements_of(value:UOp) -> list[UOp]:
-  """Returns the elements of tensors that a traced function reads. If an element is an index of another element, it comes before that one."""
+  """Returns the elements of tensors that the function `value` reads. An element that is an index of another element comes before that element."""
   return [u for u in value.toposort() if is_element(u)]
 
 def depends(value:UOp, *symbols:UOp) -> bool:
-  """Returns whether a traced function depends on one of the symbols."""
+  """Returns whether the expression `value` depends on at least one of the symbols."""
   return any(u in symbols for u in value.toposort())

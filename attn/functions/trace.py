@@ -1,5 +1,5 @@
-"""Traces a caller's score_mod or mask_mod: calls the Python function on UOps (symbols) in place of numbers, and checks that a kernel can compute the
-UOp that it returns."""
+"""Traces a caller's score_mod or mask_mod: calls the Python function on UOps in place of numbers, and checks that a kernel can compute the UOp that
+the function returns."""
 from __future__ import annotations
 import inspect, math, sys
 from collections.abc import Callable, Hashable
@@ -16,22 +16,22 @@ MOST_TENSORS = 8      # most tensors in mod_tensors
 
 @dataclass(frozen=True)
 class Traced:
-  """Caller's function after tracing. Two functions that compute the same are equal as `Traced`.
+  """A score_mod or mask_mod as a UOp. Two functions that compute the same are equal as `Traced`.
 
-    value: the scalar UOp that the function returned, made of the symbols in attn/functions/symbols.py
+    value: the scalar UOp that the function returned when attn called it on the UOps in attn/functions/symbols.py
     told: name of the function, its file and its line, for error messages"""
   value: UOp
   told: str = field(default="", compare=False)
   @cached_property
   def huge(self) -> bool:
-    """Returns whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e). An example is the lowest
-    number of fp32, which callers use as a mask."""
+    """Whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e). An example is the lowest number
+    of fp32, which callers use as a mask."""
     return may_be_huge(self.value)
   def __repr__(self) -> str: return self.told
 
 @dataclass(frozen=True)
 class FunctionForm:
-  """Form that a caller's score_mod or mask_mod must have: its arguments, and the dtype that it returns."""
+  """Form that a caller's score_mod or mask_mod must have: the function's arguments, and the dtype of its result."""
   name: str                    # "score_mod" or "mask_mod"
   symbols: tuple[UOp, ...]     # symbols of its first arguments; the tensors follow
   parameters: str
@@ -46,31 +46,36 @@ TensorKind = tuple[tuple[int, ...], str]     # shape and name of the dtype of a 
 TensorKinds = tuple[TensorKind, ...]
 
 def described(function:Callable[..., Any]) -> str:
-  """Returns the name of a function, with its file and the line where it begins, for error messages. A callable without Python code is described as
-  any other value."""
+  """Returns the name of a function, with its file and the line where it begins, for error messages. For a callable without Python code, such as a
+  builtin, returns its repr, cut off if it is long."""
   code = getattr(inspect.unwrap(function), "__code__", None)
   return values.shown(function) if code is None else f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|None:
-  """Traces a caller's function. Returns None if the function changes nothing: a score_mod that returns the score, a mask_mod that returns True.
+  """Calls a caller's function on UOps in place of numbers, and returns the UOp of its result. Returns None if the function changes nothing: a
+  score_mod that returns the score, a mask_mod that returns True.
 
-  A function that was traced before, with the same values in its closure, is not called again. Raises ValueError if the function does not take the
-  arguments of `signature`, returns something other than a scalar UOp of the right dtype, or returns another UOp when it is called again. Raises
-  NotImplementedError, with the name of the operation, for a UOp that cannot be computed inside a kernel."""
+  `signature` says which arguments the function must take, and which dtype its result must have. `tensors` has the shape and dtype of each tensor in
+  `mod_tensors`. The function is called twice, because its two results must be equal. If a function with the same code and the same values in its
+  closure was traced before, neither call is made: the result comes from a cache.
+
+  Raises ValueError if the function does not take these arguments, returns something other than a scalar UOp of the right dtype, or returns different
+  UOps in the two calls. Raises NotImplementedError, with the name of the operation, for a UOp that a kernel cannot compute."""
   if not callable(function): raise values.wrong(signature.name, function, f"a function {signature.form}")
   key = identity(function)
-  found = call_twice(signature, function, tensors) if key is None else traced_before(key, signature, Held(function), tensors)
+  found = call_twice(signature, function, tensors) if key is None else traced_or_cached(key, signature, Held(function), tensors)
   return None if found.value in (SCORE, UOp.const(True, dtypes.bool)) else found
 
 @dataclass(frozen=True)
 class Held:
-  """Wrapper around a caller's function, for an argument that an `lru_cache` must ignore. All wrappers are equal and have the same hash, so the other
-  arguments alone decide which entry of the cache is found."""
+  """Wrapper around a caller's function, for an argument that an `lru_cache` must ignore. All wrappers are equal and have the same hash, so the cache
+  looks a result up by the other arguments alone."""
   function: Callable[..., Any] = field(compare=False)
 
 @lru_cache(256)
-def traced_before(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced:
-  """Traces a function that has a key (`identity`). Later calls with an equal key find the result in the cache."""
+def traced_or_cached(key:Hashable, signature:FunctionForm, held:Held, tensors:TensorKinds) -> Traced:
+  """Traces the function in `held`, or returns an earlier result from the cache. `key` says what the function computes (see `identity`): functions
+  with equal keys share one result."""
   return call_twice(signature, held.function, tensors)
 
 def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:TensorKinds) -> Traced:
@@ -82,12 +87,13 @@ def call_twice(signature:FunctionForm, function:Callable[..., Any], tensors:Tens
   return Traced(found, described(function))
 
 def tensor_argument(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
-  """Returns the UOp that is passed to a caller's function for a tensor of mod_tensors: the symbol of the tensor, or, if the tensor has no axes, the
-  tensor's only element."""
+  """Returns the UOp that a caller's function gets for the tensor mod_tensors[number]: a UOp that stands for the tensor, or, if the tensor has no
+  axes, the tensor's only element."""
   return tensor_symbol(number, shape, dtype) if shape else tensor_symbol(number, (1,), dtype)[0]
 
 def called(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...]) -> Any:
-  """Calls a caller's function with symbols (UOps) as its arguments, and returns its result."""
+  """Calls a caller's function on UOps, and returns the function's result. Raises ValueError if the function does not take these arguments, or raises
+  an error."""
   try: inspect.signature(function).bind(*arguments)
   except (TypeError, ValueError) as e:
     raise ValueError(f"{signature.name}={described(function)} cannot be called with {len(arguments)} arguments, {signature.parameters} and "
@@ -105,8 +111,8 @@ REASONS = {Ops.BUFFER: NO_ARGUMENT, Ops.PARAM: NO_ARGUMENT, Ops.RANGE: "a loop",
            Ops.STORE: "a store", Ops.PAD: "a padded tensor"}
 
 def checked(signature:FunctionForm, function:Callable[..., Any], arguments:tuple[UOp, ...], x:Any) -> UOp:
-  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns the UOp without its LOADs: an
-  element of a tensor is then the UOp that indexes the tensor, without a LOAD around it."""
+  """Checks that a kernel can compute the UOp `x` that a caller's function returned for the UOps `arguments`. Returns the UOp without LOADs: an
+  element of a tensor is then the UOp that indexes the tensor, without a LOAD around this UOp."""
   what = f"{signature.name}={described(function)}"
   if not isinstance(x, UOp): raise ValueError(f"{what} returned {values.shown(x)}: must return a scalar UOp, {signature.form}")
   if x.op is Ops.CONST and signature.returns == dtypes.float and x.dtype == dtypes.weakfloat: x = UOp.const(x.val, dtypes.float)
@@ -133,8 +139,9 @@ def unable(what:str, uses:str) -> NotImplementedError:
   return NotImplementedError(f"{what} uses {uses}: a function is computed for each score by itself, from scalars and elements of mod_tensors")
 
 def plainer(value:UOp) -> UOp:
-  """Replaces each absolute value by the maximum of x and -x. tinygrad writes an absolute value as x times the sign of x. Where an absolute int is
-  converted to fp32, the maximum is taken of fp32 numbers, which is one instruction."""
+  """Rewrites each absolute value in a function as the maximum of x and -x. tinygrad writes an absolute value as x times the sign of x. If x is an int
+  whose absolute value is cast to fp32, x itself is cast first, because a GPU takes the maximum of x and -x in one instruction if x is an fp32
+  number."""
   made = dict[UOp, UOp]()
   for u in value.toposort():
     new = u.replace(src=tuple(made[s] for s in u.src)) if u.src else u
@@ -151,9 +158,9 @@ def is_absolute(u:UOp) -> bool:
 def greater_of_signs(x:UOp) -> UOp: return committed(x.maximum(-x))
 
 def element(what:str, u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Rewrites an element `u` of a tensor as a UOp that indexes the whole tensor, with one int32 index for each axis. If the function permuted or
-  sliced the tensor and then reshaped it, the element gets a single index that counts all elements of the tensor. Error messages call the caller's
-  function `what`. `rewritten` has the new form of each UOp that has already been rewritten."""
+  """Rewrites `u`, an element of a tensor or of a view of a tensor, as a UOp that indexes the tensor itself by int32 indices. The UOp has one index
+  for each axis. Only if the view was permuted or sliced and then reshaped, the UOp indexes the flattened tensor, and has one index. `rewritten` has
+  the new form of each UOp of the caller's function that has already been rewritten. `what` names the function in error messages."""
   u = unmoved(u)
   plain = u.src[0].op is Ops.PARAM or (u.src[0].op is Ops.RESHAPE and u.src[0].src[0].op is Ops.PARAM)
   if not plain or len(u.src) - 1 != len(u.src[0].shape):
@@ -188,9 +195,9 @@ def unmoved(u:UOp) -> UOp:
     u = x.src[0].index(*indices)
 
 def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
-  """Rewrites an index `u` of a tensor so that it has no LOADs. An index may itself be computed from elements of tensors; such an element is then the
-  UOp that indexes the tensor, without a LOAD around it. `rewritten` has the new form of each UOp of the caller's function that has already been
-  rewritten."""
+  """Rewrites an index `u` of a tensor so that the index contains no LOADs. An index may be computed from elements of tensors; such an element becomes
+  the UOp that indexes the tensor, without a LOAD around this UOp. `rewritten` has the new form of each UOp of the caller's function that has already
+  been rewritten."""
   return u.substitute({old: new for old, new in rewritten.items() if old is not new}) if u not in rewritten else rewritten[u]
 
 # ***** recognising a function *****
@@ -198,8 +205,8 @@ def without_loads(u:UOp, rewritten:dict[UOp, UOp]) -> UOp:
 SIMPLE = (int, float, str, bytes, bool, type(None), DType, type(dtypes))
 
 def identity(function:Any) -> Hashable|None:
-  """Returns a key for what a Python function computes, or None. The key is made of the function's code, and of the values that the code reads from
-  closures, defaults, globals, modules and classes. The result is None if one of these values may change unnoticed, such as an object or a list."""
+  """Returns a key for what a Python function computes. The key is made of the function's code, and of the values that the code reads from closures,
+  defaults, globals, modules and classes. Returns None if one of these values may change unnoticed, as an object or a list may."""
   try: return of_value(function, (), ())
   except TypeError: return None
 
@@ -207,9 +214,9 @@ Holders = tuple[Any, ...]     # functions, modules and classes whose keys are be
 Names = tuple[str, ...]
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
-  """Returns a key for a value that a function's code reads. `names` are the names of globals and attributes in this code. `within` has the functions,
-  modules and classes around x whose keys are not finished yet, the outermost first: if x is one of them, its key is its place in `within`. Raises
-  TypeError if the value has no key."""
+  """Returns a key for x, a value that a function's code reads. `names` are the names of globals and attributes in this code. `within` are the
+  functions, modules and classes whose keys will contain the key of x, the outermost first. If x is one of these itself (a function that calls itself,
+  for example), the key of x is its position in `within`. Raises TypeError if x may change unnoticed."""
   if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
   if isinstance(x, tuple): return tuple(of_value(y, names, within) for y in x)
   if isinstance(x, UOp): return x
@@ -249,8 +256,8 @@ MODERATE = 2.0**64     # constants up to this cannot make a score too large for 
 
 def may_be_huge(value:UOp) -> bool:
   """Returns whether a score_mod may return finite numbers that are too large for fp32 once they are multiplied by log2(e). An example is the lowest
-  number of fp32, which callers use as a mask. An element of a tensor may be so large if the function adds it to a score or chooses it instead of a
-  score. An element that multiplies a score is assumed to be moderate."""
+  number of fp32, which callers use as a mask. An element of a float32 or bfloat16 tensor may be so large if the function adds the element to a score
+  or chooses the element instead of a score. An element that multiplies a score is assumed to be moderate."""
   parts = [u for u in value.toposort() if dtypes.is_float(u.dtype)]
   bounded = {x for u in parts if is_sigmoid(u) for x in (u, *u.src, *u.src[0].src)}
   chosen, seen = [value], set[UOp]()
@@ -276,8 +283,8 @@ def is_sigmoid(u:UOp) -> bool:
 # ***** the functions of a call *****
 
 def functions_of(score_mod:Any, mask_mod:Any, tensors:TensorKinds) -> dict[str, Any]:
-  """Traces the score_mod and the mask_mod of a call to attention; either may be None. `tensors` has the shape and dtype of each tensor of
-  mod_tensors. Returns the fields of Problem that describe them."""
+  """Traces the score_mod and the mask_mod of a call to attention; either may be None. `tensors` has the shape and dtype of each tensor in the call's
+  `mod_tensors`. Returns the values of Problem's fields score_mod, mask_mod and mask_bounds, by name; a function that changes nothing has no field."""
   if tensors and score_mod is None and mask_mod is None: raise ValueError(f"mod_tensors has {len(tensors)} tensors: they need score_mod or mask_mod")
   for n, (shape, _) in enumerate(tensors):
     if 0 in shape: raise ValueError(f"mod_tensors[{n}] has shape {values.shown_shape(shape)}: must have at least one element")
