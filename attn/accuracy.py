@@ -166,7 +166,7 @@ def _finite(x:Array) -> Array:
   return x if (found := np.isfinite(x)).all() else np.where(found, x, 0)
 
 def _in_dtype(x:Array, dtype:str) -> Array:
-  """Replaces the numbers of x that are too large for `dtype` by inf of the same sign."""
+  """Returns x with inf, of the same sign, in place of each number that is too large for `dtype`."""
   return np.where(np.abs(x) >= OVERFLOWS[dtype], np.copysign(np.inf, x), x)
 
 def _flushed(x:Array, dtype:str) -> Array: return np.where(np.abs(x) < SMALLEST[dtype], 0, x)
@@ -424,8 +424,8 @@ def _pairs(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], offse
 # ***** forward *****
 
 def _scales_in_range(scales:Array) -> Array:
-  """Replaces each scale that is 0 or NaN by 2^-100. A scale belongs to a row of 8-bit numbers: a row of zeros has the scale 0, and a row with a NaN
-  has the scale NaN. A kernel may use any small number in place of such a scale."""
+  """Returns scales with 2^-100 in place of each scale that is 0 or NaN. A scale belongs to a row of 8-bit numbers: a row of zeros has the scale 0,
+  and a row with a NaN has the scale NaN. A kernel may use any small number in place of such a scale."""
   return np.where(scales > 0, scales, 2.0**-100)
 
 def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
@@ -434,9 +434,9 @@ def law_of(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -
   k and v, and `out_dtype` the dtype of o. scale, `window`, `offset` (the position of query 0 among the keys) and `options` (masks, bias, lengths,
   ...) describe the call. `flushes` says that the matrix unit treats denormal 16-bit numbers as zero, as CDNA2 does.
 
-  k and v of a cache with 8-bit rows (QuantizedRows) are given as float64, each row times the row's scale, and `v_scales` (B, Hkv, Sk) has the scales
-  of the rows of V. If all of q, k and v are 8-bit floats, the three tensors are given as float64, times q_scale, k_scale and v_scale. `short` says
-  how the matrix unit adds the products of 8-bit floats, if not in fp32."""
+  k and v of a cache with rows of 8-bit numbers (QuantizedRows) are given as float64, each row times the row's scale, and `v_scales` (B, Hkv, Sk) has
+  the scales of the rows of V. If all of q, k and v are 8-bit floats, the three tensors are given as float64, times q_scale, k_scale and v_scale.
+  `short` says how the matrix unit adds the products of 8-bit floats, if not in fp32."""
   o, lse = exact(q, k, v, scale, window, offset, options)
   of_o, of_lse = _Moments.none(o.shape), _Moments.none(lse.shape)
   for one, n, shift, x in _batches(k, options):

@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(q:Tensor, k_cache:GivenRows, v_cache:GivenRows, k:Te
   Returns out, or (out, lse) with return_softmax_lse.
 
     q                (B, Sq, H, D)
-    k_cache, v_cache (B or more, capacity, Hkv, D): Tensors, or QuantizedRows of 8 bits
+    k_cache, v_cache (B or more, capacity, Hkv, D): Tensors, or QuantizedRows
     k, v             new rows (B, new, Hkv, D), or None
     cache_seqlens    rows filled before the call: an int, a Variable or an int32 Tensor (B); None means that the caches are full
     cache_batch_idx  int32 (B): batch of the caches for each batch of q; by default batch b of the caches for batch b of q

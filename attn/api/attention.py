@@ -87,7 +87,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   Execution
     num_splits        Number of key ranges computed in parallel and then merged. 0: chosen by a heuristic. 1: no split.
     batch_invariant   A row of o has the same bits alone and in any batch. Costs speed.
-    deterministic     Gradients have the same bits in every run. False lets faster kernels add to dq in no order.
+    deterministic     Gradients have the same bits in every run. False lets faster kernels add to dq in any order.
     sequence_order    Order of rows sharded over devices: "contiguous", or "zigzag" as attn.shard_sequence orders rows.
     sequence_lengths  (Sq, Sk) without padding, of rows sharded over devices.
     arch              Chip, for example "gfx942". Default: the chip of q's device.
@@ -105,7 +105,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
 
   Pages: with block_table, k is (pages, page_size, Hkv, D) and v (pages, page_size, Hkv, Dv) in every layout. Sequence b has its rows in the pages
   block_table[b, 0], block_table[b, 1], ... kv_lengths says how many rows a sequence has, at most max_blocks*page_size. Entries of block_table beyond
-  these rows are not read. Any page_size works. A multiple of the tile's keys, which `explain` prints, is fastest.
+  these rows are not read. Any page_size works. A multiple of the number of keys in a tile, which `explain` prints, is fastest.
 
   MLA: v=None with v_dim is latent attention as DeepSeek-V2 decodes (arXiv 2405.04434): D=576, v_dim=512, and 16 to 128 query heads on one key head. K
   is read once and V is not copied. softmax_scale stays 1/sqrt(D) by default. DeepSeek's models use (128 + 64)**-0.5, from the head dimension before
@@ -117,7 +117,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
   Under TinyJit, too, each call draws a new seed.
 
   8-bit floats: q, k and v of fp8e4m3, or of fp8e4m3fnuz on gfx942, stand for q*q_scale, k*k_scale and v*v_scale. The matrix unit multiplies the 8-bit
-  numbers, and P is rounded to their dtype, too. A call with 8-bit floats has no gradient, no dropout and no cache. (A cache of 8 bits is
+  numbers, and P is rounded to the dtype of q, too. A call with 8-bit floats has no gradient, no dropout and no cache. (A cache of 8-bit numbers is
   QuantizedRows: q then has 16 bits, and the kernel converts k and v to 16 bits.) The matrix units of sm_89 and sm_90 add products with about 14 bits,
   so kernels add a sum to a float32 sum after 128 products. With fast_accumulate kernels leave sums to the matrix unit, and a long row may lose the
   products of small weights (docs/attention.md).
@@ -157,8 +157,8 @@ def backward_choice_of(q:Tensor, k:GivenRows, v:GivenRows|None, **options:Any) -
   return choose_backward(of, call.arch, call.choice().kernel)
 
 def copied_caches(c:CheckedCall, given:dict[str, GivenRows|None]) -> list[str]:
-  """Returns which of "k" and "v" are copied each time the checked call `c` runs: pages (blocks of cache rows) and rows of 8 bits that no kernel can
-  read in place. `given` has k and v as the caller gave them."""
+  """Returns which of "k" and "v" are copied each time the checked call `c` runs: pages (blocks of cache rows) and rows of 8-bit numbers that no
+  kernel can read in place. `given` has k and v as the caller gave them."""
   if c.problem.pages is None and not c.problem.stored: return []
   tensors = {name: stored_rows(name, t) for name, t in given.items() if t is not None}
   return [name for name, t in tensors.items() if c.tensors[name] is not t]

@@ -35,9 +35,9 @@ def one_or_several(names:tuple[str, ...]) -> str|tuple[str, ...]: return names i
 
 def cache_maker(dtype:Any, scale_dtype:Any, device:Any, v_dim:int|None, rotary_dtype:Any, axis:int|None=None) -> Callable[..., Any]:
   """Checks the dtypes and the devices of a new cache. Returns a function that takes a shape and makes a cache of zeros: a Tensor, or QuantizedRows if
-  `dtype` is a format of 8 bits. If `v_dim` is given, a cache of 8 bits is QuantizedLatent. `scale_dtype` is the dtype of the scales of rows of 8
-  bits, and `rotary_dtype` the dtype of the columns after the first v_dim. Each of several devices gets a part of the cache along the axis `axis`, or
-  a copy of the cache if `axis` is None."""
+  `dtype` is a format of 8 bits. If `v_dim` is given, a cache of 8-bit numbers is QuantizedLatent. `scale_dtype` is the dtype of the scales of rows of
+  8-bit numbers, and `rotary_dtype` the dtype of the columns after the first v_dim. Each of several devices gets a part of the cache along the axis
+  `axis`, or a copy of the cache if `axis` is None."""
   on = Device.DEFAULT if device is None else one_or_several(device_names("device", device))
   format, of_scales = eight_bits("dtype", dtype, on), check_scale_dtype("scale_dtype", scale_dtype)
   of_rotary = check_out_dtype("rotary_dtype", rotary_dtype)
@@ -71,8 +71,8 @@ def empty_kv_cache(batch:int, heads:int, capacity:int, width:int, *, dtype:DType
 
   `dtype` is float16, bfloat16 or float32, for Tensors; or "int8" or "fp8e4m3", for `QuantizedRows`: rows of 8-bit numbers, each row with a scale.
   "fp8e4m3" is the chip's own format: OCP's e4m3, or e4m3fnuz on gfx942. `scale_dtype` is the dtype of the scales: float32 (4 bytes for each row) or
-  float16 (2 bytes). A cache of 8 bits with rows of 128 elements holds 1.9 times as many tokens as a float16 cache in equal memory. With rows of 64
-  elements this factor is reached only with float16 scales.
+  float16 (2 bytes). A cache of 8-bit numbers with rows of 128 elements holds 1.9 times as many tokens as a float16 cache in equal memory. With rows
+  of 64 elements this factor is reached only with float16 scales.
 
   `v_dim` is for latent attention (MLA): V is the first v_dim columns of K, and v_cache is None. k_cache is then a Tensor or, in 8 bits,
   `QuantizedLatent`, whose columns after the first v_dim have the dtype `rotary_dtype`."""
@@ -90,8 +90,8 @@ def empty_paged_cache(num_pages:int, page_size:int, Hkv:int, D:int, Dv:int|None=
   """Allocates a key/value cache in pages. Returns (k_pages, v_pages), filled with zeros: (num_pages, page_size, Hkv, D) and (num_pages, page_size,
   Hkv, Dv). Dv is D by default. An allocator decides which pages a sequence gets and which pages are free: examples/serve.py has one. On several
   devices each page is sharded along its heads. Raises ValueError for a size that is not a positive whole number, or if Hkv is not a multiple of the
-  number of devices. The scales of pages of 8 bits are (num_pages, page_size, Hkv). `dtype`, `scale_dtype`, `v_dim` and `rotary_dtype` are as in
-  `empty_kv_cache`."""
+  number of devices. The scales of pages of 8-bit numbers are (num_pages, page_size, Hkv). `dtype`, `scale_dtype`, `v_dim` and `rotary_dtype` are as
+  in `empty_kv_cache`."""
   sizes = [values.whole_number(name, n, 1, 2**31 - 1, "a whole number, at least 1 and less than 2**31")
            for name, n in (("num_pages", num_pages), ("page_size", page_size), ("Hkv", Hkv), ("D", D), ("Dv", D if Dv is None else Dv))]
   if device is not None: device = one_or_several(device_names("device", device))
@@ -160,7 +160,7 @@ def _kernel(names:tuple[str, ...], a:Append) -> KernelFunction:
 @dataclass(frozen=True)
 class NewRows:
   """Checked new rows, ready to be written into caches. `launches` has an entry for k and, unless V is part of K, an entry for v. An entry has the
-  tensors to write (the cache and, for rows of 8 bits, the scales), the new rows, and the kernel that writes these rows."""
+  tensors to write (the cache and, for rows of 8-bit numbers, the scales), the new rows, and the kernel that writes these rows."""
   launches: tuple[tuple[list[Tensor], Tensor, KernelFunction], ...]
   start: Tensor      # int32 (batch): rows filled before the append
   filled: Tensor     # int32 (batch): rows filled after it
@@ -199,7 +199,7 @@ def rows_in(name:str, cache:Tensor, layout:str) -> Strided|None:
 
 @dataclass(frozen=True)
 class Output:
-  """A tensor that an append writes: a cache, or the scales of a cache of 8-bit rows."""
+  """A tensor that an append writes: a cache, or the scales of a cache of rows of 8-bit numbers."""
   name: str
   tensor: Tensor
   layout: str
@@ -223,8 +223,8 @@ class Output:
 
 @dataclass(frozen=True)
 class OfCache:
-  """New rows of k or of v (`new`), and the cache to which the rows are appended. For a cache of 8-bit rows, `cache` is only the tensor of 8-bit
-  numbers, and `quantized` has the scales, too."""
+  """New rows of k or of v (`new`), and the cache to which the rows are appended. For a cache of rows of 8-bit numbers, `cache` is only the tensor of
+  8-bit numbers, and `quantized` has the scales, too."""
   name: str
   new: Tensor
   cache: Tensor
@@ -232,8 +232,8 @@ class OfCache:
   @property
   def width(self) -> int: return int(self.cache.shape[-1]) if self.quantized is None else self.quantized.width
   def outputs(self, layout:str) -> list[Output]:
-    """Returns the tensors that an append to this cache writes: the cache; for rows of 8 bits also the scales; for a latent cache (MLA) of 8 bits also
-    the rotary columns, which keep 16 bits. `layout` is the layout of the cache."""
+    """Returns the tensors that an append to this cache writes: the cache; for rows of 8-bit numbers also the scales; for a latent cache (MLA) of
+    8-bit numbers also the rotary columns, which keep 16 bits. `layout` is the layout of the cache."""
     x = self.quantized
     further = {} if x is None else {"scales": x.scales, **({} if x.rotary is None else {"rotary": x.rotary})}
     return [Output(f"{self.name}_cache", self.cache, layout), *[Output(f"{self.name}_cache.{part}", t, layout) for part, t in further.items()]]

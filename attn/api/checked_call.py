@@ -114,8 +114,8 @@ class PlacedInputs:
 
 def as_bytes(dtype:str, tensors:dict[str, Tensor], options:AttentionOptions, in_place:bool) -> dict[str, Tensor]:
   """Returns the tensors q, k and v with 8-bit floats reinterpreted as bytes (uint8), because kernels take bytes; a tensor of another dtype stays as
-  given. `dtype` is the dtype of q. Raises NotImplementedError for v_dim and for a cache (`in_place`, or a block table), because a cache of 8 bits is
-  QuantizedRows."""
+  given. `dtype` is the dtype of q. Raises NotImplementedError for v_dim and for a cache (`in_place`, or a block table), because a cache of 8-bit
+  numbers is QuantizedRows."""
   for name, there in (("block_table", options.block_table is not None), ("v_dim", options.v_dim is not None), ("a cache", in_place)):
     if there: raise NotImplementedError(f"{name} with q of {dtype}: a cache of 8 bits is QuantizedRows, and its queries have 16 bits")
   return {name: t.bitcast(dtypes.uchar) if values.dtype_text(t.dtype) in OF_8_BITS else t for name, t in tensors.items()}
@@ -134,8 +134,8 @@ def input_scale(name:str, t:Tensor, x:PlacedInputs, sequences:int) -> Tensor:
 
 def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, lengths_name:str, in_place:bool) -> PlacedInputs:
   """Checks q, k and v, and finds on which devices the tensors lie. Also finds the strides of k and v where kernels read k and v without a copy. This
-  is so for pages (blocks of cache rows), for rows of 8 bits, and, with `in_place`, for all views of a larger buffer. Error messages call kv_lengths
-  `lengths_name`, the name that the caller's own argument has."""
+  is so for pages (blocks of cache rows), for rows of 8-bit numbers, and, with `in_place`, for all views of a larger buffer. Error messages call
+  kv_lengths `lengths_name`, the name that the caller's own argument has."""
   layout = options.layout
   check_pair(("k", "v"), k, v)
   quantized, tensors = dict[str, Quantized](), dict[str, Tensor]()
@@ -163,8 +163,8 @@ def placed(q:Tensor, k:GivenRows, v:GivenRows|None, options:AttentionOptions, le
   return with_places_of_scales(PlacedInputs(tensors, shapes, types, at, layout, views=views, shards=shards), quantized)
 
 def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> PlacedInputs:
-  """Adds the scales of k and v to the placed inputs x, and finds where the rows of 8 bits and the scales lie in memory. `quantized` has k and v by
-  name if k and v have rows of 8 bits, and is empty otherwise."""
+  """Returns the inputs `x` with the scales of k and v added, and with the strides at which rows of 8-bit numbers and their scales lie in memory.
+  `quantized` has k and v by name if k and v have rows of 8-bit numbers, and is empty otherwise."""
   if not quantized: return x
   if x.shards is not None: raise NotImplementedError("k and v are QuantizedRows sharded along their rows: shard them along batch or heads")
   if x.layout == "thd" and x.pages is None:
@@ -182,7 +182,8 @@ def with_places_of_scales(x:PlacedInputs, quantized:dict[str, Quantized]) -> Pla
   return replace(x, tensors=tensors, views=(places["k"], places.get("v", places["k"])), stored=stored)
 
 def check_latent_cache(x:PlacedInputs, k:Quantized) -> None:
-  """Raises ValueError if a latent cache of 8 bits does not fit q or v_dim."""
+  """Raises ValueError if the cache `k` for latent attention (MLA) does not fit: the columns that are stored in 8 bits must be V, so their number must
+  be v_dim, and the last columns (the rotary columns) must have the dtype of q. `x` has the inputs."""
   if (v_dim := x.shapes["v"][-1]) != (width := int(k.stored.shape[-1])):
     raise ValueError(f"v_dim={v_dim} with k.values of {width} columns: must be {width}, because the stored columns of a latent cache are the values")
   assert k.rotary is not None
@@ -254,7 +255,7 @@ def check_out(q:Tensor, width:int, options:AttentionOptions) -> None:
 
 def out_dtype_of(x:PlacedInputs, options:AttentionOptions) -> str:
   """Returns the dtype name of the output o: `out_dtype` if given, else the dtype of the buffer `out` if given, else the dtype of q, or bfloat16 if q
-  has 8 bits."""
+  has 8-bit floats."""
   if options.out_dtype is not None: return values.dtype_text(options.out_dtype)
   if options.out is not None: return dtype_of("out", options.out)
   return "bfloat16" if x.types[0] in OF_8_BITS else x.types[0]

@@ -11,13 +11,13 @@ from attn.tinygrad_compat import DType, Tensor, dtypes
 from attn.values import FLOATS, static_shape
 
 class QuantizedRows(NamedTuple):
-  """Keys or values of which each element is stored in 8 bits. Each row has a scale: an element is the stored number times the scale of the row. Such
-  a cache holds almost twice as many tokens as a cache of 16 bits. A pair of QuantizedRows, one for K and one for V, is given as k_cache and v_cache;
-  or as k and v of `attention` with kv_lengths or a block_table.
+  """Keys or values of which each element is stored in 8 bits. Each row has a scale: an element is the stored number times the scale of the row. A
+  cache of 8-bit numbers holds almost twice as many tokens as a cache of 16-bit numbers. A pair of QuantizedRows, one for K and one for V, is given as
+  k_cache and v_cache; or as k and v of `attention` with kv_lengths or a block_table.
 
-    values   int8, or the bytes of fp8 (uint8), in the chip's format e4m3. The shape is the shape of a cache, or of the pages of a cache.
-    scales   float32 or float16, one number for each row: the shape of `values` without the last axis. If several rows have a scale in common, such as
-             all rows of a head, any shape that broadcasts to this shape.
+    values   int8, or the bytes of fp8 (uint8), in the chip's format e4m3: a cache such as (B, Hkv, capacity, D), or pages
+    scales   float32 or float16, one number for each row: such as (B, Hkv, capacity), the shape of `values` without the last axis. If several rows
+             have a scale in common, such as all rows of a head, scales may have any shape that broadcasts to this shape
 
   A row with a scale of NaN is a row of NaN. Both tensors may be views of larger buffers. TinyJit takes QuantizedRows as it takes a Tensor."""
   values: Tensor
@@ -176,8 +176,8 @@ def quantize_kv(x:Tensor, dtype:DType|str="int8", *, scale_dtype:DType|str=dtype
 
 @values.names_itself
 def dequantize_kv(rows:QuantizedRows|QuantizedLatent, dtype:DType|str=dtypes.half) -> Tensor:
-  """Converts rows of 8 bits back to a tensor of `dtype` (float16, bfloat16 or float32), by tensor operations: each stored number times the scale of
-  the row. This function is for tests and for moving a cache: kernels read rows of 8 bits without this conversion."""
+  """Converts keys or values stored in 8 bits back to a tensor of `dtype` (float16, bfloat16 or float32), by tensor operations: each stored number
+  times the scale of the row. This function is for tests and for moving a cache: kernels read 8-bit numbers without this conversion."""
   if not isinstance(rows, (QuantizedRows, QuantizedLatent)): raise values.wrong("rows", rows, "QuantizedRows or QuantizedLatent")
   x, dtype = check_quantized("rows", rows), check_out_dtype("dtype", dtype)
   found = (x.format.decode(x.stored)*x.scales.cast(dtypes.float).unsqueeze(-1)).cast(dtype)

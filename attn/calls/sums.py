@@ -32,8 +32,8 @@ def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Ten
   return within_tensor(sums, places)
 
 def within_tensor(x:Tensor, places:list[tuple[int, int]]) -> Tensor:
-  """Pads a tensor with zeros or cuts elements off. `places` has a pair (before, after) for each axis: how many zeros to add at the beginning and at
-  the end. A negative number says how many elements to cut off."""
+  """Returns a tensor padded with zeros or with elements cut off. `places` has a pair (before, after) for each axis: how many zeros to add at the
+  beginning and at the end. A negative number says how many elements to cut off."""
   sizes = [int(n) for n in x.shape]
   kept = tuple((min(max(-before, 0), n), max(n - max(-after, 0), min(max(-before, 0), n))) for n, (before, after) in zip(sizes, places))
   return x.shrink(kept).pad(tuple((max(before, 0), max(after, 0)) for before, after in places))
