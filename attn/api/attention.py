@@ -46,7 +46,7 @@ def attention(q:Tensor, k:GivenRows, v:GivenRows|None, *, causal:bool|str=False,
                       bits, with a scale for each row. With v_dim, k may be QuantizedLatent.
     v_dim             V is k[..., :v_dim]: multi-head latent attention, see MLA below.
     layout            "bhsd", "bshd" (B, S, H, D), "nsd" (B*H, S, D) or "thd" (total, H, D): packed sequences, one after another.
-    out               Buffer, or contiguous part of a buffer, to write o to. The call returns this tensor as o.
+    out               Tensor to write o to, which the call returns as o: a buffer, or the contiguous() of a slice that has no gaps in the buffer.
     out_dtype         Dtype of o. Default: the dtype of `out`, or of q; bfloat16 for q of 8-bit floats.
     return_lse        Also return lse, the natural-log sum of exponentials: float32 (B, H, Sq), (B*H, Sq) in "nsd", (H, total) in "thd".
 

@@ -30,9 +30,9 @@ class KernelFunction(Protocol):
   def __call__(self, *placeholders:UOp) -> CheckedKernel: ...
 
 def region(u:UOp) -> tuple[UOp, int, int]|None:
-  """Returns the memory to which a kernel writes an output `u`, as (buffer, first element, number of elements). Returns None if `u` is neither a
-  buffer nor a contiguous part of a buffer. `u` may be the `contiguous()` of a slice without gaps: tinygrad then makes no copy, but gives the part of
-  the buffer to the kernel."""
+  """Returns the memory to which a kernel writes an output `u`, as (buffer, first element, number of elements). `u` may be a buffer, or the
+  `contiguous()` of a slice that has no gaps in the buffer: tinygrad then makes no copy, but gives the kernel the part of the buffer. Returns None for
+  any other view, and for a computed value."""
   count, sliced = u.max_numel(), False
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS, Ops.MSELECT):
     if u.op is Ops.MSELECT and u.has_buffer_identity(after_ok=True): return u.buf_uop, 0, count     # one device's buffer of a tensor on several
@@ -44,16 +44,17 @@ def region(u:UOp) -> tuple[UOp, int, int]|None:
   return None if base is None else (base[0], base[1] + view[1], count)
 
 def whole_buffer(name:str, u:UOp) -> None:
-  """Checks that `u`, an output of a kernel, is a buffer or a contiguous part of a buffer. Raises ValueError for any other view and for a computed
-  value, because the kernel's results would be lost. The message calls the output `name`."""
+  """Raises ValueError unless `u`, an output of a kernel, is a buffer or the `contiguous()` of a slice that has no gaps in the buffer. What a kernel
+  writes to any other view, or to a computed value, would be lost. The message calls the output `name`."""
   if region(u) is not None: return
   while u.op in (Ops.RESHAPE, Ops.AFTER, Ops.UNSHARD, Ops.CONTIGUOUS): u = u.src[0]
   raise ValueError(f"{name} is a view or a computed value ({u.op.name} of a buffer): an output must be a whole contiguous buffer, such as "
                    "Tensor.empty(...), or Tensor.empty_like of a sharded tensor; what a kernel writes to a view is lost")
 
 def check_output(name:str, u:UOp) -> None:
-  """Raises ValueError if `u`, an output of attention, is not a buffer or a contiguous part of a buffer. Also raises ValueError if `u` begins at an
-  address that is not a multiple of UNIT_BYTES, because kernels write rows in units of this size. The message calls the output `name`."""
+  """Raises ValueError unless `u`, an output of attention, is a buffer or the `contiguous()` of a slice that has no gaps in the buffer. Also raises
+  ValueError if `u` begins at an address that is not a multiple of UNIT_BYTES, because kernels write rows in units of this size. The message calls the
+  output `name`."""
   whole_buffer(name, u)
   if (first := begins_at(u)) % UNIT_BYTES:
     raise ValueError(f"{name} begins at byte {first} of its buffer: kernels write rows by {UNIT_BYTES} bytes, so it must begin at a multiple of that")
