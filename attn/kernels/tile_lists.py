@@ -298,6 +298,7 @@ def tiles_in_order(x:ListedBlocks) -> Callable[..., UOp]:
       return now
     def turn() -> UOp:
       """Counts the blocks that start before this block and have the tile in their lists."""
+      if x.blocks == 1: return int32(0)      # a loop of one iteration that adds nothing: tinygrad would lose the 0 with which it begins
       started = functools.partial(in_order_of_start, x.p, blocks=x.blocks)
       def earlier(b:UOp) -> UOp:
         listed = group(tile, (of_list*x.blocks + b.minimum(x.blocks - 1))*x.tiles) < 2

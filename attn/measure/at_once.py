@@ -1,5 +1,6 @@
 """Compares the ways in which attn computes dq, dk and dv on an NVIDIA GPU with wgmma: by two kernels, by one kernel whose workgroups add to dq in no
-order, and by one kernel whose workgroups add to dq in a fixed order. Without options, also times the backward of two backends of PyTorch.
+order, and by one kernel whose workgroups add to dq in a fixed order. Also times the backward of PyTorch's backends, if they have the options, and
+with a mask_mod that of PyTorch's compiled flex_attention.
 
   DEV=CUDA python -m attn.measure.at_once [WORD ...]      prints the rows whose name has each WORD; CSV=path writes them to a file
 
@@ -12,15 +13,20 @@ from typing import Any
 import numpy as np
 from attn.calls.checked_kernel import device_arch
 from attn.calls.gradient import BackwardLaunch, kernels_with_tiles
+from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip
 from attn.chips.matrix import MMA
 from attn.chips.shapes import WgmmaBackwardShape
 from attn.choose.backward import Parts, choose_parts, tiles_of
 from attn.choose.backward_tiles import AtOnceTile
 from attn.choose.dispatch import single_kernel
+from attn.choose.tile_lists import listing
+from attn.functions.trace import functions_of
+from attn.kernels.tile_lists import ListedBlocks
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
 from attn.measure.backward import APART, SIZES, outputs_of, shape_of, torch_backward, torch_seconds
-from attn.measure.functions import graph_timer
+from attn.measure.functions import (DOCUMENT, FLEX, FUNCTION_ROWS, HEAD_DIMENSION, HEADS, ROWS_OF_ALL, FunctionRow, flex_forward, graph_timer,
+                                    tensors_of_functions)
 from attn.measure.machine import need
 from attn.measure.peers import CUDNN, FLASH, as_tensor, in_turn, on_the_host, random_inputs
 from attn.ops import renderers
@@ -32,19 +38,24 @@ SHAPE_AT_ONCE = WgmmaBackwardShape(2, 64)      # of the kernel that computes all
 MOST_COLUMNS = 128     # largest head dimension of this kernel
 TWO, NO_ORDER, IN_ORDER = ALL_WAYS = "two kernels", "in no order", "in order"
 
-def launches_of(p:Problem, arch:Chip, way:str) -> list[BackwardLaunch]:
-  """Returns the launches, one after another, that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
+Launches = list[tuple[BackwardLaunch, ListedBlocks|None]]     # one after another, each with the lists of tiles that it gets
+
+def launches_of(p:Problem, arch:Chip, way:str) -> Launches:
+  """Returns the launches that compute dq, dk and dv. `way` is TWO for two kernels, NO_ORDER for one kernel that adds to dq in any
   order, and IN_ORDER for one kernel that adds to dq in a fixed order."""
   one: AtOnceTile|str = TWO if way == TWO else WgmmaBackwardTile(**vars(SHAPE_AT_ONCE), matrix=MMA[p.dtype], keys=True, adds_dq=True)
-  parts = choose_parts(p, arch)
-  if way != TWO: parts = Parts(0, parts.dkdv)
-  found = kernels_with_tiles(replace(p, deterministic=way != NO_ORDER), arch, False, parts, (None, None), *tiles_of(p, arch), one)
-  return [launch for name, launch in found.items() if name != "forward"]
+  p, parts, (dq, dkdv) = replace(p, deterministic=way != NO_ORDER), choose_parts(p, arch), tiles_of(p, arch)
+  lists = listing(p, arch, dq), listing(p, arch, dkdv, "queries")
+  if isinstance(one, WgmmaBackwardTile): parts, lists = Parts(0, parts.dkdv), (None, listing(p, arch, one, "queries", p.deterministic))
+  found, of_kernel = kernels_with_tiles(p, arch, False, parts, lists, dq, dkdv, one), {"dq": lists[0], "dkdv": lists[1], "all": lists[1]}
+  return [(launch, of_kernel.get(name)) for name, launch in found.items() if name != "forward"]
 
-def computed_gradients(launches:list[BackwardLaunch], have:dict[str, Tensor]) -> dict[str, Tensor]:
+def computed_gradients(launches:Launches, have:dict[str, Tensor]) -> dict[str, Tensor]:
   """Returns dq, dk and dv as tensors that the launches compute from the tensors `have`, by name. dq, dk and dv are not computed yet."""
-  there = dict(have)
-  for x in launches:
+  there, device = dict(have), have["q"].device
+  assert isinstance(device, str)
+  for x, lists in launches:
+    if lists is not None: there["tile_list"] = tile_lists(lists, device, have)
     given = [there[name] if name in there else Tensor.empty(*shape, dtype=(FLOATS | INTS)[dtype]) for name, (shape, dtype) in x.shapes.items()]
     after = Tensor.custom_kernel(*given, fxn=x.kernel)
     there |= {name: t for name, t in zip(x.shapes, after) if name in x.outputs}
@@ -58,17 +69,21 @@ class WaysRow:
   """A problem of this comparison: its sizes, a word for its options, and the options.
 
     extras: the optional tensors by name
-    packed: whether the batches are packed sequences"""
+    packed: whether the batches are packed sequences
+    function: the mask_mod, for attn and for PyTorch"""
   sizes: WaysSizes
   told: str
   options: dict[str, Any] = field(default_factory=dict)
   extras: dict[str, np.ndarray] = field(default_factory=dict)
   packed: bool = False
+  function: FunctionRow|None = None
   @property
   def p(self) -> Problem:
     (B, H, Hkv, Sq, Sk, D), layout = self.sizes, "thd" if self.packed else "bhsd"
     def shape(heads:int, rows:int) -> tuple[int, ...]: return (B*rows, heads, D) if self.packed else (B, heads, rows, D)
     given: dict[str, Any] = {"max_seqlen_q": Sq, "max_seqlen_k": Sk} if self.packed else {}
+    kinds = tuple((x.shape, str(x.dtype)) for x in self.extras.values())
+    if self.function is not None: given |= functions_of(None, self.function.mask_mod, kinds)
     return problem_of(shape(H, Sq), shape(H, Sq), shape(Hkv, Sk), shape(Hkv, Sk), dtypes=["bfloat16"]*4 + ["float32"], layout=layout,
                       lse=(H, B*Sq) if self.packed else (B, H, Sq), extras={name: (x.shape, str(x.dtype)) for name, x in self.extras.items()},
                       **given, **self.options)
@@ -82,12 +97,15 @@ OPTIONS_TIMED:dict[str, TimedOptions] = {
   "window": {"window": (1023, 0)}, "softcap": {"softcap": 30.0}, "softcap, causal": {"softcap": 30.0} | LIKE_TORCH, "dropout": {"dropout_p": 0.1},
   "dropout, causal": {"dropout_p": 0.1} | LIKE_TORCH, "ALiBi, causal": LIKE_TORCH, "packed": {}, "packed, causal": LIKE_TORCH}
 SIZES_WITH_OPTIONS = ((4, 16, 16, 4096, 4096, 128), (4, 32, 8, 4096, 4096, 128))
+SIZES_WITH_MASKS = (1, HEADS, HEADS, ROWS_OF_ALL, ROWS_OF_ALL, HEAD_DIMENSION)
+MASKS_TIMED = ("documents", "dilated", "neighbours")
 FURTHER_SIZES = ((4, 16, 16, 4000, 4000, 128), (8, 16, 16, 2048, 2048, 128), (16, 16, 16, 1024, 1024, 128))
 
 def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
   """Returns the optional tensors, by name, that a row with the options `told` needs."""
   B, H, _, Sq, Sk, _ = sizes
   if "dropout" in told: return {"dropout_seed": np.array([1, 2], np.uint32)}
+  if told.endswith("documents"): return {"mod_tensor0": np.arange(Sk, dtype=np.int32)//DOCUMENT}
   if "ALiBi" in told: return {"alibi_slopes": 2.0**(-8*(np.arange(H, dtype=np.float32) + 1)/H)}
   return {f"cu_seqlens_{name}": np.arange(B + 1, dtype=np.int32)*n for name, n in (("q", Sq), ("k", Sk))} if "packed" in told else {}
 
@@ -97,22 +115,34 @@ def rows_of_ways(words:list[str]) -> list[WaysRow]:
   found = [WaysRow(x, told, options) for x, (told, options) in itertools.product(sizes, OF_PEERS.items())]
   found += [WaysRow(x, told, options, extras_of(told, x), "packed" in told)
             for x, (told, options) in itertools.product(SIZES_WITH_OPTIONS, OPTIONS_TIMED.items())]
+  masks = [(f"mask_mod, {row.name}", row) for row in FUNCTION_ROWS if row.name in MASKS_TIMED]
+  found += [WaysRow(SIZES_WITH_MASKS, told, {}, extras_of(told, SIZES_WITH_MASKS), function=row) for told, row in masks]
   return [row for row in found if all(word in row.name for word in words)]
 
 def as_laid(t:Tensor, p:Problem) -> Tensor:
   """Returns a tensor (B, heads, rows, D) in the layout of the problem."""
   return t.permute(0, 2, 1, 3).reshape(-1, t.shape[1], t.shape[3]).contiguous().realize() if p.varlen else t
 
+def flex_backward(row:FunctionRow, q:Any, k:Any, v:Any, do:Any) -> Callable[[], tuple[Any, ...]]:
+  """Returns a function that computes dq, dk and dv by PyTorch's compiled flex_attention, with the mask_mod of `row`."""
+  import torch
+  torch._dynamo.reset()
+  inputs = [x.detach().requires_grad_(True) for x in (q, k, v)]
+  o = flex_forward(inputs, row.torch_mask(tensors_of_functions()))()
+  return lambda: tuple(torch.autograd.grad(o, inputs, do, retain_graph=True))
+
 def compare_ways(row:WaysRow, seed:int=0) -> dict[str, Any]:
   """Times the gradients of a problem in each of the three ways in which attn computes them. If PyTorch's backends have the problem's options, also
-  times these backends. Returns a row of the table: the milliseconds of each, and whether the gradients agree with cuDNN's, or, with options, with
-  those of the two kernels."""
+  times these backends. Returns a row of the table: the milliseconds of each, and whether the gradients agree with cuDNN's, or with
+  flex_attention's, or, with other options, with those of the two kernels."""
   import torch
   torch.cuda.init()
   p = row.p
   inputs = random_inputs(p, seed, (p.H, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk), (p.H, p.Sq))
   peers = torch_backward(p, "causal" in row.told, *inputs) if row.told in OF_PEERS or p.dropout_p else {}
-  expected = [x.float().cpu().numpy() for x in peers[CUDNN]()] if row.told in OF_PEERS else []
+  if row.function is not None: peers = {FLEX: flex_backward(row.function, *inputs)}
+  exact = peers.get(CUDNN if row.told in OF_PEERS else FLEX)
+  expected = [] if exact is None else [x.float().cpu().numpy() for x in exact()]
   theirs_timers = {name: torch_seconds(x) for name, x in peers.items()}
   with foreign_cuda_context() as theirs:
     renderers.adapt(Device.DEFAULT)
@@ -130,7 +160,7 @@ def compare_ways(row:WaysRow, seed:int=0) -> dict[str, Any]:
   found_row = {"shape": shape_of(p), "options": row.told, "dtype": p.dtype} | {f"{name} ms": round(x*1e3, 3) for name, x in times.items()}
   return found_row | {"verdict": "ok" if apart <= APART[p.dtype] else "WRONG"}
 
-WAYS_COLUMNS = ("shape", "options", "dtype", *(f"{name} ms" for name in (*ALL_WAYS, FLASH, CUDNN)), "verdict")
+WAYS_COLUMNS = ("shape", "options", "dtype", *(f"{name} ms" for name in (*ALL_WAYS, FLASH, CUDNN, FLEX)), "verdict")
 
 def main(words:list[str], path:str|None) -> None:
   rows = []

@@ -109,23 +109,29 @@ def in_thd(x:Tensor) -> Tensor:
   """Converts a tensor (1, H, S, D) to the layout thd, (S, H, D)."""
   return x[0].permute(1, 0, 2).contiguous().realize()
 
+def flex_forward(inputs:list[Any], mask:Callable[..., Any], score:Callable[..., Any]|None=None) -> Callable[[], Any]:
+  """Returns a function that computes attention of `inputs` (q, k and v) by PyTorch's compiled flex_attention. Its block mask is made before."""
+  import torch
+  from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+  flex, blocks = torch.compile(flex_attention), create_block_mask(mask, None, None, *[x.shape[2] for x in inputs[:2]], device="cuda")
+  return lambda: flex(*inputs, score_mod=score, block_mask=blocks)
+
 def compare_functions(row:FunctionRow) -> dict[str, Any]:
   """Times attention with the score_mod and mask_mod of `row`, by attn and by PyTorch's flex_attention. Returns the results by column: milliseconds,
   seconds of the first calls, and the largest difference between the outputs."""
   import torch
-  from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+  from torch.nn.attention.flex_attention import create_block_mask
   torch.cuda.init()
   torch._dynamo.reset()
   sizes = (1, HEADS, HEADS, ROWS_OF_ALL, ROWS_OF_ALL, HEAD_DIMENSION, HEAD_DIMENSION)
   p = Problem(*sizes, dtype="bfloat16", out_dtype="bfloat16", softmax_scale=HEAD_DIMENSION**-0.5)
   q, k, v, do = random_inputs(p, 0, *[(HEADS, ROWS_OF_ALL)]*4)
-  t, flex = tensors_of_functions(), torch.compile(flex_attention)
+  t = tensors_of_functions()
   mask, score = row.torch_mask(t), None if row.torch_score is None else row.torch_score(t)
   create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda")
   of_mask = seconds_of(lambda: create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda"), torch.cuda.synchronize)
-  blocks = create_block_mask(mask, None, None, ROWS_OF_ALL, ROWS_OF_ALL, device="cuda")
   inputs = [x.requires_grad_(True) for x in (q, k, v)]
-  def forward() -> Any: return flex(*inputs, score_mod=score, block_mask=blocks)
+  forward = flex_forward(inputs, mask, score)
   first = {"forward": seconds_of(forward, torch.cuda.synchronize)}
   o = forward()
   def backward() -> Any: return torch.autograd.grad(o, inputs, do, retain_graph=True)

@@ -10,6 +10,7 @@ import pytest
 from attn import attention
 from attn.choose.dispatch import choose, single_kernel
 from attn.chips import get_chip
+from attn.functions.trace import functions_of
 from attn.measure import at_once, inputs, later_calls, latency, machine, short
 from attn.measure.backward import outputs_of
 from attn.measure.latency import FIRST_CALLS, FirstCall
@@ -17,22 +18,27 @@ from attn.measure.inputs import NUMBERS_DRAWN, normal_numbers
 from attn.measure.rounds import GRAPH_LAUNCHES, ROUND_SECONDS, ROUNDS, in_turn, timed_rounds
 from attn.reference import rounded
 from attn.tinygrad_compat import Context, Device, GlobalCounters, Tensor
-from api_cases import emulated
+from api_cases import emulated, lists
 from cases import problem
 
-def test_ways_of_backward_give_the_same_gradients() -> None:
+@pytest.mark.parametrize("documents", (False, pytest.param(True, marks=pytest.mark.thorough)))
+def test_ways_of_backward_give_the_same_gradients(documents:bool) -> None:
   """attn.measure.at_once compares three ways to compute gradients: by two kernels, by one kernel that adds to dq in no order, and by one kernel that
-  adds to dq in a fixed order. All three give the same gradients up to rounding."""
-  p = problem(H=2, Sq=100, Sk=128, D=64, dtype="float16", causal="top-left")
-  with emulated("sm_90"):
+  adds to dq in a fixed order. All three give the same gradients up to rounding, also with a mask_mod, where the kernels loop over lists of tiles."""
+  numbers = np.arange(128, dtype=np.int32)//60
+  traced = functions_of(None, lambda b, h, i, j, n: n[i].eq(n[j]), (((128,), "int32"),)) if documents else {"causal": "top-left"}
+  p = problem(H=2, Sq=100, Sk=128, D=64, dtype="float16", extras={"mod_tensor0": numbers} if documents else {}, **traced)
+  with emulated("sm_90"), lists(documents):
     have = {name: Tensor.randn(1, 2, rows, 64, device="EMU").half().realize() for name, rows in (("q", 100), ("k", 128), ("v", 128), ("do", 100))}
+    if documents: have["mod_tensor0"] = Tensor(numbers, device="EMU").realize()
     arch = get_chip("sm_90")
     have |= {name: t.realize() for name, t in outputs_of(p.shapes, single_kernel(p, arch)[0], have).items()}
     ways = [at_once.launches_of(p, arch, way) for way in (at_once.TWO, at_once.NO_ORDER, at_once.IN_ORDER)]
     found = [at_once.computed_gradients(x, have) for x in ways]
     for x in found: Tensor.realize(*x.values())
     two, *others = [{name: t.float().numpy() for name, t in x.items()} for x in found]
-  assert [len(x) for x in ways] == [2, 3, 3] and ["dq_turns" in x[1].shapes for x in ways] == [False, False, True]
+  assert [len(x) for x in ways] == [2, 3, 3] and ["dq_turns" in x[1][0].shapes for x in ways] == [False, False, True]
+  assert [[lists is not None for _, lists in x] for x in ways] == [[documents]*2, *[[False, documents, False]]*2]
   for other in others:
     for name, x in two.items(): np.testing.assert_allclose(other[name], x, atol=5e-3*np.abs(x).max())
 
