@@ -1,4 +1,4 @@
-"""Class Problem: one attention problem, with all its fields checked. Everything on which a kernel is specialised is a field of it."""
+"""Class Problem: one attention problem, with all its fields checked. The fields of Problem are everything on which a kernel is specialised."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
@@ -68,24 +68,26 @@ def check_splits(name:str, x:Any) -> int:
   return values.whole_number(name, x, 0, MAX_SPLITS, supported)
 
 def of_term(default:Any, check:values.Check|None=None) -> Any:
-  """Makes a field of the class Problem that belongs to a term, an operation on scores such as softcap (attn/score). The field says whether the
-  problem has the term, or holds its parameter, such as the cap of softcap. `check` checks the field's value."""
+  """Makes a field of the class Problem for a score term (an operation on scores, such as softcap). The field's value says whether the problem has the
+  term, or is the term's parameter, such as the cap of softcap. `check` checks the value."""
   return field(default=default, metadata={"check": check, "of": "term"})
 
 @dataclass(frozen=True)
 class TensorOfTerm:
-  """Optional tensor that a term reads, such as a bias: its name, axes and dtypes.
+  """Optional tensor that a score term reads, such as a bias.
 
-    axes: axes of the scores. A tensor with `broadcasts` has a dimension for each axis, of full size or of size 1. A tensor without `broadcasts` has
-    dimensions for the last axes, of full size, and may lack the first axes
-    dtypes: dtypes that the tensor may have. If there are several, a field of Problem says which: the term's name with "_dtype" after it"""
+    name: name of the tensor
+    axes: names of the axes of the scores along which the tensor has dimensions (keys of SCORE_AXES)
+    dtypes: names of the dtypes that the tensor may have. If there are several, a field of Problem has the tensor's dtype, such as bias_dtype
+    broadcasts: if True, the tensor has a dimension for each of `axes`, of full size or of size 1. If False, all dimensions have full size, and the
+                tensor has the last axis of `axes`, or the last two, and so on"""
   name: str
   axes: tuple[str, ...]
   dtypes: tuple[str, ...] = DTYPES
   broadcasts: bool = False
   def dimensions(self, shape:Sequence[int], sizes:dict[str, int]) -> tuple[bool, ...]:
-    """Returns, for each dimension of a tensor of this `shape`, whether it has full size. `sizes` has the full sizes of the axes. Raises ValueError if
-    the shape does not broadcast to these sizes."""
+    """Returns a bool for each dimension of a tensor with this `shape`: True for full size, False for size 1. `sizes` has the full size of each axis,
+    by the axis's name. Raises ValueError if the tensor broadcasts and `shape` does not broadcast to these sizes."""
     if not self.broadcasts: return (True,)*min(max(len(shape), 1), len(self.axes))
     full = tuple(sizes[axis] for axis in self.axes)
     if len(shape) != len(full) or any(n not in (1, size) for n, size in zip(shape, full)):
@@ -93,23 +95,26 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Checks the value `x` of Problem's field for this tensor. It must be a result of `dimensions`, or None if the problem has no such tensor.
-    Returns the value, or raises ValueError."""
+    """Checks the value `x` of the field `name` of Problem, the field for this tensor. The value is None if the problem has no such tensor. Otherwise
+    the value has a bool for each dimension of the tensor: True for full size, False for size 1. Returns the value. Raises ValueError for any other
+    value."""
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
     raise values.wrong(name, x, f"None, or a tuple with True (full size) or False (size 1) for each dimension of {self.name}, {least} to {most}")
   def shape(self, dimensions:tuple[bool, ...], sizes:dict[str, int]) -> tuple[int, ...]:
-    """Returns the shape of the tensor. `dimensions` says for each dimension whether it has full size. `sizes` has the full sizes of the axes."""
+    """Returns the shape of the tensor. `dimensions` has a bool for each dimension: True for full size, False for size 1. `sizes` has the full size of
+    each axis, by the axis's name."""
     return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
 
 def of_tensor(name:str, *axes:str, **more:Any) -> Any:
   """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias. The field is None if the problem has no such
-  tensor. Otherwise it says for each dimension of the tensor whether it has full size."""
+  tensor. Otherwise the field has a bool for each dimension of the tensor: True for full size, False for size 1. `axes` and `more` are the other
+  fields of TensorOfTerm."""
   tensor = TensorOfTerm(name, axes, **more)
   return field(default=None, metadata={"check": tensor.check, "of": "term", "tensor": tensor})
 
 def of_mask(default:Any, check:values.Check) -> Any:
-  """Makes a field of the class Problem that belongs to a mask (attn/score). Its value says what the mask hides."""
+  """Makes a field of the class Problem that belongs to a mask. The field's value says what the mask hides. `check` checks the value."""
   return field(default=default, metadata={"check": check, "of": "mask"})
 
 def check_function(name:str, x:Any) -> Traced|None:
@@ -118,7 +123,8 @@ def check_function(name:str, x:Any) -> Traced|None:
 
 @dataclass(frozen=True)
 class Count:
-  """Number of rows that is known only at run time: the sum of tinygrad Variables, each (name, min, max), and a constant."""
+  """Number of rows that is known only at run time: the sum of tinygrad Variables and a constant. `variables` has (name, min, max) of each
+  Variable."""
   variables: tuple[tuple[str, int, int], ...]
   constant: int = 0
   @property
@@ -128,21 +134,21 @@ class Count:
 
 @dataclass(frozen=True)
 class Strided:
-  """Position of the rows of k or v in a larger buffer of `size` elements. Row s of head h of batch b begins at element start + b*batch + h*head +
-  s*row."""
+  """Place of the rows of k or v in a one-dimensional buffer of `size` elements. Row s of head h of batch b begins at element start + b*batch + h*head
+  + s*row. The fields `batch`, `head` and `row` are distances in elements: from one batch, head or row to the next."""
   size: int
   start: int
   batch: int
   head: int
   row: int
   def whole(self, unit:int) -> bool:
-    """Returns whether every row begins at a multiple of `unit` elements."""
+    """Returns whether every row begins at a multiple of `unit` elements of the buffer."""
     return all(n % unit == 0 for n in (self.start, self.batch, self.head, self.row))
 
 @dataclass(frozen=True)
 class Pages:
-  """Pages that hold keys and values: `count` pages of `size` rows each. A sequence has up to `most` pages, in the order of its entries in the block
-  table."""
+  """Pages of a cache of keys and values: `count` pages of `size` rows each. A sequence has up to `most` pages. The sequence's row of the block table
+  lists these pages in order."""
   size: int
   count: int
   most: int
@@ -157,21 +163,21 @@ class DealtRows:
   keys of all devices. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the back half.
   Pieces are equally long on all devices.
 
-    queries: number of rows of q that are real. The rows behind them are padding, which gives 0 in o and -inf in lse
+    queries: number of rows of q that are real. The rows of q behind these are padding, for which o is 0 and lse is -inf
     start: position in the sequence of row 0 of q
     front, jump: row i of q has the position start + i if i < front, and start + i + jump otherwise
     heads: (first, count) of the key/value heads that the launch computes, counted over all batches
 
-  q, o, lse and a bias have the rows that the device holds, in the device's order. Keys are in the order of the sequence; k_view and v_view of the
-  problem say where. lse has only the query heads that the launch computes. So have q and o, except in the layout "bshd", where they have all
-  heads."""
+  q, o, lse and a bias have the rows that the device holds, in the order in which the device holds them. K and V have the rows of the whole sequence,
+  in the sequence's order; k_view and v_view of the Problem say where these rows lie in the tensors k and v. lse has only the query heads that the
+  launch computes. q and o have only these heads, too, but in the layout "bshd" q and o have all heads."""
   start: int
   front: int
   jump: int
   queries: int
   heads: tuple[int, int]
   def place(self, row:Any) -> Any:
-    """Returns the position in the sequence of row `row` of q. `row` and the result are ints, or expressions in a kernel."""
+    """Returns the position in the sequence of row `row` of q. `row` and the result are ints, or UOps in a kernel."""
     if not self.jump: return row + self.start
     further = self.jump*(row >= self.front) if isinstance(row, int) else (row >= self.front).where(self.jump, 0)
     return row + self.start + further
