@@ -5,10 +5,12 @@
 DEV        AMD, CUDA, CL, CPU, EMU::...  B, H, HKV  batch, query heads, key/value heads   N, SK    queries, keys     D, DV  head dimensions
 DTYPE      float16, bfloat16, float32    OUT_DTYPE  as DTYPE, or float32                  LAYOUT   bhsd, bshd, nsd   LSE    1: with lse
 CAUSAL     0, 1, bottom-right, top-left  WINDOW     left,right: keys seen, -1 for all     CNT      timed runs        SEED   of the inputs
-VERIFY     0: no, 1: a sample of the rows of large problems, 2: every row                 SWEEP    1: a list of shapes; settings hold for all
-ISA        1: bounds and a prediction, from the machine code                              CSV      a file for the table
-TUNE       1: on a device, times every tile that the kernel may have (with BWD=1 those of both backward kernels), and keeps the fastest in the user's
-           cache directory, where later calls find it. For AMD's kernels, and kernels of plain UOps (float32, D above 256, DEV=CL, DEV=CPU)
+VERIFY     0: no check, 1: checks a sample of the rows of large problems, 2: checks every row
+SWEEP      1: runs the problems of a list (SWEEP, below), each with settings of its own; the environment has the other settings
+ISA        1: prints bounds and a prediction of the kernel's speed, from its machine code
+CSV        file into which the printed table is written, too
+TUNE       1: on a device, times every tile description that the kernel may have (with BWD=1 those of both backward kernels), and keeps the fastest in
+           the user's cache directory, where later calls find it. For AMD's kernels, and kernels of plain UOps (float32, D above 256, DEV=CL, DEV=CPU)
 COMPARE    1: on an NVIDIA GPU, also times PyTorch's SDPA (FlashAttention-2, cuDNN; for float32 its memory-efficient kernel) and tinygrad's. SWEEP=1
            then has a list of its own, and another one for DTYPE=float32
 PLOT       with COMPARE=1: file for a picture of the results (needs matplotlib)
@@ -92,7 +94,7 @@ def pair(name:str, default:str) -> tuple[int, int]:
   return left, right
 
 def settings(default:Mapping[str, Any]) -> Settings:
-  """Reads the problem from the environment. `default` has the values of settings that the environment does not have."""
+  """Reads the problem from the environment variables. `default` has the values of settings that are not set there."""
   B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
   HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
@@ -110,7 +112,7 @@ def settings(default:Mapping[str, Any]) -> Settings:
   return found
 
 def check_verified(s:Settings) -> None:
-  """Raises BadSetting if checking the gradients would take too much memory."""
+  """Raises BadSetting if checking the gradients of a problem would take too much memory."""
   p = s.problem
   if s.backward and s.verify and (scores := p.H//p.Hkv*p.Sq*p.Sk) > MOST_SCORES:
     raise BadSetting(f"VERIFY={s.verify} with BWD=1: a key head has {scores} scores, and at most {MOST_SCORES} can be checked; "
@@ -159,15 +161,16 @@ def bench(s:Settings) -> dict[str, Any]:
 
 # ***** the gradients of one problem *****
 
-def call_of(s:Settings, arch:Chip) -> Backward:
-  """Prepares the backward kernels of a problem. Raises BadSetting if no kernel computes the gradients."""
+def prepared_backward(s:Settings, arch:Chip) -> Backward:
+  """Runs the forward kernel of a problem, and returns its backward kernels, ready to run on random inputs. Raises BadSetting if no kernel computes
+  the gradients."""
   try: return backward_of(s.problem, arch, s.seed)
   except NotImplementedError as e: raise BadSetting(f"BWD=1: {describe(s)}: {e}") from None
 
 def bench_backward(s:Settings) -> dict[str, Any]:
   """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table that bench.py prints, by column."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
-  call, start, seconds, lowering = call_of(s, arch), time.perf_counter(), dict[str, float](), 0.0
+  call, start, seconds, lowering = prepared_backward(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
     start = time.perf_counter()
     outputs = call.run(name)
@@ -214,7 +217,8 @@ def console() -> Console: return Console(width=None if sys.stdout.isatty() else 
 # ***** bounds *****
 
 def show_bounds(s:Settings) -> None:
-  """Prints bounds of a kernel's speed, which follow from its machine code and from the chip's data sheet, and a prediction."""
+  """Prints bounds of the forward kernel's speed, which follow from the kernel's machine code and the chip's data sheet, and a prediction of this
+  speed."""
   from attn.isa import report, roofline, table
   from attn.isa.timing.predict import Division, predict
   from attn.isa.timing.trips import timing_of
@@ -240,7 +244,8 @@ def show_bounds(s:Settings) -> None:
 # ***** tuning by time *****
 
 def device_timer(s:Settings) -> Seconds:
-  """Returns a function that times a forward kernel on the device. The time is that of the fastest run."""
+  """Returns a function that times a forward kernel on the device. The function takes a kernel and the kernel's tile description, and returns the
+  seconds of the fastest run."""
   _, tensors, outs = random_operands(s.problem, s.seed)
   def seconds(program:Callable[..., UOp], tile:Tile|TiledTile) -> float:
     schedule = compiled(*Tensor.custom_kernel(*outs, *tensors, fxn=program)[:len(outs)])
@@ -248,9 +253,10 @@ def device_timer(s:Settings) -> Seconds:
   return seconds
 
 def backward_timer(s:Settings, arch:Chip) -> BackwardSeconds:
-  """Returns a function that times a backward kernel on the device. The time is that of the fastest run. The kernels are timed without dividing a
-  gradient among workgroups as partial sums, because the number of partial sums would differ from tile to tile."""
-  call = call_of(s, arch)
+  """Returns a function that times a backward kernel on the device. The function takes the kernel's name ("dq" or "dkdv") and a tile description, and
+  returns the seconds of the fastest run. Workgroups do not divide a gradient into partial sums here, because the number of partial sums would depend
+  on the tile description."""
+  call = prepared_backward(s, arch)
   call.tensors["delta"], p = call.run("dq")["delta"].realize(), s.problem
   def seconds(name:str, tile:TimedBackwardTile) -> float:
     given = {n: t for n, t in call.tensors.items() if (name, n) != ("dq", "delta")}
@@ -360,7 +366,7 @@ def task() -> Task:
   return x
 
 def file_for(name:str) -> str:
-  """Returns the file path in the environment variable `name`, or "" if it is not set. Raises BadSetting if the file can't be written."""
+  """Returns the file path in the environment variable `name`, or "" if the variable is not set. Raises BadSetting if the file can't be written."""
   if not (path := getenv(name, "")): return ""
   folder = os.path.dirname(os.path.abspath(path))
   if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):

@@ -202,49 +202,52 @@ class Problem:
     alibi        tensor alibi_slopes float32 (H), or (B, H): True for each dimension
     bias         tensor bias of bias_dtype, added to the scores. The field says for each dimension of (B, H, Sq, Sk) whether the
                  tensor has that size (True) or 1 (False)
-    score_mod    the caller's own function of a score, applied after the other terms
+    score_mod    the caller's own function of a score, applied after the score terms above
     mask_mod, mask_bounds   the caller's own mask. A query sees a key if the key lies in the query's interval (mask_bounds) and the function
-                 mask_mod holds for the pair. If one of them is None, the other is the whole mask
+                 mask_mod holds for the pair. If one of these two fields is None, the other field is the whole mask
     tile_list    shape of the tensor tile_list int32, with a list of tiles for each block of rows (attn/kernels/tile_lists.py)
-    mod_tensors  shape and dtype of the tensors that these functions read: mod_tensor0, mod_tensor1, ...
-    by_element   only for backward_dbias: the kernel sums the gradient of one element of a mod_tensor. The field is the element's number
-                 among the float elements that score_mod reads
+    mod_tensors  shape and dtype of the tensors that score_mod and mask_mod read: mod_tensor0, mod_tensor1, ...
+    by_element   only for the kernel backward_dbias, which computes the gradient of one expression such as table[h, i - j] by which score_mod reads
+                 a tensor of floats. by_element is the number of this expression among all such expressions in score_mod, counted from 0
     sinks        tensor sinks float32 (H): one more logit per head, which adds only to the softmax's denominator, and therefore to lse
     kv_lengths   tensor kv_lengths int32 (B): batch b has only the keys j < kv_lengths[b]; Sk is the length of the buffer
     sk_variable  number of keys in all batches, as tinygrad Variables that are bound at run time; Sk is the length of the buffer
-    sq_variable  number of queries, as Variables; only with sk_variable. offset depends on it. The kernel computes Sq rows; rows
+    sq_variable  number of queries, as Variables; only with sk_variable. offset depends on this number. The kernel computes Sq rows; rows
                  beyond the number of queries have no meaning
-    kv_starts    tensor kv_starts int32 (B), only with kv_lengths: batch b has the keys kv_starts[b] <= j < kv_lengths[b], counted
-                 from the first of them
-    k_view, v_view   the tensors k and v are larger buffers of one dimension; these say where the rows of k and v lie in them
-    pages        only with k_view and v_view, whose batches are then pages. Tensor block_table int32 (B, pages.most): its entry n of batch b is the
+    kv_starts    tensor kv_starts int32 (B), only with kv_lengths: batch b has only the keys kv_starts[b] <= j < kv_lengths[b]. For
+                 masks and score terms, key kv_starts[b] has the position 0
+    k_view, v_view   the tensors k and v are larger buffers of one dimension; k_view and v_view say where the rows of K and V lie in these buffers
+    pages        only with k_view and v_view, whose batches are then pages. Tensor block_table int32 (B, pages.most): entry n of batch b is the
                  index of the page with rows n*pages.size to (n + 1)*pages.size - 1 of that batch. Sk is pages.rows
     v_in_k       V is the first Dv columns of K: no tensor v and no v_view
-    stored       format in which k and v are stored (STORED), or "" if they have the dtype of q. Stored rows have scales: row s of k
-                 is the numbers of the tensor k times one number of the tensor k_scales, v likewise with v_scales. Only with k_view and v_view
-    scale_dtype  dtype of the scales, "float32" or "float16"
-    q_scale, k_scale, v_scale   only with q, k and v of 8 bits: number of elements of the tensor of this name, float32, which has a factor of q, k
-                 or v: one for all heads, or one for each batch and key/value head. 0: there is no such tensor
-    fast_accumulate   only with q, k and v of 8 bits: leave all sums of products to the matrix unit, even if it adds them coarsely
-    k_scale_view, v_scale_view   where the scales of the rows of k and v lie in their tensors, which have one dimension
-    k_rotary_view   only with stored and v_in_k, if D > Dv: the tensor k has Dv columns. The other columns of K are not stored in 8 bits: they lie in
-                 the tensor k_rotary, which has the dtype of q and one dimension. This says where
+    stored       format in which k and v are stored in 8 bits (a key of STORED), or "" if k and v have the dtype of q. Each stored row has a
+                 scale: row s of K is row s of the tensor k times one number of the tensor k_scales. V likewise follows from v and
+                 v_scales. Only with k_view and v_view
+    scale_dtype  dtype of k_scales and v_scales, "float32" or "float16"
+    q_scale, k_scale, v_scale   only with q, k and v of 8 bits. The fields belong to float32 tensors with the fields' names, which hold the factors by
+                 which q, k and v are multiplied. A field is the number of factors: 1 (for all heads), B*Hkv (one for each batch and key/value
+                 head), or 0 if there is no such tensor
+    fast_accumulate   only with q, k and v of 8 bits: leave all sums of products to the matrix unit, even if the matrix unit adds coarsely
+    k_scale_view, v_scale_view   where the scales of the rows of k and v lie in k_scales and v_scales, tensors of one dimension
+    k_rotary_view   only with stored and v_in_k, if D > Dv: the tensor k has the first Dv columns of K, in 8 bits. The last D - Dv columns of K are in
+                 the tensor k_rotary, which has the dtype of q and one dimension. k_rotary_view says where the rows lie in k_rotary
     varlen       layout "thd": q (total_q, H, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), o (total_q, H, Dv), lse (H, total_q);
                  tensors cu_seqlens_q and cu_seqlens_k int32 (B+1): sequence b has the rows cu_seqlens[b] <= i < cu_seqlens[b+1];
                  Sq and Sk are the lengths of the longest sequences
-    dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16), the others P/(1 - dropout_p); lse is
-                 computed without dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head, query, key)
-                 decides which elements (attn/ops/dropout.py); for layout "thd" a batch is a sequence, with its own rows
-    first_batch_and_head   tensor first_batch_and_head uint32 (2): numbers from which dropout and the caller's functions count batches and heads,
-                 if the tensors are a part of larger ones
+    dropout_p    > 0: each element of P becomes 0 with this probability (in steps of 2^-16). The other elements are divided by
+                 1 - dropout_p. lse is computed without dropout. Tensor dropout_seed uint32 (2). A function of the seed and of (batch, head,
+                 query, key) decides which elements become 0 (attn/ops/dropout.py); for layout "thd" a batch is a sequence, with its own rows
+    first_batch_and_head   tensor first_batch_and_head uint32 (2), for tensors that are a part of larger tensors: the batch and the head of the larger
+                 tensors with which this part begins. Dropout and the caller's functions count batches and heads from these two numbers
     batch_invariant   a row is computed in the same way in every batch: the tile and the key ranges, of INVARIANT_KEYS keys each, depend
                  neither on B nor on the length of another sequence nor on the capacity for keys
-    deterministic   gradients have the same bits in every run. If False, kernels may add to dq in no order
-    lse_rest     with return_lse and `wide_scores`: tensor lse_rest, with the shape of lse, gets what lse lost by rounding to fp32
+    deterministic   gradients have the same bits in every run. If False, kernels may add to dq in any order
+    lse_rest     only with return_lse and `wide_scores` (a score may be as large as an fp32 number can be): the kernel also writes the tensor
+                 lse_rest, of the shape of lse, which has the parts of lse that rounding to fp32 loses
     dealt        one device of several that share the rows of q, k and v, for some heads: Sq is the number of rows that the device holds, with
                  padding, and Sk the number of keys of the sequence, without padding
-    num_splits   number of key ranges, each computed by its own workgroups (attn/kernels/combine.py). 1: no split. 0: `splits.resolve`
-                 chooses"""
+    num_splits   number of key ranges, each computed by its own workgroups (attn/kernels/combine.py). 1: no split. 0:
+                 attn/choose/splits.py chooses the number"""
   B: int
   H: int
   Hkv: int
@@ -313,13 +316,14 @@ class Problem:
   def itemsize(self) -> int: return BYTES[self.dtype]            # bytes of an element of q
   @property
   def key_dtype(self) -> str:
-    """Dtype of the tensors k and v: that of q, or that of the format in which they are stored."""
+    """Dtype of the tensors k and v in a kernel: the dtype of the stored format if k and v are stored in 8 bits, otherwise the dtype of the tensor
+    q."""
     return STORED[self.stored] if self.stored else self.bits_dtype
   @property
   def of_8_bits(self) -> bool: return self.dtype in OF_8_BITS
   @property
   def bits_dtype(self) -> str:
-    """Dtype of the tensor q in a kernel: that of the problem, or uint8 for the bytes of 8-bit floats."""
+    """Dtype of the tensor q in a kernel: uint8 if q has 8-bit floats, otherwise the problem's dtype."""
     return STORED[self.dtype] if self.of_8_bits else self.dtype
   @property
   def key_itemsize(self) -> int: return BYTES[self.key_dtype]    # bytes of an element of k and v
@@ -329,7 +333,7 @@ class Problem:
     return (self.D + self.Dv)*self.key_itemsize + (2*BYTES[self.scale_dtype] if self.stored else 0)
   @property
   def k_width(self) -> int:
-    """Number of elements in a row of the tensor k. It is D, but for a latent cache of 8 bits, whose other columns lie in k_rotary."""
+    """Number of columns of the tensor k: Dv if K is stored in 8 bits and V is the first Dv columns of K, otherwise D."""
     return self.Dv if self.stored and self.v_in_k else self.D
   @property
   def out_itemsize(self) -> int: return BYTES[self.out_dtype]
@@ -355,8 +359,8 @@ class Problem:
   @property
   def wide_scores(self) -> bool:
     """Tells whether a score may be as large as the largest numbers of fp32. This is so if the bias has a dtype with the range of fp32, or if a
-    score_mod may return such a score. Then lse is stored as two numbers: in the sum of such a score and the logarithm of the number of keys, rounding
-    would lose the logarithm."""
+    score_mod may return such a score. Then lse is stored as two numbers: lse is the sum of a score and of the logarithm of a number of keys, and
+    rounding one number to fp32 would lose the logarithm."""
     return (self.bias is not None and self.bias_dtype != "float16") or (self.score_mod is not None and self.score_mod.huge)
   @property
   def writes_lse(self) -> bool:
@@ -371,7 +375,7 @@ class Problem:
     """Tells whether q may have rows that belong to no sequence. Such a row has 0 in o and -inf in lse."""
     return self.varlen or (self.dealt is not None and self.dealt.queries < self.Sq)
   def place(self, row:Any) -> Any:
-    """Returns the position of row `row` of q in its sequence."""
+    """Returns the position of row `row` of q in the row's sequence. `row` and the result are ints, or UOps in a kernel."""
     return row if self.dealt is None else self.dealt.place(row)
   @property
   def queries(self) -> int:
@@ -387,15 +391,15 @@ class Problem:
     return 0 if self.dealt is None else self.dealt.heads[0]*(self.H//self.Hkv)
   @property
   def rows_before(self) -> int:
-    """Number of rows in the heads before `first_head`. lse does not have these rows. q and o have them only in the layout "bshd"."""
+    """Number of rows in the heads before `first_head`. lse does not have these rows. q and o have these rows only in the layout "bshd"."""
     return self.first_head*self.Sq
   @property
   def rows(self) -> int:
-    """Number of rows of the output over all batches and heads. This is also the number of elements of lse."""
+    """Number of rows of the output over all batches and heads: the number of elements of lse, too."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
   def extras(self) -> Shapes:
-    """Optional input tensors that the problem has: {name: (shape, dtype)}."""
+    """Optional input tensors that the problem has, as {name: (shape, dtype)}."""
     B, H, sizes = self.B, self.H, {axis: getattr(self, size) for axis, size in SCORE_AXES.items()}
     of_terms = {x.name: (x.shape(dimensions, sizes), getattr(self, f"{term}_dtype", x.dtypes[0]))
                 for term, x in TENSORS_OF_TERMS.items() if (dimensions := getattr(self, term)) is not None}
@@ -415,8 +419,9 @@ class Problem:
 
   @property
   def shapes(self) -> Shapes:
-    """All tensors of the problem: {name: (shape, dtype)}, in the order in which a kernel takes them. These are o, lse and lse_rest (what
-    rounding to fp32 lost of lse) if they are written, q, k, v, and `extras`."""
+    """Tensors of the problem, as {name: (shape, dtype)}, in the order in which a kernel takes them: o; lse and lse_rest (the part of lse that
+    rounding to fp32 loses), if the kernel writes them; q, k and v; the scales of rows stored in 8 bits, and k_rotary, if the problem has them;
+    `extras`."""
     def of(heads:int, length:int, total:int, width:int) -> tuple[int, ...]:
       return {"bhsd": (self.B, heads, length, width), "bshd": (self.B, length, heads, width),
               "nsd": (self.B*heads, length, width), "thd": (total, heads, width)}[self.layout]
@@ -440,22 +445,24 @@ class Problem:
 
   @property
   def scale_views(self) -> dict[str, Strided|None]:
-    """Where the scales of rows that are stored in 8 bits lie in their tensors, by the names of these tensors."""
+    """Places of the scales of rows that are stored in 8 bits: {name of the tensor of scales: place of the scales in this tensor}. A place is None if
+    the problem has no such tensor."""
     return {"k_scales": self.k_scale_view, "v_scales": self.v_scale_view}
 
   @property
   def flops(self) -> int:
-    """Floating-point operations of the two matrix products on visible scores, counted as FlashAttention's benchmark does."""
+    """Floating-point operations of the two matrix products on the scores that the mask leaves visible, counted as FlashAttention's benchmark does."""
     left, right = self.window
     def keys_before(further:int) -> int:
-      """Adds up, over all queries, the number of keys with an index below d + `further`. d is the index of the key on the query's diagonal."""
+      """Returns the sum, over the positions i of all queries, of the number of keys j < i + offset + `further`."""
       ends = [self.place(row) + self.offset + further for row in self.ends_of_pieces]
       return sum(held_sum(end + 1, self.Sk) - held_sum(begin, self.Sk) for begin, end in zip(ends[0::2], ends[1::2]))
     visible = (keys_before(right + 1) if right >= 0 else self.queries*self.Sk) - (keys_before(-left) if left >= 0 else 0)
     return 2*self.all_heads*visible*(self.D + self.Dv)
   @property
   def ends_of_pieces(self) -> list[int]:
-    """Indices of the first and the last row of each piece of q, in one list. A piece is a group of rows that are neighbours in their sequence."""
+    """Indices of the first and the last row of each piece of q, in one list. A piece is a group of rows with consecutive positions in their
+    sequence."""
     front = 0 if self.dealt is None or not self.dealt.jump else min(self.dealt.front, self.queries)
     return [row for begin, end in ((0, front), (front, self.queries)) if begin < end for row in (begin, end - 1)]
 
@@ -467,7 +474,7 @@ EXTRAS = (*(x.name for x in TENSORS_OF_TERMS.values()), "sinks", "kv_lengths", "
           "dropout_seed", "first_batch_and_head", *INPUT_SCALES, *MOD_TENSORS)   # optional input tensors, in the order a kernel takes them
 
 def held_sum(end:int, most:int) -> int:
-  """Computes the sum of clamp(n, 0, most) over all whole numbers n < end."""
+  """Returns the sum of clamp(n, 0, most) over all whole numbers n < end."""
   rising, more = max(0, min(end, most + 1)), max(0, end - most - 1)
   return rising*(rising - 1)//2 + more*most
 
@@ -515,8 +522,8 @@ def check_scores(p:Problem) -> None:
     raise ValueError("first_batch_and_head=True with dropout_p=0.0: dropout_p must be positive, or score_mod or mask_mod be given")
 
 def check_packed(p:Problem) -> None:
-  """Checks the options of packed sequences: those that they need are given, and those that they exclude are not. Checks that other layouts have no
-  total_q and total_k."""
+  """Checks the options of packed sequences (layout "thd"). Packed sequences need total_q, and total_k unless k and v lie in pages. Packed sequences
+  exclude kv_starts, sk_variable and tensors such as a bias, and without pages also kv_lengths. Other layouts exclude total_q and total_k."""
   if not p.varlen:
     if p.total_q or p.total_k:
       raise ValueError(f"total_q={p.total_q}, total_k={p.total_k} are for layout='thd' only, not {p.layout!r}")
@@ -532,8 +539,8 @@ def check_packed(p:Problem) -> None:
       raise ValueError(f"{name}={value}: layout='thd' needs the number of rows of all sequences")
 
 def check_numbers_of_rows(p:Problem) -> None:
-  """Checks the options that say how many keys or queries there are: at most one may give the number of keys, and the fields that it needs must be
-  given."""
+  """Checks the options that say how many keys or queries there are. sk_variable excludes kv_lengths. kv_starts needs kv_lengths. sq_variable needs
+  sk_variable, and excludes top_left."""
   if p.sk_variable is not None:
     if p.kv_lengths:
       raise ValueError(f"sk_variable={p.sk_variable} with kv_lengths: only one of them may say how many keys there are")
@@ -544,7 +551,8 @@ def check_numbers_of_rows(p:Problem) -> None:
     raise ValueError("kv_starts without kv_lengths: give both, keys kv_starts[b] <= j < kv_lengths[b] exist")
 
 def check_places(p:Problem) -> None:
-  """Checks the fields that say where k and v lie: in tensors of their own, in larger buffers, or in pages, or V as columns of K."""
+  """Checks the fields that say where k and v lie: in tensors of their own, in larger buffers (k_view, v_view), in pages, or V as columns of K
+  (v_in_k)."""
   if p.v_in_k and (p.Dv > p.D or p.v_view is not None):
     raise ValueError(f"v_in_k with D={p.D}, Dv={p.Dv}, v_view={p.v_view}: V is the first Dv columns of K, so Dv must be at most D and v_view None")
   one_alone = not p.v_in_k and (p.k_view is None) != (p.v_view is None)
@@ -572,7 +580,8 @@ def check_stored(p:Problem) -> None:
       raise ValueError(f"stored={p.stored!r}, v_in_k={p.v_in_k}, D={p.D}, Dv={p.Dv} with {name}={getattr(p, name)}: there are no such rows")
 
 def check_8_bits(p:Problem) -> None:
-  """Checks the scales of q, k and v of 8 bits. Raises NotImplementedError for options that kernels do not support with such inputs."""
+  """Checks the options of a problem whose q, k and v have 8 bits, and the number of scales. Raises NotImplementedError for options that kernels do
+  not support with such inputs."""
   for name in INPUT_SCALES:
     if (number := getattr(p, name)) not in (0, 1, p.B*p.Hkv): raise ValueError(f"{name}={number}: must be 0, 1 or B*Hkv={p.B*p.Hkv} numbers")
   if not p.of_8_bits:
@@ -588,7 +597,8 @@ def check_8_bits(p:Problem) -> None:
 # ***** from shapes to a Problem *****
 
 def _dims(name:str, shape:Sequence[int], layout:str) -> tuple[int, int, int, int]:
-  """Returns (B, H, S, D) of a tensor in `layout`. A tensor (B*H, S, D) or (total, H, D) counts as one batch."""
+  """Returns (B, H, S, D) of a tensor in `layout` from the tensor's `shape`. A tensor (B*H, S, D) or (total, H, D) counts as one batch. `name` is the
+  tensor's name, for error messages."""
   if len(shape) != (3 if layout in ("nsd", "thd") else 4):
     raise ValueError(f"{name} has shape {tuple(shape)}; layout={layout!r} needs {LAYOUTS[layout]}")
   if layout == "nsd": return 1, shape[0], shape[1], shape[2]
@@ -603,15 +613,19 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   """Makes a Problem from the shapes of o, q, k, v (and lse).
 
     dtypes        dtype names of (o, q, k, v[, lse])
-    extras        (shape, dtype name) of each optional tensor that is given, by its name in `EXTRAS`
-    max_seqlen_q, max_seqlen_k   longest sequence of layout "thd". By default the number of rows of all sequences together: this is right, but some
-                  workgroups then find nothing to do
+    causal        False, True, "bottom-right" (as True: query i sees keys j <= i + Sk - Sq) or "top-left" (query i sees keys j <= i)
+    window        (left, right): query i sees `left` keys before key i + offset and `right` keys after this key; -1 for no bound
+    softmax_scale   None stands for 1/sqrt(D)
+    extras        (shape, dtype name) of each optional tensor that is given, such as bias or kv_lengths, by name. The names are those in EXTRAS
+    max_seqlen_q, max_seqlen_k   number of rows of the longest sequence of layout "thd". The default is the number of rows of all sequences together.
+                  The result is then the same, but some workgroups find nothing to do
     views         the fields k_view and v_view of the Problem
-    pages         k and v have the shapes (B, Hkv, pages.rows, D) and (B, Hkv, pages.rows, Dv), whatever the layout
-    v_in_k        v is the shape of the first columns of k
+    pages         sizes of the pages in which keys and values lie, or None. With pages, k and v have the shapes (B, Hkv, pages.rows, D) and
+                  (B, Hkv, pages.rows, Dv), whatever the layout
+    v_in_k        whether V is the first columns of K. `v` is then the shape of these columns
     others        other fields of the Problem, such as softcap
 
-  Raises ValueError for shapes, dtypes or options that contradict each other and NotImplementedError for what is not supported."""
+  Raises ValueError for shapes, dtypes or options that contradict each other, and NotImplementedError for a problem that kernels do not support."""
   layout, causal, window = check_layout("layout", layout), check_causal("causal", causal), check_window("window", window)
   varlen, top_left, paged, extras = layout == "thd", causal == "top-left", pages is not None, extras or {}
   if causal and window[1] > 0: raise ValueError(f"causal={causal!r} with window={window!r}: right must be -1 or 0, causal hides keys there")
@@ -642,8 +656,9 @@ def problem_of(o:Sequence[int], q:Sequence[int], k:Sequence[int], v:Sequence[int
   return p
 
 def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:bool, sequences:int|None) -> tuple[int, ...]:
-  """Returns B, H, Hkv, Sq, Sk, D and Dv from the shapes of q, k and v. Raises ValueError if the shapes do not agree. For packed sequences Sq and Sk
-  are the numbers of rows of all sequences together."""
+  """Returns B, H, Hkv, Sq, Sk, D and Dv from the shapes of q, k and v. `paged`: k and v lie in pages, and have the layout "bhsd". `sequences` is the
+  number of packed sequences, or None. For packed sequences Sq and Sk are the numbers of rows of all sequences together. Raises ValueError if the
+  shapes do not agree."""
   of_keys = "bhsd" if paged else layout
   B, H, Sq, D = _dims("q", q, layout)
   Bk, Hkv, Sk, Dk = _dims("k", k, of_keys)
@@ -657,8 +672,8 @@ def _sizes(q:Sequence[int], k:Sequence[int], v:Sequence[int], layout:str, paged:
   return sequences or B, H, Hkv, Sq, Sk, D, Dv
 
 def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int, int, int], layout:str, inputs:str) -> None:
-  """Raises ValueError if o or lse has a wrong shape. `sizes` are (B, H, Sq, Dv). `inputs` is a text for the message: the inputs and shapes from which
-  `sizes` were taken."""
+  """Raises ValueError if the shape of o or lse is wrong. `sizes` are the right (B, H, Sq, Dv). `inputs` names, for the message, the inputs from whose
+  shapes `sizes` follow."""
   B, H, Sq, Dv = sizes
   of_o = {"nsd": (1, B*H, Sq, Dv), "thd": (1, H, Sq, Dv)}.get(layout, sizes)
   if _dims("o", o, layout) != of_o:
@@ -669,8 +684,8 @@ def _check_outputs(o:Sequence[int], lse:Sequence[int]|None, sizes:tuple[int, int
     raise ValueError(f"lse has shape {tuple(lse)}: must be {of_lse}, whatever the layout")
 
 def _sequences(extras:GivenExtras, paged:bool) -> int:
-  """Returns the number of packed sequences. Raises ValueError if cu_seqlens_q or cu_seqlens_k is missing, or has another shape than (sequences +
-  1,)."""
+  """Returns the number of packed sequences. `extras` has (shape, dtype) of the optional tensors by name. `paged`: k and v lie in pages, and
+  cu_seqlens_k is not needed. Raises ValueError if cu_seqlens_q or cu_seqlens_k is missing or has another shape than (sequences + 1,)."""
   for name in ("cu_seqlens_q",) if paged else ("cu_seqlens_q", "cu_seqlens_k"):
     if name not in extras: raise ValueError(f"layout='thd' needs {name}, int32 of shape (sequences + 1,)")
     if len(shape := tuple(extras[name][0])) != 1 or shape[0] < 2:
@@ -682,7 +697,7 @@ def _longest(name:str, value:int|None, total:int) -> int:
   return min(total, values.whole_number(name, value, 1, None, "the rows of the longest sequence, at least 1"))
 
 def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
-  """Returns the fields of Problem that say which optional tensors are given."""
+  """Returns the fields of Problem that say which optional tensors are given, {field: value}. `extras` has (shape, dtype) of these tensors by name."""
   if unknown := [name for name in extras if name not in EXTRAS]:
     raise ValueError(f"{unknown[0]} is not an optional tensor of attention: must be one of {', '.join(EXTRAS)}")
   there: dict[str, Any] = {name: name in extras for name in ("sinks", "kv_lengths", "kv_starts", "first_batch_and_head")}
@@ -696,7 +711,8 @@ def _extras(extras:GivenExtras, B:int, H:int, Sq:int, Sk:int) -> dict[str, Any]:
   return there
 
 def _check_extra(p:Problem, name:str, shape:tuple[int, ...], dtype:str) -> None:
-  """Checks one optional tensor. Raises ValueError if the problem has no such tensor, or needs another shape or dtype for it."""
+  """Checks the shape and the dtype of the optional tensor `name`. Raises ValueError if the problem has no such tensor, or needs another shape or
+  dtype for this tensor."""
   if name not in p.extras:
     of_packed = f"layout={p.layout!r}: it is for layout='thd' only"
     why = f"dropout_p={p.dropout_p}: it is for dropout only" if name.startswith("dropout") else of_packed

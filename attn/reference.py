@@ -1,9 +1,11 @@
 """Textbook attention in numpy: the exact result, and the result with the roundings that the dtypes force.
 
-`exact` computes in float64 on the inputs as rounded to their dtype. attn/accuracy.py says how far the result of a kernel may be from it. `same` is
-FlashAttention-2's arithmetic: fp32 scores and sums, P and O rounded. `exact_backward` and `same_backward` compute the gradients. In them dO is
-rounded to the dtype of q, k and v, because it is a factor of matrix products. A pair that a mask hides adds exactly 0, even if its rows are NaN;
-docs/attention.md says how far a NaN reaches in kernels that cannot do this."""
+`exact` computes in float64 from inputs that have already been rounded to their dtype. attn/accuracy.py says how far a kernel's result may be from the
+result of `exact`. `same` rounds in the same places as FlashAttention-2: scores and sums are fp32, P and O are rounded. `exact_backward` and
+`same_backward` compute the gradients. Both take dO rounded to the dtype of q, k and v, because dO is a factor of matrix products.
+
+A score that a mask hides adds exactly 0 to every result, even if the row of q, k or v to which the score belongs is NaN. In some kernels such a NaN
+reaches further; docs/attention.md says how far."""
 from __future__ import annotations
 import functools, operator
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from attn.ops.numerics import ROUNDOFF, round_bf16, round_fp16, widen
 Array = NDArray[Any]
 
 def rounded(x:Array, dtype:str) -> Array:
-  """Rounds x to `dtype` (to nearest even), and returns it as float32."""
+  """Rounds x to `dtype` (to nearest even). Returns the result as float32."""
   if dtype == "float32": return x.astype(np.float32)
   if dtype in FORMATS: return numbers(rounded_bytes(x, dtype, True), dtype)
   bits = (round_fp16 if dtype == "float16" else round_bf16)(np.ascontiguousarray(x, dtype=np.float32))
@@ -30,28 +32,32 @@ def arrange(x:Array, layout:str) -> Array:
   return x.swapaxes(1, 2) if layout == "bshd" else x.reshape(-1, *x.shape[2:]) if layout == "nsd" else x
 
 def restore(x:Array, layout:str, shape:tuple[int, ...]) -> Array:
-  """Undoes `arrange`: converts x from `layout` to a tensor (B, H, S, D) of this shape."""
+  """Undoes `arrange`: returns x, a tensor in `layout`, as a tensor (B, H, S, D). `shape` is this tensor's shape."""
   return x.swapaxes(1, 2) if layout == "bshd" else x.swapaxes(0, 1)[None] if layout == "thd" else x.reshape(shape)
 
 def visible(Sq:int, Sk:int, window:tuple[int, int], offset:int) -> Array:
-  """Computes which query sees which key, as bool (Sq, Sk). Query i sees key j if i + offset - left <= j <= i + offset + right."""
+  """Returns which query sees which key, as bool (Sq, Sk). With `window` = (left, right), query i sees key j if i + offset - left <= j <= i + offset +
+  right. A negative `left` or `right` stands for no bound."""
   (left, right), i, j = window, np.arange(Sq)[:, None] + offset, np.arange(Sk)[None]
   return ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
 
 @dataclass(frozen=True)
 class Options:
-  """Options that change the scores or the number of keys. Arrays broadcast to (B, H, Sq, Sk). attn.problem.Problem has the formula.
+  """Options that change the scores or the number of keys. attn.problem.Problem has the formula.
 
     softcap       0: none
     alibi_slopes  (H) or (B, H)
     bias          (B|1, H|1, Sq|1, Sk|1)
     score_mod     function of all scores (B, H, Sq, Sk). Returns three results: the changed scores; the derivative of each changed score by its
-                  score; and an upper bound of |x| for every intermediate result x of the function. attn/accuracy.py bounds rounding errors by it.
-                  Not with kv_lengths
-    mask_mod      bool (B|1, H|1, Sq|1, Sk|1): True for a pair that the mask shows. Not with kv_lengths
+                  score; and an upper bound of |x| for every intermediate result x of the function. attn/accuracy.py bounds rounding errors
+                  by this upper bound. Not with kv_lengths
+    mask_mod      bool (B|1, H|1, Sq|1, Sk|1): True for a query and a key that the mask leaves visible. Not with kv_lengths
     sinks         (H)
-    kv_lengths    (B); moves the diagonal unless `top_left`
-    kept          bool (B, H, Sq, Sk): elements of P that dropout keeps, multiplied by 1/(1 - dropout_p); None: no dropout"""
+    kv_lengths    (B), the number of keys of each batch. Batch b has the offset `offset` + kv_lengths[b] - Sk, where `offset` is that of `exact`
+    top_left      with kv_lengths: every batch has the same offset, that of `exact`
+    kept          bool (B, H, Sq, Sk): True for an element of P that dropout keeps. Dropout divides kept elements by 1 - dropout_p and sets the
+                  other elements to 0. None: no dropout
+    dropout_p     probability with which dropout sets an element of P to 0"""
   softcap: float = 0.0
   alibi_slopes: Array|None = None
   bias: Array|None = None
@@ -66,20 +72,20 @@ class Options:
 PLAIN = Options()
 
 def exact(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN) -> tuple[Array, Array]:
-  """Computes attention in float64. Returns (o, lse) for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A row that sees no key has 0 in
-  o and -inf in lse."""
+  """Computes attention in float64. Returns (o, lse) for q (..., H, Sq, D), k (..., Hkv, Sk, D), v (..., Hkv, Sk, Dv). A query that sees no key has 0
+  in o and -inf in lse. `window` and `offset` say which keys a query sees (see `visible`)."""
   return _attention(q, k, v, scale, window, offset, np.float64, None, options)
 
 def same(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0, options:Options=PLAIN, *, dtype:str,
          out_dtype:str) -> tuple[Array, Array]:
-  """Computes textbook attention in fp32 (FlashAttention-2, arXiv 2307.08691, algorithm 1, with all keys in one tile). Returns (o, lse). P = exp(S -
-  max S) is rounded to `dtype`, O to `out_dtype`. O is divided by the sum of the unrounded P. If `out_dtype` is finer than `dtype`, O is divided by
-  the sum of the rounded P."""
+  """Computes textbook attention in fp32, rounded in the same places as in FlashAttention-2 (arXiv 2307.08691, algorithm 1, with all keys in one
+  tile). Returns (o, lse). P = exp(S - max S) is rounded to `dtype`, O to `out_dtype`. The divisor of O is the sum of P: of P after rounding if
+  `out_dtype` has more bits of precision than `dtype`, otherwise of P before rounding."""
   o, lse = _attention(q, k, v, scale, window, offset, np.float32, (dtype, out_dtype), options)
   return rounded(o, out_dtype), lse
 
 def batch_options(x:Options, b:int, keys:int) -> Options:
-  """Returns the options for batch b alone. `keys` is the number of keys of this batch."""
+  """Returns the options `x` for batch b alone. `keys` is the number of keys of this batch."""
   assert x.score_mod is None and x.mask_mod is None
   slopes = x.alibi_slopes if x.alibi_slopes is None or x.alibi_slopes.ndim == 1 else x.alibi_slopes[b:b+1]
   bias = x.bias if x.bias is None or len(x.bias) == 1 else x.bias[b:b+1]
@@ -87,7 +93,7 @@ def batch_options(x:Options, b:int, keys:int) -> Options:
   return replace(x, kv_lengths=None, alibi_slopes=slopes, bias=bias, kept=None if x.kept is None else x.kept[b:b+1, ..., :keys])
 
 def _dropped(p:Array, x:Options) -> Array:
-  """Applies dropout to P, or to its gradient."""
+  """Applies dropout to `p`, which is P or the gradient of P."""
   return p if x.kept is None else np.where(x.kept, p/p.dtype.type(1 - x.dropout_p), p.dtype.type(0))
 
 Types = tuple[str, str]     # the dtypes to which P and dS, and O, are rounded
@@ -105,7 +111,8 @@ def _attention(q:Array, k:Array, v:Array, scale:float, window:tuple[int, int], o
     return _output(s, v, visible(q.shape[-2], k.shape[-2], window, offset), x, types), softmax_of(s, x)[1]
 
 def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
-  """Computes o from scores. It is not yet rounded to its dtype."""
+  """Returns o, not yet rounded, from the scores `s`. `seen` says which query sees which key. `types` are the dtypes to which P and o are to be
+  rounded; None: P is not rounded."""
   weights, own, _ = _weights(s, x)
   total = weights.sum(-1, keepdims=True)
   if types is not None:
@@ -115,12 +122,12 @@ def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
   return _of_visible(_dropped(weights, x), v, seen)/np.where(total == 0, 1, total)
 
 def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
-  """Converts q, k and v to the dtype of the computation, and repeats the heads of k and v so that there is one for each head of q."""
+  """Casts q, k and v to the dtype `work`, and repeats the heads of k and v so that there is one head of k and v for each head of q."""
   ratio = q.shape[-3]//k.shape[-3]
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
 
 def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
-  """Computes weights @ rows. A pair of query and key that a mask hides (not `seen`) adds exactly 0, even if its weight or row is NaN."""
+  """Computes weights @ rows. A query and a key of which `seen` says that a mask hides the key add exactly 0, even if the weight or the row is NaN."""
   nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
   odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
   total = np.asarray(weights @ np.where(odd, nothing, rows))
@@ -133,8 +140,8 @@ def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
 
 @dataclass(frozen=True)
 class TermStep:
-  """What one score term (softcap, ALiBi, bias, score_mod) does: the scores before it, the scores after it, and its derivative at each score. A
-  `slope` of None means that the derivative is 1."""
+  """Effect of one score term (softcap, ALiBi, bias, score_mod): the scores before the term, the scores after the term, and the derivative of the term
+  at each score. A `slope` of None means that the derivative is 1."""
   name: str
   before: Array
   after: Array
@@ -173,7 +180,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
   """Returns the derivative of the finished score by the raw score, at each score: the product of the derivatives of all terms (softcap, score_mod,
-  ...). With `after`, only the terms that come after the term of this name count."""
+  ...). `after` is the name of a term: only terms behind this term count then."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -184,14 +191,14 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
   """Applies score terms (softcap, ALiBi, bias, score_mod) and masks to raw scores. Returns the scores that go into the softmax, and one step for each
-  term. A score is -inf where the query does not see the key."""
+  term. A score that a mask hides is -inf. `window` and `offset` say which keys a query sees (see `visible`)."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
   return np.where(seen, steps[-1].after if steps else s, s.dtype.type(-np.inf)), steps
 
 def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
-  """Computes the numerators of the softmax from scores. Returns three arrays: P before it is divided by its sum, the weight of the sink, and the
-  number that was subtracted from the scores of each row before the exponential."""
+  """Computes the numerators of the softmax from the scores `s`. Returns three arrays: P before the division by the sum of P, the weight of the sink,
+  and the number that was subtracted from the scores of each row before the exponential."""
   work = s.dtype.type
   sink = np.full((*s.shape[:-1], 1), -np.inf, work) if x.sinks is None else np.broadcast_to(x.sinks.astype(work)[:, None, None], (*s.shape[:-1], 1))
   m = np.fmax(np.fmax.reduce(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -199,7 +206,7 @@ def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   return np.exp(s - safe), np.exp(sink - safe), safe
 
 def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
-  """Computes (P, lse) from scores. P is the softmax: each row is divided by its sum. A row without visible keys has P = 0."""
+  """Computes (P, lse) from the scores `s`. In this P each row is divided by its sum. A row without visible keys has P = 0."""
   weights, own, safe = _weights(s, x)
   total, nothing = weights.sum(-1, keepdims=True) + own, s.dtype.type(0)
   return np.where(total == 0, nothing, weights/total), np.where(total == 0, -np.inf, safe + np.log(total))[..., 0]
@@ -208,7 +215,7 @@ def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Gradients:
-  """Gradients of a loss, one for each input and in the input's shape. None for an input that is not given."""
+  """Gradients of a loss, one for each input and in the input's shape. The gradient of an input that is not given is None."""
   q: Array
   k: Array
   v: Array
@@ -218,10 +225,10 @@ class Gradients:
 
 def exact_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
                    options:Options=PLAIN) -> Gradients:
-  """Computes the gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are the gradients of the loss for o and lse of
-  `exact`; None stands for 0. The values of `do` must already be rounded to the dtype of q, k and v.
+  """Computes the gradients of a loss in float64. `do` (..., H, Sq, Dv) and `dlse` (..., H, Sq) are the gradients of the loss by the o and the lse
+  that `exact` returns; None stands for 0. The values of `do` must already be rounded to the dtype of q, k and v.
 
-  A row that sees no key adds exactly 0 to each gradient, and its own gradient is 0. The gradients of keys beyond kv_lengths are 0."""
+  A query that sees no key adds exactly 0 to each gradient, and the query's own gradient is 0. The gradients of keys beyond kv_lengths are 0."""
   return _backward(q, k, v, do, dlse, scale, window, offset, options, np.float64, None)
 
 def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, scale:float, window:tuple[int, int]=(-1, -1), offset:int=0,
@@ -233,8 +240,8 @@ def same_backward(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, sca
     dS = P * (dP - delta), dP = dO V^T
 
   lse is computed from fp32 scores and from the sum of P before rounding. O is rounded to `out_dtype`, as in `same`. P and dS are rounded to `dtype`
-  before they are multiplied with dO, K and Q. The gradients of q, k and v are rounded to `dtype`. The bias's gradient, an fp32 sum of dS, is rounded
-  to `bias_dtype`. The sinks' gradient stays in fp32. Dropout applies to P before it is rounded and multiplied with V and dO, and to dP."""
+  before the products with dO, K and Q. The gradients of q, k and v are rounded to `dtype`. The bias's gradient, an fp32 sum of dS, is rounded to
+  `bias_dtype`. The sinks' gradient stays in fp32. Dropout applies to dP, and to P before P is rounded and multiplied with V and dO."""
   found = _backward(q, k, v, do, dlse, scale, window, offset, options, np.float32, (dtype, out_dtype))
   bias = None if found.bias is None else rounded(found.bias, bias_dtype)
   return Gradients(rounded(found.q, dtype), rounded(found.k, dtype), rounded(found.v, dtype), bias, found.sinks)
@@ -276,7 +283,8 @@ def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
 
 def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
                        types:Types|None) -> Gradients:
-  """Computes gradients for each batch by itself, with the batch's own number of keys. The gradients of keys beyond this number are 0."""
+  """Computes the gradients of each batch by itself, with the batch's own number of keys. The gradients of keys beyond this number are 0. `work` is
+  the dtype of the computation. `types` are the dtypes to which P and dS, and o, are rounded; None: neither is rounded."""
   assert x.kv_lengths is not None
   dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
   dbias, dsinks, dslopes = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks, x.alibi_slopes))

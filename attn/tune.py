@@ -1,10 +1,11 @@
-"""Searches for the forward kernel's tiles, and makes their tables in attn/chips.
+"""Searches for the forward kernel's tile descriptions (numbers of waves and keys of a tile, for example), and makes the tables of tile descriptions
+in attn/chips. The tables have the best tile descriptions for each class of head dimensions: up to 64, 128, 192 and 256.
 
-    python -m attn.tune                        prints the tiles that it would choose, and where they differ from the tables
-    python -m attn.tune --check                also fails if they differ from the tables
+    python -m attn.tune                        prints the chosen tile descriptions, and where the tables have others
+    python -m attn.tune --check                also fails if the tables have others
     python -m attn.tune --write                rewrites the tables
-    python -m attn.tune --arch gfx942 --d 128  searches one class only; --all prints every tile that compiles, best first
-    python -m attn.tune --gradient dkdv        prints the best tiles of a backward kernel, whose table in attn/chips is written by hand"""
+    python -m attn.tune --arch gfx942 --d 128  searches for one chip and one class; --all prints every candidate that compiles, best first
+    python -m attn.tune --gradient dkdv        prints the best tile descriptions of a backward kernel, whose table is written by hand"""
 from __future__ import annotations
 import multiprocessing, os
 from collections.abc import Iterable
@@ -35,7 +36,8 @@ def bounds_table(found:Iterable[Class], everything:bool) -> Table:
   return table
 
 def backward_table(arch:str, d:int, kernel:str, jobs:int, everything:bool) -> Table:
-  """Makes a table of a backward kernel's best tiles, or of all tiles. A star marks the tile in use."""
+  """Makes a table of the best tile descriptions of a backward kernel for head dimensions up to `d`, or of all tile descriptions if `everything`.
+  `kernel` is "dq" or "dkdv". `jobs` is the number of processes. A star marks the tile description in use."""
   chip, p = get_chip(arch), problem_of_spec(Spec(arch, d))
   in_use = amd_backward_tile(p, chip, kernel == "dkdv")
   with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool: found = ranked_backward(arch, d, kernel, pool.map)
@@ -59,7 +61,8 @@ SHOWN = 5     # tiles of a backward kernel that are printed without --all
 @click.option("--check", is_flag=True, help="Fail if the tables have other tiles.")
 @click.option("--gradient", type=click.Choice(BACKWARD), help="Search a backward kernel's tiles; its table is written by hand.")
 def main(archs:tuple[str, ...], classes:tuple[str, ...], jobs:int, everything:bool, write:bool, check:bool, gradient:str|None) -> None:
-  """Choose the tiles of the forward kernel by a search over predictions from machine code. Nothing is measured, and no GPU is needed."""
+  """Choose the tile descriptions of the forward kernel: compile each candidate, and predict the kernel's speed from the machine code. --gradient
+  ranks the tile descriptions of a backward kernel instead. Nothing is measured, and no GPU is needed."""
   if write and check: raise click.UsageError("give --write or --check, not both")
   if gradient is not None:
     if write or check: raise click.UsageError(f"--{'write' if write else 'check'} with --gradient: tables of backward kernels are written by hand")

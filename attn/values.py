@@ -1,5 +1,5 @@
-"""Checks of argument values. A check takes an argument's name and value. It returns the value as a plain Python object (a numpy integer as an int),
-or raises ValueError with the name, the value and what is supported."""
+"""Checks of argument values. A check takes an argument's name and value. The check returns the value as a plain Python object (a numpy integer as an
+int), or raises ValueError with the name, the value and what is supported."""
 from __future__ import annotations
 import functools, math, numbers
 from collections.abc import Callable, Iterable
@@ -23,8 +23,8 @@ Check = Callable[[str, Any], Any]
 Public = TypeVar("Public", bound=Callable[..., Any])
 
 def names_itself(function:Public) -> Public:
-  """Decorator for a function that users call. Its errors begin with its name. If one such function calls another, they begin with the name of the
-  function that the user called."""
+  """Decorator for a function that users call. Errors of the function begin with the function's name. If one such function calls another, errors begin
+  with the name of the function that the user called."""
   @functools.wraps(function)
   def called(*args:Any, **kwargs:Any) -> Any:
     try: return function(*args, **kwargs)
@@ -35,7 +35,7 @@ def names_itself(function:Public) -> Public:
   return called     # type: ignore[return-value]
 
 def option(default:Any, check:Check, meaning:str) -> Any:
-  """Makes a dataclass field for an option, with its default, its check and its meaning."""
+  """Makes a dataclass field for an option. `check` checks the option's value, and `meaning` is a text for users."""
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
 def shown(x:Any) -> str:
@@ -61,12 +61,14 @@ def wrong(name:str, x:Any, supported:str) -> ValueError: return ValueError(f"{na
 def is_whole(x:Any) -> bool: return isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_))
 
 def whole_number(name:str, x:Any, least:int, most:int|None, supported:str) -> int:
-  """Returns x as an int if it is a Python or numpy integer between `least` and `most` (None: no upper limit). Raises ValueError otherwise."""
+  """Returns x as an int if x is a Python or numpy integer between `least` and `most` (None: no upper limit). Otherwise raises ValueError with the
+  argument's `name` and the text `supported`."""
   if not is_whole(x) or x < least or (most is not None and x > most): raise wrong(name, x, supported)
   return int(x)
 
 def real_number(name:str, x:Any, least:float, most:float, supported:str) -> float:
-  """Returns x as a float if it is a Python or numpy number between `least` and `most`. Raises ValueError otherwise."""
+  """Returns x as a float if x is a Python or numpy number between `least` and `most`. Otherwise raises ValueError with the argument's `name` and the
+  text `supported`."""
   if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real): raise wrong(name, x, supported)
   try: value = float(x)
   except OverflowError: value = math.inf
@@ -74,12 +76,12 @@ def real_number(name:str, x:Any, least:float, most:float, supported:str) -> floa
   return value
 
 def truth(name:str, x:Any) -> bool:
-  """Returns x as a bool if it is a Python or numpy bool, 0 or 1. Raises ValueError otherwise."""
+  """Returns x as a bool if x is a Python or numpy bool, 0 or 1. Otherwise raises ValueError with the argument's `name`."""
   if isinstance(x, (bool, np.bool_)) or (is_whole(x) and x in (0, 1)): return bool(x)
   raise wrong(name, x, "True or False")
 
 def word(name:str, x:Any, known:Iterable[str], supported:str="") -> str:
-  """Returns x if it is one of the `known` strings. Raises ValueError otherwise."""
+  """Returns x if x is one of the `known` strings. Otherwise raises ValueError with the argument's `name` and the text `supported`."""
   known = tuple(known)
   if isinstance(x, str) and x in known: return str(x)
   raise wrong(name, x, supported or f"one of {', '.join(map(repr, known))}")
@@ -89,8 +91,9 @@ def is_nothing(x:Any) -> bool:
   return isinstance(x, (bool, int, float, str, tuple, list)) and not x
 
 def strong(x:Tensor) -> Tensor:
-  """Casts a tensor of a weak dtype to the dtype in which tinygrad stores it. Tensor(1.5) has a weak dtype, for example, or (1.0 - mask)*-10000.0 of
-  an int mask."""
+  """Casts a tensor of one of tinygrad's weak dtypes, which yield to the dtype of another operand, to the ordinary dtype in which tinygrad stores the
+  tensor. Returns any other tensor as it is. Tensors of weak dtypes are, for example, Tensor(1.5) and, for an int tensor `mask`, (1.0 -
+  mask)*-10000.0."""
   return x.cast(strong_dtype(x.dtype)) if x.dtype in dtypes.weaks else x
 
 def tensor(name:str, x:Any) -> Tensor:
@@ -107,8 +110,8 @@ def dtype_text(dtype:Any) -> str:
   return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("dtypes."))
 
 def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
-  """Returns the name of a tensor's dtype, which must be one of `supported`. Raises NotImplementedError for another dtype, or ValueError if only one
-  is supported."""
+  """Returns the name of a tensor's dtype, which must be one of `supported`. `name` is the tensor's name, for error messages. Raises
+  NotImplementedError for another dtype, or ValueError if only one dtype is supported."""
   if (found := dtype_text(strong_dtype(dtype))) in (supported := tuple(supported)): return found
   several = len(supported) > 1
   raise (NotImplementedError if several else ValueError)(f"{name} has dtype {found}: must be {'one of ' if several else ''}{', '.join(supported)}")

@@ -19,14 +19,15 @@ def project(x:Tensor) -> list[Tensor]: return [(x @ w).reshape(1, x.shape[1], -1
 def logits(x:Tensor, o:Tensor) -> Tensor: return ((x + o.reshape(1, -1, H*D) @ to_out)[:, -1] @ head).float()
 
 def without_cache(tokens:list[int]) -> np.ndarray:
-  """Returns the scores of the next token, computed from all tokens without a cache."""
+  """Returns the logits of the token that follows `tokens`, one for each word of the vocabulary. No cache is used."""
   x = Tensor(np.stack([embedding.numpy()[t] + places.numpy()[i] for i, t in enumerate(tokens)])[None])
   return logits(x, attn.attention(*project(x), causal=True, layout="bshd")).numpy()[0]
 
 captures: list[UOp] = []
 @TinyJit
 def step(token:Tensor, position:UOp) -> Tensor:
-  """Returns the scores of the next token, computed from `token` (1, 1) at `position` and from the cache."""
+  """Returns the logits of the token that follows `token`, one for each word of the vocabulary. `token` is (1, 1), the token at `position`. The cache
+  has the keys and values of all earlier positions."""
   captures.append(position)
   x = embedding[token] + places[position:position + 1].reshape(1, 1, WIDTH)
   q, k, v = project(x)

@@ -1,5 +1,5 @@
-"""Runs the same attention on an emulated chip of each of four matrix units, and prints a table: the error against float64, the tile, and the time.
-Needs the extra bench (pip install '.[bench]')."""
+"""Runs the same attention on an emulated chip of each of four matrix units, and prints a table: the error against float64, the tile description, and
+the time. Needs the extra bench (pip install '.[bench]')."""
 import os
 os.environ.setdefault("DEV", "EMU")
 import time

@@ -1,8 +1,14 @@
 """A chat with tinygrad's own server, once with attn's kernels and once with tinygrad's own attention. Both give the same tokens.
 
-The program writes a tiny GGUF file with random weights. tinygrad.llm loads the file, makes its tokenizer and serves it over HTTP. MODEL=latent is a
-model with latent attention (MLA), as DeepSeek's, MODEL=hybrid one with gated attention and recurrent layers, as Qwen3.5; the default has grouped
-queries, as Qwen3. The wheel of tinygrad 0.14.0 lacks the module tinygrad.llm.kernels, kernels for RDNA3; `stand_in` makes the rest work without it.
+The program writes a tiny GGUF file with random weights. tinygrad.llm loads the file, makes its tokenizer and serves the model over HTTP. The setting
+MODEL chooses the model:
+
+  (not set)      grouped-query attention, as in Qwen3
+  MODEL=latent   latent attention (MLA), as in DeepSeek's models
+  MODEL=hybrid   gated attention and recurrent layers, as in Qwen3.5
+
+tinygrad.llm imports the module tinygrad.llm.kernels, which the wheel of tinygrad 0.14.0 lacks. The module has kernels for RDNA3, which this program
+does not need: `stand_in` puts an empty module in its place.
 
 MODEL=latent TOKENS=6 QUESTIONS=1 LAYERS=1 python examples/llm_chat.py"""
 from __future__ import annotations
@@ -18,7 +24,7 @@ from tinygrad import Device, nn
 import attn
 
 def stand_in() -> None:
-  """Makes an empty substitute for the module tinygrad.llm.kernels.amd, if this tinygrad lacks the module."""
+  """Makes an empty substitute for the module tinygrad.llm.kernels.amd, if the installed tinygrad lacks this module."""
   if importlib.util.find_spec("tinygrad.llm.kernels") is not None: return
   amd: Any = types.ModuleType("tinygrad.llm.kernels.amd")
   amd.Linear, amd.amd_custom_kernels_supported, amd.gated_delta_prefill, amd.flash_attention = nn.Linear, lambda device: False, None, None
@@ -33,7 +39,7 @@ WIDTH, HIDDEN, HEADS, LAYERS, CONTEXT = 32, 48, 4, int(os.environ.get("LAYERS", 
 Shapes = dict[str, tuple[int, ...]]
 
 def model(kind:str) -> tuple[str, dict[str, Any], Shapes]:
-  """Returns a model's architecture, its settings, and the shapes of its weights."""
+  """Returns a model's architecture, the model's settings, and the shapes of its weights. `kind` is "grouped", "latent" or "hybrid"."""
   D = WIDTH//HEADS
   settings: dict[str, Any] = {"block_count": LAYERS, "embedding_length": WIDTH, "feed_forward_length": HIDDEN, "context_length": CONTEXT,
                               "attention.head_count": HEADS, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
@@ -98,7 +104,7 @@ def write_gguf(path:Path, kind:str) -> None:
 
 @contextlib.contextmanager
 def served(path:Path) -> Iterator[tuple[str, Any]]:
-  """Serves a model from a file with tinygrad's server. Yields the address and the model."""
+  """Serves the model in the file `path` with tinygrad's server. Yields the server's address and the model."""
   from tinygrad.llm.cli import FallbackTemplate, LLMServer, SimpleTokenizer
   from tinygrad.llm.model import Transformer
   llm, settings = Transformer.from_gguf(path, CONTEXT)

@@ -1,5 +1,5 @@
-"""Runs and trains a causal layer on a sequence that two devices share: rows are dealt out in zigzag, keys and values are passed around, and gradients
-return to their devices.
+"""Runs and trains a causal layer on a sequence that two devices share. The rows of the sequence are dealt out in zigzag. Keys and values are passed
+from device to device, and their gradients return to the devices that hold the keys and values.
 
 Takes seconds on the emulator, less with GRADIENT=0. On two GPUs: `DEV=CUDA S=65536 D=128 python examples/long_context.py`."""
 import os

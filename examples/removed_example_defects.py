@@ -1,9 +1,9 @@
-"""Plants three defects in a small kernel, one at a time, and shows which check of attn finds each defect.
+"""Plants three defects in a small kernel, one at a time, and prints a table: which check of attn finds each defect.
 
-tinygrad once had an example kernel, extra/gemm/amd_flash_attention.py. Its test was: inputs uniform in [0, 1), mean squared error below 1e-2.
-Versions of the kernel (1) multiplied by V transposed inside each 64x64 tile, (2) did not scale P by exp(m_tile - m_new), and (3) let a fast wave
-store V over the K that a slow wave still read. Kernels with these defects pass that test; attn's checks stop each one. Prints a table. Needs the
-extra bench (pip install '.[bench]')."""
+tinygrad once had an example kernel, extra/gemm/amd_flash_attention.py. The test of this kernel was: inputs uniform in [0, 1), mean squared error
+below 1e-2. Versions of the kernel (1) multiplied by V transposed inside each 64x64 tile, (2) did not scale P by exp(m_tile - m_new), and (3) let a
+fast wave store V over the K that a slow wave still read. Kernels with these defects pass that test; attn's checks stop each one. Needs the extra
+bench (pip install '.[bench]')."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import inspect
@@ -34,7 +34,7 @@ DEFECTS = {
 }
 
 def planted(right:str, wrong:str) -> Callable[..., UOp]:
-  """Returns the textbook kernel with a defect: the text `right` is replaced by `wrong`."""
+  """Returns the kernel of attn/kernels/textbook.py with a defect: `right`, one piece of the kernel's source text, is replaced by `wrong`."""
   source = inspect.getsource(textbook)
   assert source.count(right) == 1, f"{right!r} is not one line of the textbook kernel"
   module: dict[str, Any] = {"__name__": "planted"}
@@ -45,7 +45,7 @@ KERNELS = {"right": textbook.textbook(block_n=D)} | {name: planted(*defect) for 
 
 def two_tiles(barrier:bool) -> Callable[..., UOp]:
   """Makes a kernel for a workgroup of two waves, in which K and then V use the same LDS. Each wave reads what the other wave stored: o[t] =
-  k[t']*v[t'], where t' is the thread of the other wave."""
+  k[t']*v[t'], where t' is the thread of the other wave. Without `barrier`, V may be stored before the other wave has read K."""
   def kernel(o:UOp, k:UOp, v:UOp) -> UOp:
     t = UOp.range(N, 0, AxisType.LOCAL)
     lds, kept = UOp.placeholder((N,), dtypes.float, 0, AddrSpace.LOCAL), UOp.placeholder((1,), dtypes.float, 1, AddrSpace.REG)
@@ -60,13 +60,14 @@ def run(fxn:Callable[..., UOp], *inputs:np.ndarray) -> np.ndarray:
   return Tensor.empty(*inputs[0].shape, dtype=dtypes.float).custom_kernel(*map(Tensor, inputs), fxn=fxn)[0].numpy()
 
 def mean_square(fxn:Callable[..., UOp]) -> float:
-  """Returns the mean squared error on uniform inputs, the error that the removed example's test measured."""
+  """Returns the mean squared error of a kernel's output against float64, for inputs uniform in [0, 1). The test of tinygrad's example kernel, which
+  tinygrad has removed, measured this error."""
   q, k, v = np.random.default_rng(0).random((3, 1, 1, N, D)).astype(np.float16)
   return float(((run(fxn, q, k, v) - exact(q, k, v, SCALE)[0])**2).mean())
 
 def verdict(fxn:Callable[..., UOp]) -> Verdict:
-  """Runs a kernel on normally distributed inputs and compares its output with float64. The result says whether an element's error is above its limit
-  (docs/contract.md)."""
+  """Runs a kernel on normally distributed inputs, and compares the output with float64. The result says whether the error of an element is above the
+  element's limit (docs/contract.md)."""
   q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, N, D)).astype(np.float16)
   return judge(run(fxn, q, k, v), law_of(q, k, v, SCALE, dtype="float16", out_dtype="float32")[0])
 

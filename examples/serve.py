@@ -1,10 +1,10 @@
 """Serves requests of different lengths that come and go, over one paged cache. In each step every running request gets one token.
 
 The model is a small transformer with random weights. `Pages` hands out the pages of the cache; requests whose prompts begin with the same tokens
-share pages. `Server.step` first computes the prompts of new requests, in chunks, then one token for every request: a batch of a fixed size under
-TinyJit, in which an empty place has length 0. With batch_invariant=True a request gets the same text whatever is served beside it. At the end each
-request is served again, alone, to show that. With CACHE=int8, a second server has a cache of 8 bits in the same memory. It serves twice as many
-requests at a time, and its text is printed beside that of the first.
+share pages. `Server.admit` fills the cache with the keys and values of a new request's prompt, in chunks. `Server.step` computes one token for every
+request: a batch of a fixed size under TinyJit, in which an empty place has length 0. With batch_invariant=True a request gets the same text whatever
+is served beside the request. To show this, the program serves each request again at the end, alone. With CACHE=int8, a second server has a cache of 8
+bits in the same memory. This server serves twice as many requests at a time, and the texts of both servers are printed side by side.
 
 REQUESTS=8 LAYERS=2 WIDTH=64 BATCH=4 python examples/serve.py;  on a GPU: DEV=CUDA WIDTH=1024 LAYERS=8 HEADS=16 KV_HEADS=4 REQUESTS=64 BATCH=32
 CACHE=int8 python examples/serve.py"""
@@ -26,13 +26,13 @@ assert PAGE % CHUNK == 0, "a chunk of a prompt lies in one page"
 rng = np.random.default_rng(0)
 
 class Pages:
-  """Pages of a cache. Records which pages are free, and which pages hold the beginning of a prompt that other requests may share."""
+  """Records which pages of a cache are free, and which pages hold the beginning of a prompt that other requests may share."""
   def __init__(self, count:int) -> None:
     self.free, self.users, self.prefixes, self.shared = list(range(count)), [0]*count, dict[tuple[int, ...], int](), 0
   def take(self, tokens:list[int], length:int) -> tuple[list[int], int]:
     """Takes pages for a sequence that begins with `tokens` and will have `length` tokens: existing full pages that can be shared, and new pages.
-    Returns the pages, and the number of rows that they already hold. The last token is always computed, even if its page could be shared, because the
-    first new token follows from it."""
+    Returns the pages, and the number of rows that the existing pages already hold. The last of `tokens` is always computed, even if the page of this
+    token could be shared, because the first new token follows from this computation."""
     shared = list[int]()
     while (end := (len(shared) + 1)*PAGE) < len(tokens) and (page := self.prefixes.get(tuple(tokens[:end]))) is not None: shared.append(page)
     if (more := -(-length//PAGE) - len(shared)) > len(self.free): raise MemoryError(f"{more} pages wanted, {len(self.free)} free")
@@ -75,8 +75,8 @@ class Layer:
     self.qkv, self.out = weight(WIDTH, (H + 2*HKV)*D), weight(WIDTH, WIDTH)
     self.up, self.down = weight(WIDTH, 2*WIDTH), weight(2*WIDTH, WIDTH)
   def __call__(self, x:Tensor, cache:tuple[Any, Any], filled:Tensor, table:Tensor) -> Tensor:
-    """Computes a transformer layer, attention and then two linear layers, on x (B, S, WIDTH). Appends its keys and values to the cache from row
-    `filled` (B) on."""
+    """Computes a transformer layer, attention and then two linear layers, on x (B, S, WIDTH). Writes the keys and values of x into `cache`, from row
+    `filled` (B) of each sequence on. `table` is the block table, the pages of each sequence."""
     qkv = (x.layernorm().cast(x.dtype) @ self.qkv).reshape(*x.shape[:2], H + 2*HKV, D)
     q, k, v = qkv.split([H, HKV, HKV], dim=2)
     o = attn.attention_with_kv_cache(q, k, v, *cache, filled, layout="bshd", block_table=table, batch_invariant=True)
@@ -90,7 +90,7 @@ class Model:
 
 class Server:
   def __init__(self, model:Model, batch:int, pages:int, dtype:str) -> None:
-    """Makes a server of `batch` requests at a time, with a cache of `pages` pages of this dtype."""
+    """Makes a server of `batch` requests at a time. The cache has `pages` pages of this dtype."""
     self.model, self.pages, self.batch, self.most = model, Pages(pages - batch), batch, 0
     self.caches = [empty_cache(pages, dtype) for _ in range(LAYERS)]
     self.nobodys = [pages - batch + i for i in range(batch)]       # pages for the rows that empty places of the batch append
@@ -98,22 +98,24 @@ class Server:
     self.steps = {n: TinyJit(self.forward) for n in (1, CHUNK)}
 
   def forward(self, tokens:Tensor, filled:Tensor, table:Tensor) -> Tensor:
-    """Computes the next token after each of `tokens` (B, S)."""
+    """Returns the next token after each of `tokens` (B, S). `filled` is the number of rows that each sequence has in the cache, and `table` the block
+    table, the pages of each sequence."""
     at = (filled.reshape(-1, 1) + Tensor.arange(tokens.shape[1], dtype=dtypes.int)).minimum(CAPACITY - 1)
     x = (self.model.embedding[tokens] + self.model.places[at]).realize()
     for layer, cache in zip(self.model.layers, self.caches): x = layer(x, cache, filled, table)
     return (x @ self.model.head).float().argmax(-1).realize()
 
   def run(self, rows:list[list[int]], filled:list[int], pages:list[list[int]]) -> np.ndarray:
-    """Runs `forward` on some sequences, one in each place of the batch, and returns the next token after each token, (B, S). `rows` are the new
-    tokens of each sequence, `filled` the number of tokens in its cache, and `pages` its pages of the cache. Shorter sequences end with padding
-    tokens, which later tokens overwrite in the cache."""
+    """Runs `forward` on some sequences, one in each place of the batch, and returns the next token after each token, (B, S). `rows` has the new
+    tokens of each sequence, `filled` the number of each sequence's tokens in the cache, and `pages` each sequence's pages. Shorter sequences end with
+    padding tokens, which later tokens overwrite in the cache."""
     def int32(x:list[list[int]]|list[int]) -> Tensor: return Tensor(np.array(x, np.int32)).realize()
     table = [p + [own]*(MOST_PAGES - len(p)) for p, own in zip(pages, self.nobodys)]
     return self.steps[len(rows[0])](int32(rows), int32(filled), int32(table)).numpy()
 
   def admit(self, request:Request) -> None:
-    """Computes the prompt of a request in chunks, except the pages that it shares with other requests."""
+    """Gives a request a place in the batch. Computes the keys and values of the request's prompt into the cache, in chunks, without those in pages
+    that the request shares with other requests. Stores the request's first new token."""
     request.pages, done = self.pages.take(request.prompt, len(request.prompt) + request.wanted)
     self.places_taken[self.places_taken.index(None)] = request
     while done < len(request.prompt):
@@ -137,7 +139,8 @@ class Server:
     self.places_taken[self.places_taken.index(request)] = None
 
 def serve(server:Server, requests:list[Request]) -> float:
-  """Serves all requests. Each request begins as soon as a place in the batch and enough pages are free. Returns the seconds that this took."""
+  """Serves all requests. Each request begins as soon as a place in the batch and enough pages are free. Returns the seconds that all requests
+  took."""
   waiting, start = list(requests), time.perf_counter()
   while waiting or any(server.places_taken):
     while waiting and None in server.places_taken and len(server.pages.free) >= MOST_PAGES: server.admit(waiting.pop(0))

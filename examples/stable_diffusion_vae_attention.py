@@ -1,8 +1,11 @@
-"""Runs the attention of Stable Diffusion's VAE (the middle block of AutoencoderKL): one head of 512 over the 64 x 64 positions of a 512 x 512 image.
-tinygrad's own attention keeps the whole score matrix in memory, 64 MB here and 1 GB for a 1024 x 1024 image. The kernel `tiled` keeps none of it.
+"""Runs the attention of Stable Diffusion's VAE (the middle block of AutoencoderKL) for a 512 x 512 image: one head with head dimension 512, over 64 x
+64 positions. tinygrad's own attention keeps the whole score matrix in memory, 64 MB here and 1 GB for a 1024 x 1024 image. The kernel of attn that
+this example uses (`tiled` in docs/plain.md) keeps no scores in memory.
 
   DEV=CUDA python examples/stable_diffusion_vae_attention.py
-  DEV=CL SIDE=32 python examples/stable_diffusion_vae_attention.py         a 256 x 256 image, on any OpenCL device
+  DEV=CL SIDE=32 python examples/stable_diffusion_vae_attention.py
+
+The second command works on any OpenCL device, and computes a 256 x 256 image.
 
 SIDE: positions along a side (64; on the emulator 8). HALF=1: float16 instead of float32. First calls compile and are not timed."""
 import os
@@ -31,7 +34,7 @@ def watched(self:Buffer, *args:Any, **kwargs:Any) -> Buffer:
 Buffer.allocate = watched   # type: ignore[method-assign]
 
 def called(attention:Attention, q:Tensor, k:Tensor, v:Tensor) -> tuple[np.ndarray, float, int]:
-  """Calls `attention`. Returns (result, milliseconds of the kernels on the devices, bytes used besides inputs and output)."""
+  """Calls `attention`. Returns the result, the milliseconds of the kernels on the device, and the bytes of memory used besides inputs and output."""
   global most
   before = most = GlobalCounters.mem_used
   out = attention(q, k, v).realize()

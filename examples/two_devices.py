@@ -1,5 +1,5 @@
-"""Runs attention on two devices. With tensors sharded along batch or heads, the devices exchange nothing. With k and v sharded along keys, the
-devices' results are merged by logsumexp."""
+"""Runs attention on two devices. If the tensors are sharded along batch or heads, the devices exchange nothing. If k and v are sharded along keys,
+each device attends to its own keys, and the results of the devices are merged by their lse."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np

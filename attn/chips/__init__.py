@@ -1,6 +1,6 @@
-"""Table of the chips. Each chip has one row with all facts about it. Kernels, dispatch, the search for tiles, the report on machine code, the
-disassembler, the roofline and error messages read this table. Only the emulator has its own tables. A test checks that the emulator's tables agree
-with this table."""
+"""Table of the chips. Each chip has one row with all facts about the chip. Kernels, dispatch, the search for tile descriptions, the report on machine
+code, the disassembler, the roofline and error messages read this table. Only the emulator has its own tables. A test checks that the emulator's
+tables agree with this table."""
 from __future__ import annotations
 from attn.chips.cdna2 import CHIPS_OF_CDNA2
 from attn.chips.cdna3 import CHIPS_OF_CDNA3

@@ -5,9 +5,10 @@ from attn.chips.matrix import LaneSums, Matrix
 from attn.chips.shapes import BackwardShape, MlaShape, UpTo
 
 def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", banks:int=32) -> Matrix:
-  """Describes one of CDNA's MFMA instructions: C (M x M) += A (M x K) B (K x M). `suffix` is the end of its builtin's name in clang, and
-  `operand_type` the builtin's type for an element of A and B. `exchange` names the instruction by which lanes of such kernels exchange values (see
-  `Matrix.exchange`). `banks` is the number of LDS banks from which the operands are read."""
+  """Describes one of CDNA's MFMA instructions: C (M x M) += A (M x K) B (K x M). `suffix` is the end of the name of the instruction's builtin in
+  clang, and `operand_type` the builtin's type for an element of A and B. `banks` is the number of LDS banks from which the operands are read.
+  `exchange` names the instruction by which a kernel with this MFMA exchanges values between lanes: "bpermute" (ds_bpermute) or "permlane_swap"
+  (v_permlane16_swap and v_permlane32_swap)."""
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
 def mfma_of_bytes(name:str, K:int, operand_type:str, arguments:str, exchange:str="bpermute", banks:int=32) -> Matrix:

@@ -1,30 +1,31 @@
-"""Classes for the data about hardware: a row for each family (all chips with the same matrix unit), each chip and each card. Each family has a file
-in this folder, with all facts about the family.
+"""Classes for the data about hardware: `Family` (all chips with the same matrix unit), `Chip` and `Card` (a product that contains a chip). Each
+family has a file in this folder, with all facts about the family, its chips and its cards.
 
-Sources of these data:
-  [calc]  AMD Matrix Instruction Calculator (github.com/ROCm/amd_matrix_instruction_calculator): "execution cycles" and "co-execution cycles
-          possible" of each MFMA and WMMA of CDNA2, CDNA3, RDNA3 and RDNA4.
-  [llvm]  LLVM, lib/Target/AMDGPU/SISchedule.td: passes per MFMA (1 pass = 4 cycles) of gfx940, and of gfx950, which runs the older shapes at half
-          rate; AMDGPUBaseInfo.cpp: sizes and granules of register files and LDS, wave slots.
-  [isa]   AMD's documents of the instruction sets CDNA2, CDNA3, CDNA4, RDNA3, RDNA4: widths of waves and SIMDs, LDS banks, quarter-rate
-          transcendentals; the last word of a buffer's resource descriptor (MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5).
-  [cdna4] AMD CDNA 4 white paper: doubled transcendental rate, 160 KB LDS with 256 bytes per clock of reads.
-  [amd]   AMD's data sheets and product pages: compute units, peak engine (boost) clock, memory bandwidth. The figures of MI250X and MI250 are for one
-          die, which is a device of its own. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits; the other APUs have 128 bits of LPDDR5X-7500, gfx1152
-          has 128 bits of LPDDR5X-8000. MI308X has no public data sheet.
-  [l2]    AMD CDNA 3 white paper: an XCD's L2 has 16 channels, which give 2 KB a cycle together; MI300X has 8 XCDs. ROCm Compute Profiler,
-          docs/conceptual/l2-cache.rst: MI200's L2 has 32 channels, of 128 bytes a cycle each (AMD CDNA 2 white paper). Assumed: CDNA4's L2 is as
-          CDNA3's, and RDNA's gives 64 bytes a cycle for each 16 bits of the memory's width, as RDNA's slices do (AMD RDNA white paper).
-  [gemm]  Fastest published 16-bit GEMMs. MI300X and MI325X: AMD, Measuring Max-Achievable FLOPs, part 2, 2025-02-28, bf16, which also has the clocks
-          (1.207 and 1.447 GHz) and the use of the matrix unit (up to 94%). MI350X: FlyDSL (github.com/tingqli/pyhip,
-          gemm_950_optimization.md). MI355X: HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of
-          fp16 and bf16 (github.com/zzc0721/torch-performance-test-data, issues 58, 173 and 165).
-  [cache] Sizes of a die's L2 and of Infinity Cache: ROCm's documentation, "AMD GPU specifications", of 2026; a chip has those of its largest card.
-          Bandwidth of Infinity Cache: AMD CDNA 3 white paper; RX 7900 XTX: AMD's product page and Chips and Cheese. Assumed: CDNA4's is as CDNA3's,
-          and that of the other RDNA chips is RX 7900 XTX's for each bit of the memory's width.
-  [cuda]  NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory of a block; data sheets:
-          multiprocessors.
-"""
+Sources of the data:
+- Cycles of MFMA and WMMA of CDNA2, CDNA3, RDNA3 and RDNA4: AMD Matrix Instruction Calculator ("execution cycles" and "co-execution cycles possible"),
+github.com/ROCm/amd_matrix_instruction_calculator.
+- Passes (1 pass = 4 cycles) of an MFMA on gfx940 and gfx950: LLVM, lib/Target/AMDGPU/SISchedule.td. gfx950 executes MFMA of the older shapes at half
+rate.
+- Sizes and granules of register files and LDS, wave slots: LLVM, AMDGPUBaseInfo.cpp.
+- Widths of waves and SIMDs, LDS banks, quarter-rate transcendentals: AMD's documents of the instruction sets CDNA2, CDNA3, CDNA4, RDNA3, RDNA4. The
+last word of a buffer's resource descriptor: MI300 ISA 9.1.5, RDNA3 ISA 8.1.5, RDNA4 ISA 9.1.5.
+- CDNA4's doubled rate of transcendentals and 160 KB of LDS with 256 bytes per clock of reads: AMD CDNA 4 white paper.
+- Compute units, peak engine (boost) clock, memory bandwidth: AMD's data sheets and product pages. The figures of MI250X and MI250 are for one die,
+which is a device of its own. Strix Halo: Radeon 8060S, LPDDR5X-8000 on 256 bits; the other APUs have 128 bits of LPDDR5X-7500, gfx1152 has 128 bits
+of LPDDR5X-8000. MI308X has no public data sheet.
+- Bytes that L2 gives in a cycle: the L2 of an XCD has 16 channels, which give 2 KB together, and MI300X has 8 XCDs (AMD CDNA 3 white paper). The L2
+of MI200 has 32 channels, of 128 bytes each (ROCm Compute Profiler, docs/conceptual/l2-cache.rst; AMD CDNA 2 white paper). Assumed: the L2 of CDNA4
+gives as many bytes as the L2 of CDNA3. Assumed: the L2 of every RDNA chip gives 64 bytes for each 16 bits of the memory's width, as the slices of L2
+in AMD's RDNA white paper do.
+- Fastest published 16-bit GEMMs. MI300X and MI325X: AMD, Measuring Max-Achievable FLOPs, part 2, 2025-02-28, bf16; this article also has the clocks
+(1.207 and 1.447 GHz) and the use of the matrix unit (up to 94%). MI350X: FlyDSL (github.com/tingqli/pyhip, gemm_950_optimization.md). MI355X:
+HipKittens (arXiv 2511.08083, table 2). RX 7900 XTX, 9070 XT and 9060 XT: PyTorch, the faster of fp16 and bf16
+(github.com/zzc0721/torch-performance-test-data, issues 58, 173 and 165).
+- Sizes of a die's L2 and of Infinity Cache: ROCm's documentation, "AMD GPU specifications", of 2026. A chip has the sizes of its largest card.
+- Bandwidth of Infinity Cache: AMD CDNA 3 white paper; for RX 7900 XTX, AMD's product page and Chips and Cheese. Assumed: CDNA4 has the bandwidth of
+CDNA3. Assumed: the other RDNA chips have the bandwidth of RX 7900 XTX for each bit of the memory's width.
+- Shared memory of an NVIDIA block: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Multiprocessors: NVIDIA's data
+sheets."""
 from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is know
 
 @dataclass(frozen=True)
 class Pipes:
-  """Costs of instructions on one compute unit. Cycles are given for one SIMD, bytes per clock for the LDS that all SIMDs share."""
+  """Costs of instructions on one compute unit. Cycles are those of one SIMD. Bytes per clock are those of the LDS that all SIMDs share."""
   simds: int                 # SIMDs per compute unit
   valu: int                  # cycles of a full-rate vector instruction
   trans: int                 # cycles of a transcendental
@@ -59,12 +60,12 @@ class Counters:
   number: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)    # counter -> its bits in the operand of s_waitcnt, where the chip
                                                                                      # has that: (first bit, number of bits), low bits first
   def most(self, name:str) -> int:
-    """Returns the largest value that a counter can hold. A wait for at most this value ends at once."""
+    """Returns the largest value that the counter `name` can hold. A wait until a counter is at most this value ends at once."""
     return (1 << sum(bits for _, bits in self.number.get(name, ((0, 6),)))) - 1
 
 @dataclass(frozen=True, eq=False)   # compared by identity: each family has one row
 class Family:
-  """A generation of matrix units: the properties that all chips with this matrix unit share."""
+  """A generation of matrix units: the properties that all chips with the same matrix unit share."""
   name: str
   wave: int               # lanes of a wave
   vgprs: int              # most vector registers of a wave, per lane
