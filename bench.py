@@ -94,7 +94,7 @@ def pair(name:str, default:str) -> tuple[int, int]:
   return left, right
 
 def settings(default:Mapping[str, Any]) -> Settings:
-  """Reads the problem from the environment variables. `default` has the values of settings that are not set there."""
+  """Reads the problem from the environment variables. `default` has the values of the settings for which no environment variable is set."""
   B, H, N, D = (number(name, default[name]) for name in ("B", "H", "N", "D"))
   HKV, SK, DV = number("HKV", default.get("HKV", H)), number("SK", default.get("SK", N)), number("DV", default.get("DV", D))
   dtype = choice("DTYPE", default.get("DTYPE", "float16"), NAMES)
@@ -119,7 +119,7 @@ def check_verified(s:Settings) -> None:
                      "VERIFY=0 checks none")
 
 def find_device() -> str:
-  """Returns the device to run on: DEV if it is set, else AMD if such a GPU is found, else the emulator. Raises BadSetting for a wrong DEV."""
+  """Returns the device to run on: DEV if DEV is set, else AMD if an AMD GPU is found, else the emulator. Raises BadSetting for a wrong DEV."""
   if not (device := getenv("DEV", "")):
     try: return Device["AMD"].device
     except Exception:   # a missing GPU raises another exception on each system
@@ -137,7 +137,8 @@ def find_device() -> str:
 # ***** one problem *****
 
 def bench(s:Settings) -> dict[str, Any]:
-  """Runs and times the forward kernel of one problem, and checks its result. Returns a row of the table that bench.py prints, by column."""
+  """Runs and times the forward kernel of one problem, and checks the kernel's result. Returns a row of the table that bench.py prints, as {column:
+  value}."""
   p, arch, (inputs, tensors, outs) = s.problem, device_arch(), random_operands(s.problem, s.seed)
   start = time.perf_counter()
   fxn = flash_attention_fn(causal=s.causal, layout=p.layout, window=s.window, return_lse=p.return_lse)
@@ -168,7 +169,8 @@ def prepared_backward(s:Settings, arch:Chip) -> Backward:
   except NotImplementedError as e: raise BadSetting(f"BWD=1: {describe(s)}: {e}") from None
 
 def bench_backward(s:Settings) -> dict[str, Any]:
-  """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table that bench.py prints, by column."""
+  """Runs and times both backward kernels of one problem, and checks the gradients. Returns a row of the table that bench.py prints, as {column:
+  value}."""
   p, arch, emulated = s.problem, device_arch(), Device.DEFAULT == "EMU"
   call, start, seconds, lowering = prepared_backward(s, arch), time.perf_counter(), dict[str, float](), 0.0
   for name in ("dq", "dkdv"):
@@ -342,7 +344,7 @@ def compare_all_backward(x:Task, card:str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Task:
-  """Settings that say what bench.py does with the problems, such as tuning or a comparison, and which files it writes."""
+  """Settings that say what bench.py does with the problems, such as tuning or a comparison, and which files bench.py writes."""
   figures: bool
   sweep: bool
   tune: bool

@@ -95,9 +95,9 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Checks the value `x` of the field `name` of Problem, the field for this tensor. The value is None if the problem has no such tensor. Otherwise
-    the value has a bool for each dimension of the tensor: True for full size, False for size 1. Returns the value. Raises ValueError for any other
-    value."""
+    """Checks `x`, the value of the field `name` of Problem for this tensor. The value must be None if the problem has no such tensor. Otherwise the
+    value must be a tuple with a bool for each dimension of the tensor: True for full size, False for size 1. Returns the value. Raises ValueError for
+    any other value."""
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x
     raise values.wrong(name, x, f"None, or a tuple with True (full size) or False (size 1) for each dimension of {self.name}, {least} to {most}")
@@ -395,7 +395,8 @@ class Problem:
     return self.first_head*self.Sq
   @property
   def rows(self) -> int:
-    """Number of rows of the output over all batches and heads: the number of elements of lse, too."""
+    """Number of rows of the output over all batches and heads. lse has one element for each of these rows, unless the launch computes only some heads
+    (`dealt`)."""
     return self.H*(self.total_q if self.varlen else self.B*self.Sq)
   @property
   def extras(self) -> Shapes:

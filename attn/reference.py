@@ -122,12 +122,13 @@ def _output(s:Array, v:Array, seen:Array, x:Options, types:Types|None) -> Array:
   return _of_visible(_dropped(weights, x), v, seen)/np.where(total == 0, 1, total)
 
 def with_heads(q:Array, k:Array, v:Array, work:Any) -> tuple[Array, Array, Array]:
-  """Casts q, k and v to the dtype `work`, and repeats the heads of k and v so that there is one head of k and v for each head of q."""
+  """Casts q, k and v to the dtype `work`, and repeats the heads of k and v until k and v have as many heads as q."""
   ratio = q.shape[-3]//k.shape[-3]
   return q.astype(work), np.repeat(k, ratio, -3).astype(work), np.repeat(v, ratio, -3).astype(work)
 
 def _of_visible(weights:Array, rows:Array, seen:Array) -> Array:
-  """Computes weights @ rows. A query and a key of which `seen` says that a mask hides the key add exactly 0, even if the weight or the row is NaN."""
+  """Computes weights @ rows. Where `seen` (which query sees which key) is False, the product of weight and row counts as exactly 0, even if the
+  weight or the row is NaN."""
   nothing, weights = weights.dtype.type(0), np.where(seen, weights, 0)
   odd = np.asarray(~np.isfinite(rows).all(-1, keepdims=True))
   total = np.asarray(weights @ np.where(odd, nothing, rows))
@@ -180,7 +181,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
   """Returns the derivative of the finished score by the raw score, at each score: the product of the derivatives of all terms (softcap, score_mod,
-  ...). `after` is the name of a term: only terms behind this term count then."""
+  ...). If `after` names a term, the product has only the derivatives of the terms that follow this term."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -206,7 +207,8 @@ def _weights(s:Array, x:Options) -> tuple[Array, Array, Array]:
   return np.exp(s - safe), np.exp(sink - safe), safe
 
 def softmax_of(s:Array, x:Options) -> tuple[Array, Array]:
-  """Computes (P, lse) from the scores `s`. In this P each row is divided by its sum. A row without visible keys has P = 0."""
+  """Computes (P, lse) from the scores `s`. Each row of P is divided by the row's sum, which includes the weight of the sink. A row without visible
+  keys has P = 0."""
   weights, own, safe = _weights(s, x)
   total, nothing = weights.sum(-1, keepdims=True) + own, s.dtype.type(0)
   return np.where(total == 0, nothing, weights/total), np.where(total == 0, -np.inf, safe + np.log(total))[..., 0]
@@ -284,7 +286,7 @@ def summed_to(a:Array, shape:tuple[int, ...]) -> Array:
 def _backward_by_batch(q:Array, k:Array, v:Array, do:Array, dlse:Array, scale:float, window:tuple[int, int], offset:int, x:Options, work:Any,
                        types:Types|None) -> Gradients:
   """Computes the gradients of each batch by itself, with the batch's own number of keys. The gradients of keys beyond this number are 0. `work` is
-  the dtype of the computation. `types` are the dtypes to which P and dS, and o, are rounded; None: neither is rounded."""
+  the dtype of the computation. `types` are the dtypes to which P and dS (first dtype) and o (second dtype) are rounded; None: nothing is rounded."""
   assert x.kv_lengths is not None
   dq, dk, dv = (np.zeros(a.shape, work) for a in (q, k, v))
   dbias, dsinks, dslopes = (None if a is None else np.zeros(a.shape, work) for a in (x.bias, x.sinks, x.alibi_slopes))

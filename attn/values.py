@@ -35,7 +35,7 @@ def names_itself(function:Public) -> Public:
   return called     # type: ignore[return-value]
 
 def option(default:Any, check:Check, meaning:str) -> Any:
-  """Makes a dataclass field for an option. `check` checks the option's value, and `meaning` is a text for users."""
+  """Makes a dataclass field for an option. `check` checks the option's value. `meaning` is the option's text in the table of options in docs."""
   return field(default=default, metadata={"check": check, "meaning": meaning})
 
 def shown(x:Any) -> str:

@@ -1,4 +1,4 @@
-"""A chat with tinygrad's own server, once with attn's kernels and once with tinygrad's own attention. Both give the same tokens.
+"""A chat with tinygrad's own server, once with attn's kernels and once with tinygrad's own attention. Both chats have the same tokens.
 
 The program writes a tiny GGUF file with random weights. tinygrad.llm loads the file, makes its tokenizer and serves the model over HTTP. The setting
 MODEL chooses the model:
@@ -121,7 +121,7 @@ def served(path:Path) -> Iterator[tuple[str, Any]]:
 
 def chat(path:Path, questions:list[str], count:int) -> tuple[list[str], list[int]]:
   """Asks a served model the questions over HTTP, in one conversation, with answers of at most `count` tokens. Returns the answers, and all tokens of
-  the conversation except the newest."""
+  the conversation except the newest token."""
   messages, answers = list[dict[str, str]](), list[str]()
   with served(path) as (address, llm):
     for question in questions:

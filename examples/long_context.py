@@ -19,8 +19,8 @@ x, target = (Tensor(rng.standard_normal((S, WIDTH), np.float32).astype(np.float1
 weights = [drawn(WIDTH, heads*D) for heads in (H, HKV, HKV)] + [drawn(WIDTH, WIDTH)]
 
 def layer(x:Tensor, wq:Tensor, wk:Tensor, wv:Tensor, wo:Tensor, **shared:Any) -> Tensor:
-  """Computes a causal attention layer with its four projections and a residual connection on x (rows, WIDTH). Each device projects the rows that it
-  holds."""
+  """Computes a causal attention layer with its four projections and a residual connection on x (rows, WIDTH). `shared` are further arguments of
+  `attn.attention`, which say how the devices share the rows. Each device projects the rows that the device holds."""
   q, k, v = ((x @ w).reshape(1, x.shape[0], -1, D) for w in (wq, wk, wv))
   o = attn.attention(q, k, v, causal=True, layout="bshd", **shared)
   return x + o.reshape(x.shape[0], WIDTH) @ wo

@@ -31,8 +31,8 @@ class Pages:
     self.free, self.users, self.prefixes, self.shared = list(range(count)), [0]*count, dict[tuple[int, ...], int](), 0
   def take(self, tokens:list[int], length:int) -> tuple[list[int], int]:
     """Takes pages for a sequence that begins with `tokens` and will have `length` tokens: existing full pages that can be shared, and new pages.
-    Returns the pages, and the number of rows that the existing pages already hold. The last of `tokens` is always computed, even if the page of this
-    token could be shared, because the first new token follows from this computation."""
+    Returns all these pages, and the number of rows that the existing pages already hold. The page with the last of `tokens` is never shared, because
+    the first new token follows from computing this last token."""
     shared = list[int]()
     while (end := (len(shared) + 1)*PAGE) < len(tokens) and (page := self.prefixes.get(tuple(tokens[:end]))) is not None: shared.append(page)
     if (more := -(-length//PAGE) - len(shared)) > len(self.free): raise MemoryError(f"{more} pages wanted, {len(self.free)} free")
@@ -58,7 +58,7 @@ class Request:
   pages: list[int] = field(default_factory=list)
   @property
   def rows(self) -> int:
-    """Number of rows in the cache: one for each token but the newest."""
+    """Number of rows in the cache: one row for each token except the newest token."""
     return len(self.prompt) + len(self.tokens) - 1
 
 def weight(rows:int, columns:int) -> Tensor: return Tensor((rng.standard_normal((rows, columns))*rows**-.5).astype(np.float16)).realize()

@@ -1,5 +1,5 @@
 """Generates text with a tiny GPT in plain tinygrad, once with tinygrad's own attention and once, under `attn.installed()`, with the kernels of attn.
-Both give the same tokens."""
+Both texts consist of the same tokens."""
 import os
 os.environ.setdefault("DEV", "EMU::gfx942")
 import numpy as np

@@ -26,7 +26,7 @@ def get_chip(name:str) -> Chip:
   return chip
 
 def modelled(name:str) -> Chip:
-  """Returns the chip of this name. Raises ValueError if attn does not know the rates (cycles of instructions, bandwidths) from which it computes
-  lower bounds of a kernel's time on this chip."""
+  """Returns the chip of this name. Raises ValueError if attn does not know the chip's rates (cycles of instructions, bandwidths), from which attn
+  computes lower bounds of a kernel's time."""
   if name not in MODELLED: raise ValueError(f"no machine model for {name!r}: known are {', '.join(MODELLED)}")
   return CHIPS[name]

@@ -37,7 +37,7 @@ LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is know
 
 @dataclass(frozen=True)
 class Pipes:
-  """Costs of instructions on one compute unit. Cycles are those of one SIMD. Bytes per clock are those of the LDS that all SIMDs share."""
+  """Costs of instructions on one compute unit. Cycles are cycles of one SIMD. Bytes per clock are bytes of the LDS that all SIMDs share."""
   simds: int                 # SIMDs per compute unit
   valu: int                  # cycles of a full-rate vector instruction
   trans: int                 # cycles of a transcendental
@@ -52,7 +52,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Counters:
-  """Names of the counters in which a wave counts its memory accesses that are not complete yet: one counter for each kind of access."""
+  """Names of the counters in which a wave counts its own memory accesses that are not complete yet. Each kind of access has one counter."""
   load: str
   store: str
   lds: str

@@ -159,8 +159,8 @@ def tidied(u:UOp) -> UOp:
 
 @lru_cache(256)
 def derivative_or_reason(value:UOp, of:UOp) -> UOp|str:
-  """Returns the derivative of the function `value` by `of`, the score or an element of a tensor. If the function has no derivative, returns the name
-  of the operation that has none, as a text."""
+  """Returns the derivative of the function `value` by `of`, the score or an element of a tensor. If an operation of the function has no derivative,
+  returns the operation's name as a text."""
   shown, at = _shown_part(value), {of: Slope(_ONE, False)}
   for u in shown.toposort(lambda u: not _has_slope_zero(u)):
     moving = [at[x] for x in u.src if x in at]

@@ -82,8 +82,8 @@ def exact_range(steps:Steps) -> tuple[int, int]:
 
 def fits(steps:Steps) -> bool:
   """Returns whether x can be clamped to the range first..last that `exact_range` returns, before a function f made of `steps` is applied to x,
-  without changing a mask. All positions of queries and keys lie between -FAR and FAR. So this holds if first or f(first) is at most -FAR, and last or
-  f(last) is at least FAR."""
+  without changing a mask. All positions of queries and keys lie between -FAR and FAR. So x can be clamped if first or f(first) is at most -FAR, and
+  last or f(last) is at least FAR."""
   first, last = exact_range(steps)
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 

@@ -2,7 +2,7 @@
 
 A one-sided expression of a mask is an expression that depends on the query or on the key, but not on both. For example the mask `i//64 == tokens[j]`
 has two one-sided expressions: i//64, with a value for each row of a tile, and tokens[j], with a value for each column. A kernel finds the extremes
-(the lowest and the highest value) of each one-sided expression over the rows or the columns of a tile. From these extremes follow those of the
+(the lowest and the highest value) of each one-sided expression over the rows or the columns of a tile. From these extremes follow the extremes of the
 comparison that joins query and key: if the highest i//64 is below the lowest token, the comparison is false on the whole tile. If both extremes of a
 mask are equal, the mask hides all scores of the tile, or none."""
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOAT_OPS = (Ops.INDEX, Ops.CONST, Ops.CAST, Ops.WHERE, Ops.MAX)     # operation
 
 class Extremes(NamedTuple):
   """Lowest and highest value of an expression on a tile of queries and keys, as UOps. A condition whose highest value is False is never true on the
-  tile. A condition whose lowest value is True is always true there."""
+  tile. A condition whose lowest value is True is always true on the tile."""
   low: UOp
   high: UOp
 

@@ -46,18 +46,18 @@ TensorKind = tuple[tuple[int, ...], str]     # shape and name of the dtype of a 
 TensorKinds = tuple[TensorKind, ...]
 
 def described(function:Callable[..., Any]) -> str:
-  """Returns the name of a function, with its file and the line where it begins, for error messages. For a callable without Python code, such as a
-  builtin, returns its repr, cut off if it is long."""
+  """Returns the name of a function, with the function's file and first line, for error messages. For a callable without Python code, such as a
+  builtin, returns the callable's repr, cut off if long."""
   code = getattr(inspect.unwrap(function), "__code__", None)
   return values.shown(function) if code is None else f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 def trace(signature:FunctionForm, function:Any, tensors:TensorKinds) -> Traced|None:
-  """Calls a caller's function on UOps in place of numbers, and returns the UOp of its result. Returns None if the function changes nothing: a
-  score_mod that returns the score, a mask_mod that returns True.
+  """Calls a caller's function on UOps in place of numbers, and returns the UOp of the function's result. Returns None if the function changes
+  nothing: a score_mod that returns the score, a mask_mod that returns True.
 
-  `signature` says which arguments the function must take, and which dtype its result must have. `tensors` has the shape and dtype of each tensor in
-  `mod_tensors`. The function is called twice, because its two results must be equal. If a function with the same code and the same values in its
-  closure was traced before, neither call is made: the result comes from a cache.
+  `signature` says which arguments the function must take, and which dtype the result must have. `tensors` has the shape and dtype of each tensor in
+  `mod_tensors`. The function is called twice, and the two results must be equal. If a function with the same code and the same values in its closure
+  was traced before, the function is not called, and the result comes from a cache.
 
   Raises ValueError if the function does not take these arguments, returns something other than a scalar UOp of the right dtype, or returns different
   UOps in the two calls. Raises NotImplementedError, with the name of the operation, for a UOp that a kernel cannot compute."""
@@ -215,8 +215,8 @@ Names = tuple[str, ...]
 
 def of_value(x:Any, names:Names, within:Holders) -> Hashable:
   """Returns a key for x, a value that a function's code reads. `names` are the names of globals and attributes in this code. `within` are the
-  functions, modules and classes whose keys will contain the key of x, the outermost first. If x is one of these itself (a function that calls itself,
-  for example), the key of x is its position in `within`. Raises TypeError if x may change unnoticed."""
+  functions, modules and classes whose keys will contain the key of x, the outermost first. If `within` contains x (the code of a function reads the
+  function itself, for example), the key of x is the index of x in `within`. Raises TypeError if x may change unnoticed."""
   if isinstance(x, SIMPLE): return type(x), repr(x) if isinstance(x, float) else x     # 1, 1.0 and True are equal, and -0.0 and 0.0
   if isinstance(x, tuple): return tuple(of_value(y, names, within) for y in x)
   if isinstance(x, UOp): return x
