@@ -586,8 +586,8 @@ def check_8_bits(p:Problem) -> None:
   for name in INPUT_SCALES:
     if (number := getattr(p, name)) not in (0, 1, p.B*p.Hkv): raise ValueError(f"{name}={number}: must be 0, 1 or B*Hkv={p.B*p.Hkv} numbers")
   if not p.of_8_bits:
-    for name in (*INPUT_SCALES, "fast_accumulate"):
-      if getattr(p, name): raise ValueError(f"{name} with q, k and v of {p.dtype}: it is for {' and '.join(OF_8_BITS)} only")
+    for name, shown in (*((name, name) for name in INPUT_SCALES), ("fast_accumulate", "fast_accumulate=True")):
+      if getattr(p, name): raise ValueError(f"{shown} with q, k and v of {p.dtype}: it is for {' and '.join(OF_8_BITS)} only")
     return
   if p.dropout_p: raise NotImplementedError(f"dropout_p={p.dropout_p} with {p.dtype}: q, k and v of 8 bits have no gradient, so nothing to train")
   for name in ("stored", "v_in_k", "k_view", "dealt"):

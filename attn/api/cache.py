@@ -106,8 +106,9 @@ def _check_new_rows(x:OfCache, layout:str) -> tuple[int, int]:
   (number of new rows, number of rows that the cache can hold). Raises ValueError for a wrong shape, dtype or device, and for more new rows than the
   cache can hold."""
   rows, name, new, cache = AXES[layout].index("rows"), x.name, x.new, x.cache
-  got, want = static_shape(f"{name}_new", new.shape), (*static_shape(f"{name}_cache", cache.shape)[:-1], x.width)
-  if len(want) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {want}; layout={layout!r} needs {LAYOUTS[layout]}")
+  got, held = static_shape(f"{name}_new", new.shape), static_shape(f"{name}_cache", cache.shape)
+  if len(held) != len(AXES[layout]): raise ValueError(f"{name}_cache has shape {held}; layout={layout!r} needs {LAYOUTS[layout]}")
+  want = (*held[:-1], x.width)
   if len(got) != len(want) or got[:rows] + got[rows+1:] != want[:rows] + want[rows+1:]:
     raise ValueError(f"{name}_new has shape {got}: must be that of {name}_cache, {want}, but for the number of rows, axis {rows}")
   if x.quantized is not None: values.dtype_name(f"{name}_new", new.dtype, x.quantized.dtypes_of_new)

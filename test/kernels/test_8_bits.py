@@ -229,7 +229,7 @@ def test_refusals(arch:str|None, dtype:str, shape:dict[str, Any], message:str) -
 
 @pytest.mark.parametrize(("options", "message"), (
   (dict(dropout_p=0.5), "dropout_p=0.5 with fp8e4m3"), (dict(q_scale=3), r"q_scale=3: must be 0, 1 or B\*Hkv=2 numbers"),
-  (dict(dtype="float16", fast_accumulate=True), "fast_accumulate with q, k and v of float16"), (dict(v_in_k=True), "v_in_k=True with fp8e4m3")))
+  (dict(dtype="float16", fast_accumulate=True), "fast_accumulate=True with q, k and v of float16"), (dict(v_in_k=True), "v_in_k=True with fp8e4m3")))
 def test_problems_that_there_are_not(options:dict[str, Any], message:str) -> None:
   with pytest.raises((ValueError, NotImplementedError), match=message):
     Problem(**{"B": 1, "H": 2, "Hkv": 2, "Sq": 4, "Sk": 4, "D": 16, "Dv": 16, "dtype": "fp8e4m3", "softmax_scale": 0.25, **options})
